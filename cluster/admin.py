@@ -8,8 +8,8 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta
 
-from tandem.cluster.config import ClusterTimeouts, NodeCount
-from tandem.cluster.control import DRAIN_S, ClusterView
+from tandem.cluster.config import ClusterTimeouts, NodeCount, TandemConfig
+from tandem.cluster.control import DRAIN_S, AppliedChange, ClusterView
 from tandem.cluster.pools.supervisor import MAX_START_FAILURES
 from tandem.wire.errors import ConfigurationError, InvalidRequest, RequestError
 from tandem.wire.nodes import Role
@@ -33,6 +33,8 @@ class OperatedCluster(Protocol):
     async def pause(self, names: list[str]) -> list[str]: ...
     async def resume(self, names: list[str]) -> list[str]: ...
     async def reset_cache(self, names: list[str]) -> list[str]: ...
+    async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange: ...
+    async def go_back(self) -> None: ...
 
 
 class ViewAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +106,24 @@ class ResetCacheAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"reset": await cluster.reset_cache(self.names)}
 
 
+class ApplyAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`config`: every setting that is not the default, as in tandem.yaml, and what follows from the model."""
+
+    config: TandemConfig
+    dry_run: bool = False
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        return await cluster.apply(self.config, self.dry_run)
+
+
+class GoBackAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rollout that is under way is taken back."""
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        await cluster.go_back()
+        return {}
+
+
 def role_patience(timeouts: ClusterTimeouts) -> float:
     """A node that does not come to rest is replaced by a process that starts in the new role."""
     return timeouts.nodes.drain_s + MAX_START_FAILURES * timeouts.start_s
@@ -119,6 +139,8 @@ AdminAction = (
     | PauseAction
     | ResumeAction
     | ResetCacheAction
+    | ApplyAction
+    | GoBackAction
 )
 
 ACTIONS: dict[str, type[AdminAction]] = {
@@ -131,6 +153,8 @@ ACTIONS: dict[str, type[AdminAction]] = {
     "pause": PauseAction,
     "resume": ResumeAction,
     "reset_prefix_cache": ResetCacheAction,
+    "apply": ApplyAction,
+    "go_back": GoBackAction,
 }
 
 

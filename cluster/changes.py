@@ -7,16 +7,81 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.config import TandemConfig
+from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
 _RESTART = "needs `tandem down`, then `tandem serve` again"
+_LATER = "`tandem apply` changes it while the cluster serves"
+# What nodes read when they start, what the controller can do with at once, and what routers read; all else needs a restart.
+_OF_NODES = ("model", "cache", "scheduler", "transfer", "answers", "logs", "debug", "timeouts.nodes")
+_AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "pools.nodes_per_core")
+_OF_POOLS = {"threads": True, "min": False, "max": False, "nodes": False}  # whether nodes are replaced for it
+
+
+class ConfigDifference(msgspec.Struct, frozen=True):
+    """What is different in another configuration, by the names of settings; no values: one may hold a key."""
+
+    sizes: dict[Role, int | None]
+    at_once: list[str]
+    nodes: list[str]  # read by nodes when they start
+    refused: list[str]
+
+
+def difference(running: TandemConfig, wanted: TandemConfig) -> ConfigDifference:
+    """A pool whose size in the configuration is what it was keeps the size that it has been given since."""
+    sizes = {
+        role: after for role in Role if running.pools.of(role).nodes != (after := wanted.pools.of(role).nodes)
+    }
+    found: dict[str, list[str]] = {"at_once": [], "nodes": [], "refused": []}
+    for name in _different(running, wanted):
+        found[_kind(name)].append(name)
+    return ConfigDifference(sizes, **found)
+
+
+def _different(running: TandemConfig, wanted: TandemConfig) -> list[str]:
+    """The names of settings but pools' sizes. A tokenizer is found where the model is, and where no address is named, routers are
+    told one."""
+    names = set(_differences("", _without_sizes(running), _without_sizes(wanted))) - {"router.tokenizer_path"}
+    if wanted.router.inbox_host == TandemConfig().router.inbox_host:
+        names.discard("router.inbox_host")
+    return sorted(names)
+
+
+def _kind(name: str) -> str:
+    def within(sections: tuple[str, ...]) -> bool:
+        return any(name == section or name.startswith(f"{section}.") for section in sections)
+
+    if within(_OF_NODES):
+        return "nodes"
+    if within(_AT_ONCE):
+        return "at_once"
+    section, _, last = name.rpartition(".")
+    if section.startswith("pools.") and last in _OF_POOLS:
+        return "nodes" if _OF_POOLS[last] else "at_once"
+    return "refused"
+
+
+def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
+    """`wanted`, with what is refused as it was. Raises ConfigurationError for another model's name."""
+    if running.router.model_name != wanted.router.model_name:
+        raise ConfigurationError(
+            f"clients ask for the model {running.router.model_name!r}, and this would serve {wanted.router.model_name!r}: set "
+            f"model.served_name: {running.router.model_name} to put another model in its place under that name"
+        )
+    replace = msgspec.structs.replace
+    router = replace(running.router, tokenizer_path=wanted.router.tokenizer_path)
+    pools = {
+        role.value: replace(wanted.pools.of(role), resources=running.pools.of(role).resources)
+        for role in Role
+    }
+    return replace(wanted, router=router, pools=replace(wanted.pools, **pools))
 
 
 def compare(running: TandemConfig, wanted: TandemConfig) -> tuple[dict[Role, int], list[str]]:
     """The pool sizes that have changed, and a sentence for every other setting that has. A pool whose size in the
     configuration is what it was keeps the size that it has been given since. No values: a setting may hold a key."""
     sizes: dict[Role, int] = {}
-    names = _differences("", _without_sizes(running), _without_sizes(wanted))
+    names = _different(running, wanted)
     for role in Role:
         before, after = running.pools.of(role).nodes, wanted.pools.of(role).nodes
         if before == after:
@@ -25,7 +90,10 @@ def compare(running: TandemConfig, wanted: TandemConfig) -> tuple[dict[Role, int
             names.append(f"pools.{role.value}.nodes")
         else:
             sizes[role] = after
-    return sizes, [f"{name} differs from what is running: to change it {_RESTART}" for name in sorted(names)]
+    return sizes, [
+        f"{name} differs from what is running: {_LATER if _kind(name) != 'refused' else f'to change it {_RESTART}'}"
+        for name in sorted(names)
+    ]
 
 
 def with_sizes(config: TandemConfig, sizes: dict[Role, int]) -> TandemConfig:

@@ -158,6 +158,8 @@ def _describe_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    from tandem.cluster.commands.operate_options import add_address, add_commands, add_router
+
     parser = argparse.ArgumentParser(
         prog="tandem", description="Serve language models with prefill and decode on separate machines."
     )
@@ -183,6 +185,19 @@ def make_parser() -> argparse.ArgumentParser:
     add_output(serve)
     serve.set_defaults(run=_serve)
 
+    apply = commands.add_parser("apply", help="give a running cluster another configuration, while it serves")
+    apply.add_argument("file", nargs="?", metavar="FILE", help="the same as --config FILE")
+    apply.add_argument("--dry-run", action="store_true", help="say what would change, and change nothing")
+    apply.add_argument(
+        "--no-wait", action="store_true", help="return when it is decided, not when it is done"
+    )
+    apply.add_argument("--back", action="store_true", help="take back the rollout that is under way")
+    _add_settings(apply)
+    add_address(apply)
+    add_router(apply)
+    add_output(apply)
+    apply.set_defaults(run=_apply)
+
     chat = commands.add_parser("chat", help="talk to a running server")
     _add_server(chat)
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
@@ -192,8 +207,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--temperature", metavar="T", type=float, default=0.3, help="0 always says the same (default 0.3)"
     )
     chat.set_defaults(run=_chat)
-
-    from tandem.cluster.commands.operate_options import add_commands
 
     add_commands(commands)
 
@@ -364,6 +377,34 @@ def _serve(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.serve import ServeTarget, serve
 
     return serve(config, ServeTarget(options.address, options.detach, as_json=wants_json(options)))
+
+
+def _apply(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands import apply
+    from tandem.cluster.commands.operate import say_aside
+    from tandem.wire.errors import ConfigurationError
+
+    say = say_aside if wants_json(options) else print
+    if options.back:
+        done = apply.go_back(options.address, options.url, say)
+        if wants_json(options):
+            print_json({"done": done})
+        return 0 if done else 1
+    if options.file is not None:
+        if options.config is not None:
+            raise ConfigurationError("FILE and --config FILE name two files: leave one out")
+        options.config = options.file
+    change, done = apply.apply(
+        read_settings(options).config,
+        options.address,
+        options.url,
+        say,
+        dry_run=options.dry_run,
+        wait=not options.no_wait,
+    )
+    if wants_json(options):
+        print_json({"change": change, "done": done})
+    return 0 if done else 1
 
 
 def _config(options: argparse.Namespace) -> int:

@@ -94,6 +94,24 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     settle_s: Annotated[Seconds, about("after a change, before what is measured counts again")] = 15.0
 
 
+class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How `tandem apply` replaces nodes, in each pool."""
+
+    surge: Annotated[
+        NodeCount, about("nodes more than the pool has, while new ones start before old ones go")
+    ] = 1
+    max_unavailable: Annotated[
+        NodeCount | None,
+        about(
+            "nodes fewer than the pool has, while old ones go before new ones are ready; `null`: none, unless no machine has "
+            "room for another node, then 1 in a pool that can do without one"
+        ),
+    ] = None
+    settle_s: Annotated[
+        Seconds, about("for which a new node must have served before an old one goes in its favour")
+    ] = 5.0
+
+
 class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the controller waits, and when it gives up on whom."""
 
@@ -129,6 +147,7 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logs: LogsConfig = LogsConfig()
     slo: SloConfig = SloConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
+    rollout: RolloutConfig = RolloutConfig()
     answers: AnswersConfig = AnswersConfig()
     timeouts: ClusterTimeouts = ClusterTimeouts()
     debug: Annotated[bool, about("every engine audits its invariants whenever it is idle")] = False

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from tandem.cluster.config import TandemConfig
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
 
@@ -64,7 +65,30 @@ class ClusterView(msgspec.Struct, frozen=True):
     routers: list[RouterView]
     decisions: list[ControllerDecision]  # the latest ones, oldest first
     failure: str = ""  # why this cluster is not mended any more
+    revision: int = 0  # of the configuration that nodes are made with
+    rollout: RolloutView | None = None
     paused: list[str] = []  # pools and nodes that get no new requests
+
+
+class RolloutView(msgspec.Struct, frozen=True):
+    """Nodes are being replaced."""
+
+    revision: int  # that the new ones have
+    replaced: int  # nodes that serve with it
+    left: list[str]  # nodes that have another one
+    unix_time: float  # of its beginning
+    waits: str = ""  # for what
+    going_back: str = ""  # why; then it is the old configuration that is made again
+
+
+class AppliedChange(msgspec.Struct, frozen=True):
+    """What another configuration changes, by the names of settings; no values, for one may hold a key."""
+
+    at_once: list[str]
+    nodes: list[str]  # nodes read it when they start
+    refused: list[str]  # only a new start of the cluster takes it on
+    replaced: list[str]  # the nodes that are replaced, one after another
+    revision: int  # that nodes have when it is done
 
 
 class Control(Protocol):
@@ -85,6 +109,19 @@ class Control(Protocol):
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
         """The machine with this address is about to go: nothing is placed there any more, its nodes are drained and go, others take
         their places on other machines, and its router takes nothing new. Whether each node finished all that it had."""
+        ...
+
+    async def configuration(self) -> TandemConfig:
+        """As it is wished for now."""
+        ...
+
+    async def apply(self, config: TandemConfig, *, dry_run: bool) -> AppliedChange:
+        """What can be changed at once, is; nodes that read what is different are replaced one by one, in the background: `view` tells
+        how far that is. Returns what changes, once it is kept. `dry_run`: without changing it."""
+        ...
+
+    async def go_back(self) -> None:
+        """Nodes that a rollout has replaced are replaced again, with the configuration from before."""
         ...
 
     async def pause(self, names: list[str]) -> list[str]:

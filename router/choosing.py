@@ -40,8 +40,12 @@ class Chooser:
     def choose(self, request: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
         """Raises Unavailable when no node can take it."""
         self._turn += 1
+        content = request.content
+        if content is None:
+            content = self._pool.content_for(self._turn, vector=request.makes_vector)
+            request = msgspec.structs.replace(request, content=content)
         nodes, request = self._known(request, hashes)
-        decode = self._pool.shortlist.decode
+        decode = self._pool.shortlist_of(content).decode
         decision = at_mirror(request, decode.views) or self._policy(nodes, request)
         # A vector is computed again sooner than a copy of its prompt's KV would be of use.
         names = decode.names if not request.makes_vector else ()
@@ -55,6 +59,10 @@ class Chooser:
         self, request: RoutingRequest, hashes: PromptHashes, decision: RoutingDecision
     ) -> list[Alternative]:
         """What else `decision` could have been, just after it was made."""
+        content = next(
+            (node.content for node in (decision.decode, decision.prefill) if node is not None), None
+        )
+        request = msgspec.structs.replace(request, content=content)
         return alternatives(*self._known(request, hashes), decision)
 
     def _known(self, request: RoutingRequest, hashes: PromptHashes) -> tuple[PoolSnapshot, RoutingRequest]:
@@ -91,11 +99,12 @@ class Chooser:
 
     def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
         """The nodes that the policy ranks."""
-        return self._pool.shortlist.of(self._name, request, overlaps, self._pool.handover.value)
+        shortlist = self._pool.shortlist_of(request.content or "")
+        return shortlist.of(self._name, request, overlaps, self._pool.handover.value)
 
     def has_room(self, tokens: int, promised: int) -> bool:
         """Whether a decode node has the blocks for a sequence of `tokens`, beside all those that were let in and are not sent yet."""
-        return self._pool.shortlist.room.has_room(tokens, promised)
+        return self._pool.has_room(tokens, promised)
 
     def has_room_for_vector(self, tokens: int, promised: int) -> bool:
         """The same of the nodes that make vectors."""

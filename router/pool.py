@@ -86,15 +86,14 @@ class NodePool:
         self._listener = listener
         self._model_name = model_name
         self._tokenizer = tokenizer  # the SHA-256 of the router's tokenizer.json; "" when it has none
-        self._content = (
-            ""  # of the first node; a request that began on one content never goes on with another
-        )
         self._heartbeat = heartbeat
         self._clock = clock
         self._on_lost = on_lost
         self._on_change = on_change
         self._members: dict[str, Member] = {}
-        self.shortlist = Shortlist()  # those in view
+        # Those in view, by their model's content. There are two while a cluster goes over to another content, and a request
+        # runs on nodes of one of them.
+        self._shortlists: dict[str, Shortlist] = {}
         self._snapshot: PoolSnapshot | None = None
         self._block_sizes: tuple[int, ...] = ()
         self._checked_at: float | None = None
@@ -139,12 +138,10 @@ class NodePool:
         gone = [m for m in self._members.values() if wanted.get(m.info.node_id) != m.info]
         for member in gone:
             del self._members[member.info.node_id]
-            self.shortlist.drop(member.info)
+            self._drop(member.info)
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
         for info in came:
             self._members[info.node_id] = member = Member(info, self._clock())
-            if info.model == self._model_name:
-                self._content = self._content or info.content
             if (why := self._foreign(member)) is not None:
                 logger.error("node %s gets no requests: %s", info.node_id, why)
         for member in self._members.values():
@@ -291,7 +288,8 @@ class NodePool:
 
     def _is_replaceable(self, member: Member) -> bool:
         """Whether another node in view does the same work."""
-        lane = self.shortlist.prefill if member.info.role is Role.PREFILL else self.shortlist.decode
+        shortlist = self.shortlist_of(member.info.content)
+        lane = shortlist.prefill if member.info.role is Role.PREFILL else shortlist.decode
         return len(lane.views) > (member.info.node_id in lane.views)
 
     def note_deaf(self, member: Member, is_deaf: bool) -> None:
@@ -336,7 +334,7 @@ class NodePool:
         if status is None or self.unusable(member) is not None:
             member.view = None
             if was_in_view:
-                self.shortlist.drop(member.info)
+                self._drop(member.info)
         else:
             member.view = view = NodeSnapshot(
                 member.info,
@@ -346,15 +344,43 @@ class NodePool:
                 member.pending_tokens,
                 member.pending_blocks,
             )
-            self.shortlist.put(view)
+            self._shortlists.setdefault(member.info.content, Shortlist()).put(view)
         self._snapshot = None
         if was_in_view != (member.view is not None):
             self._knows_max_model_len = False
 
+    def _drop(self, info: NodeInfo) -> None:
+        shortlist = self.shortlist_of(info.content)
+        shortlist.drop(info)
+        if not shortlist.decode.views and not shortlist.prefill.views:
+            self._shortlists.pop(info.content, None)
+
+    def shortlist_of(self, content: str) -> Shortlist:
+        """The nodes in view whose model has this content."""
+        return self._shortlists.get(content) or Shortlist()
+
+    def content_for(self, turn: int, *, vector: bool) -> str:
+        """Which content a new request runs on: each as often as it has nodes that could take it."""
+        if len(self._shortlists) < 2:
+            return next(iter(self._shortlists), "")
+        able: list[str] = []
+        for content, shortlist in self._shortlists.items():
+            nodes = shortlist.every_node(None)
+            able += [content] * len(nodes.prompt_readers if vector else nodes.decode)
+        return able[turn % len(able)] if able else next(iter(self._shortlists))
+
+    def has_room(self, tokens: int, promised: int) -> bool:
+        """Whether a node that decodes has the blocks for a sequence of `tokens`, beside so many that were promised."""
+        return any(each.room.has_room(tokens, promised) for each in self._shortlists.values())
+
+    @property
+    def prefill_ids(self) -> frozenset[str]:
+        return frozenset(name for each in self._shortlists.values() for name in each.prefill.views)
+
     @property
     def decode_count(self) -> int:
         """Nodes in view that decode."""
-        return len(self.shortlist.decode.views)
+        return sum(len(each.decode.views) for each in self._shortlists.values())
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -364,7 +390,12 @@ class NodePool:
     def snapshot(self) -> PoolSnapshot:
         """Every node in view."""
         if self._snapshot is None:
-            self._snapshot = self.shortlist.every_node(self.handover.value)
+            every = [each.every_node(None) for each in self._shortlists.values()]
+            self._snapshot = PoolSnapshot(
+                tuple(view for nodes in every for view in nodes.prefill),
+                tuple(view for nodes in every for view in nodes.decode),
+                self.handover.value,
+            )
         return self._snapshot
 
     def _foreign(self, member: Member) -> str | None:
@@ -372,8 +403,6 @@ class NodePool:
         info = member.info
         if info.model != self._model_name:
             return f"it serves the model {info.model!r}, not {self._model_name!r}"
-        if info.content != self._content:
-            return "its model's content differs from that of the nodes here before: weights, configuration or tokenizer"
         if self._tokenizer and info.tokenizer and info.tokenizer != self._tokenizer:
             return "its tokenizer.json differs from the router's"
         return None

@@ -1,8 +1,9 @@
 """What an operator types, and what is shown.
 
 serve         preflight, progress, following, ready_lines: checked, shown while it starts, and followed to its end
-operate       scale, drain, role, down; operate_options: their arguments; address: which cluster;
+operate       scale, drain, role, pause, down; operate_options: their arguments; address: which cluster;
               http_control: through a router
+apply         another configuration for a cluster that serves
 overview, status     `tandem status`, from the controller and from one router
 top           the cluster as it changes, and its slowest requests
 doctor, machine_checks   what this machine offers; one check for each subject

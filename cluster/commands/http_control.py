@@ -9,6 +9,7 @@ import httpx
 import msgspec
 
 from tandem.cluster.admin import (
+    ApplyAction,
     DrainAction,
     EvacuateAction,
     PauseAction,
@@ -18,8 +19,8 @@ from tandem.cluster.admin import (
     ScaleAction,
 )
 from tandem.cluster.api_client import ANSWER_S, ApiClient
-from tandem.cluster.config import ClusterTimeouts
-from tandem.cluster.control import ClusterView
+from tandem.cluster.config import ClusterTimeouts, TandemConfig
+from tandem.cluster.control import AppliedChange, ClusterView
 from tandem.wire.errors import InternalError
 from tandem.wire.nodes import Role
 
@@ -67,6 +68,12 @@ class HttpControl:
     async def reset_cache(self, names: list[str]) -> list[str]:
         asked = ResetCacheAction(names)
         return (await self._act("reset_prefix_cache", asked, dict[str, list[str]], _DECIDE_S))["reset"]
+
+    async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
+        return await self._act("apply", ApplyAction(config, dry_run), AppliedChange, _DECIDE_S)
+
+    async def go_back(self) -> None:
+        await self._act("go_back", None, dict[str, Any], _DECIDE_S)
 
     async def _act(self, action: str, asked: msgspec.Struct | None, kind: type[T], timeout_s: float) -> T:
         body = msgspec.json.encode(asked if asked is not None else {})

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.cluster.commands.status import fetch_status
-from tandem.cluster.control import ClusterView, PoolView, RouterView, SupervisedNode
+from tandem.cluster.control import ClusterView, PoolView, RolloutView, RouterView, SupervisedNode
 from tandem.cluster.describe import counted, describe_left_out, format_blocks, format_size, format_tier
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import NodeState
@@ -33,6 +33,10 @@ def show_overview(view: ClusterView, key: str | None, console: Console, fetch: F
         console.print(line, highlight=False, soft_wrap=True)
     if view.paused:
         console.print(f"[yellow]paused[/]: {escape(', '.join(view.paused))}", highlight=False)
+    if view.rollout is not None:
+        console.print(
+            f"[yellow]rollout[/]: {escape(rollout_line(view.rollout))}", highlight=False, soft_wrap=True
+        )
     for pool in view.pools:
         console.print(_pool_line(pool), highlight=False)
     console.print(_node_table(view.nodes))
@@ -84,6 +88,14 @@ def _router_line(router: RouterView, key: str | None, fetch: Fetch) -> tuple[str
     draining = ", draining" if seen["draining"] else ""
     load = f"{counted(seen['running'], 'request')} running, {seen['queued']} queued{draining}"
     return f"{where}: [green]serving[/], {load}", True
+
+
+def rollout_line(rollout: RolloutView) -> str:
+    left = f"{len(rollout.left)} left" + (f" ({', '.join(rollout.left[:8])})" if rollout.left else "")
+    line = f"{counted(rollout.replaced, 'node')} replaced, {left}"
+    if rollout.going_back:
+        line = f"going back ({rollout.going_back}): {line}"
+    return line + (f"; waits: {rollout.waits}" if rollout.waits else "")
 
 
 def _pool_line(pool: PoolView) -> str:

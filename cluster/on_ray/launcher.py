@@ -279,7 +279,9 @@ class RayLauncher:
         encoded = msgspec.msgpack.encode(config)
         options = {"resources": HEAD_ONLY} if host is None else _on_ray_node(host)
         create = self._creator(RouterActor, name, encoded, options)
-        return RayRouter(name, encoded.__eq__, create, self._stop_s, _machine_of(host))
+        return RayRouter(
+            name, lambda running: is_same_router(running, config), create, self._stop_s, _machine_of(host)
+        )
 
     def _creator(self, actor: Any, name: str, config: bytes, options: Mapping[str, Any]) -> Create:
         placed = actor.options(
@@ -296,6 +298,12 @@ def is_same_node(running: bytes, wanted: NodeConfig) -> bool:
     """Whatever its role is by now: that is changed in the process, not with the process."""
     made_with = msgspec.msgpack.decode(running, type=NodeConfig)
     return _without_role(made_with) == _without_role(wanted)
+
+
+def is_same_router(running: bytes, wanted: RouterConfig) -> bool:
+    """Also when the same tokenizer is to be found elsewhere the next time that it starts."""
+    made_with = msgspec.msgpack.decode(running, type=RouterConfig)
+    return msgspec.structs.replace(made_with, tokenizer_path=wanted.tokenizer_path) == wanted
 
 
 def _without_role(config: NodeConfig) -> NodeConfig:

@@ -14,7 +14,7 @@ import msgspec
 import ray
 
 from tandem.cluster.config import ClusterTimeouts, TandemConfig
-from tandem.cluster.control import ClusterEnd, ClusterView
+from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView
 from tandem.cluster.on_ray.controller_actor import ControllerActor
 from tandem.cluster.on_ray.deploying import DeploymentPlace, clear_away, ending_store, left_behind
 from tandem.cluster.on_ray.errors import answer
@@ -205,6 +205,16 @@ class RemoteController:
                 lambda actor: actor.evacuate.remote(address, timeout_s),
             )
         )
+
+    async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
+        encoded = msgspec.msgpack.encode(config)
+        change = await self._ask(
+            _ANSWER_S, "take the configuration", lambda actor: actor.apply.remote(encoded, dry_run)
+        )
+        return msgspec.msgpack.decode(change, type=AppliedChange)
+
+    async def go_back(self) -> None:
+        await self._ask(_ANSWER_S, "decide", lambda actor: actor.go_back.remote())
 
     async def pause(self, names: list[str]) -> list[str]:
         return list(await self._ask(_ANSWER_S, "decide", lambda actor: actor.pause.remote(names)))

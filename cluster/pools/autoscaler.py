@@ -27,8 +27,6 @@ class Autoscaler:
         resize: Callable[[Resize], Awaitable[None]],
         say: Callable[[str], None],
     ) -> None:
-        self._config = config.autoscaling
-        self._slo = config.slo
         self._clock = clock
         self._measure = measure
         self._waits = waits
@@ -36,9 +34,15 @@ class Autoscaler:
         self._resize = resize
         self._say = say
         self._at_limit: set[Role] = set()  # said once, until it is over
-        self._meter = LoadMeter(math.ceil(self._config.shrink_after_s / self._config.period_s) + 1)
         self._changed_at = clock.now()
+        self.configure(config)
         self._breaches: dict[Role, dict[int, Breach]] = {}
+
+    def configure(self, config: TandemConfig) -> None:
+        self._config = config.autoscaling
+        self._slo = config.slo
+        self._meter = LoadMeter(math.ceil(self._config.shrink_after_s / self._config.period_s) + 1)
+        self.changed()
 
     def changed(self) -> None:
         self._changed_at = self._clock.now()

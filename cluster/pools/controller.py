@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
+from tandem.cluster.changes import ConfigDifference, applied, difference
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import ClusterView
+from tandem.cluster.control import AppliedChange, ClusterView
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
@@ -55,10 +56,10 @@ class Controller:
         clock: Clock | None = None,
         fix_model: FixModel = as_it_is,
     ) -> None:
-        self._config = config
         self._events = events
         self._clock = clock or Clock()
         self._tasks = Tasks()
+        self._autoscales = False
         self._changing: dict[str, asyncio.Task[None]] = {}
         self._pools = Reconciler(config, hosts, launcher, store, events, self._clock, self._tasks, fix_model)
         self._fleet = self._pools.fleet
@@ -71,6 +72,10 @@ class Controller:
             self._scale_by_itself,
             self._pools.note,
         )
+
+    @property
+    def _config(self) -> TandemConfig:
+        return self._pools.config
 
     @property
     def members(self) -> list[NodeInfo]:
@@ -88,9 +93,15 @@ class Controller:
         has a machine is ready or left out, and together they can answer; raises Unavailable when they cannot."""
         await self._pools.take_over()
         self._tasks.spawn(self._pools.run(), "reconcile")
-        if any(self._config.pools.of(role).max is not None for role in Role):
-            self._tasks.spawn(self._autoscaler.run(), "autoscale")
+        self._autoscaler.configure(self._config)
+        self._autoscale()
         await self._unless_it_fails(self._until_answering())
+
+    def _autoscale(self) -> None:
+        """From when a pool may be scaled by its load."""
+        if not self._autoscales and any(self._config.pools.of(role).max is not None for role in Role):
+            self._autoscales = True
+            self._tasks.spawn(self._autoscaler.run(), "autoscale")
 
     async def recovered(self) -> None:
         """After a `start` that gave up: returns when together they can answer after all. Machines may come yet, and
@@ -169,6 +180,7 @@ class Controller:
             self._fleet,
             list(self._pools.decisions),
             self._tasks.failure,
+            self._pools.rollout_waits,
         )
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
@@ -210,6 +222,7 @@ class Controller:
             if self._config.pools.of(role).max is not None
             and self._pools.state.sizes[role]
             and not self._pools.state.paused  # what waits then is no load
+            and self._pools.state.rollout is None
         ]
 
     async def _scale_by_itself(self, resize: Resize) -> None:
@@ -268,6 +281,53 @@ class Controller:
         left_s = max(0.0, deadline - self._clock.now())
         await asyncio.gather(*(router.drain(left_s) for router in routers))
         return dict(zip(retiring, finished, strict=True))
+
+    async def configuration(self) -> TandemConfig:
+        return self._config
+
+    async def apply(self, config: TandemConfig, *, dry_run: bool) -> AppliedChange:
+        async with self._pools.writing:
+            running, before = self._config, self._pools.state
+            wanted = applied(running, config)
+            found = difference(running, config)
+            change = self._describe_change(found)
+            if dry_run or not (found.sizes or found.at_once or found.nodes):
+                return change
+            if before.rollout is not None:
+                raise Unavailable(
+                    "a rollout is under way: wait for its end (`tandem status`), or take it back with `tandem apply --back`"
+                )
+            for role, size in found.sizes.items():
+                _check_limits(wanted, role, size)
+            sized = before.with_sizes(found.sizes)
+            self._check_writers(sized)
+            self._check_room(sized)
+            if found.sizes:
+                await self._pools.keep(sized)
+            await self._pools.apply(wanted, replaces=bool(found.nodes))
+            self._autoscaler.configure(wanted)
+            self._autoscale()
+            for line in change.at_once:
+                self._pools.note(f"applied: {line}")
+            return msgspec.structs.replace(change, revision=self._pools.state.revision.number)
+
+    def _describe_change(self, found: ConfigDifference) -> AppliedChange:
+        sizes = [
+            f"{role.value}: a node for each place" if size is None else self._describe_scaling(role, size)
+            for role, size in found.sizes.items()
+        ]
+        going = [node.node_id for node in self._pools.state.nodes if not node.leaving] if found.nodes else []
+        return AppliedChange(
+            [*sizes, *found.at_once], found.nodes, found.refused, going, self._pools.state.revision.number
+        )
+
+    async def go_back(self) -> None:
+        async with self._pools.writing:
+            rollout = self._pools.state.rollout
+            if rollout is None:
+                raise ConfigurationError("no rollout is under way")
+            if not rollout.going_back:
+                await self._pools.go_back("as asked")
 
     async def pause(self, names: list[str]) -> list[str]:
         async with self._pools.writing:
@@ -340,6 +400,10 @@ class Controller:
     async def change_role(self, node_id: str, role: Role) -> None:
         async with self._pools.writing:
             record = self._known(node_id)
+            if record.role is not role and self._pools.state.rollout is not None:
+                raise Unavailable(
+                    "a rollout is under way, which replaces nodes: change the role when it is done"
+                )
             if record.role is not role:
                 await self._keep_role(record, role)
                 self._begin_to_change(record, role)
@@ -386,15 +450,7 @@ class Controller:
         return plan.wanted_size(self._pools.state, self._pools.machines, role)
 
     def _check_limits(self, role: Role, size: int) -> None:
-        pool = self._config.pools.of(role)
-        if size < pool.min:
-            raise ConfigurationError(
-                f"pools.{role.value}.min is {pool.min}: it cannot have {counted(size, 'node')}"
-            )
-        if pool.max is not None and size > pool.max:
-            raise ConfigurationError(
-                f"pools.{role.value}.max is {pool.max}: it cannot have {counted(size, 'node')}"
-            )
+        _check_limits(self._config, role, size)
 
     @staticmethod
     def _wanted_writers(current: ClusterState) -> int:
@@ -430,3 +486,15 @@ class Controller:
                 f"{record.node_id} is the last node that can write answers: `tandem scale {role.value}="
                 f"{self._wanted(role) + 1}` first"
             )
+
+
+def _check_limits(config: TandemConfig, role: Role, size: int | None) -> None:
+    pool = config.pools.of(role)
+    if size is not None and size < pool.min:
+        raise ConfigurationError(
+            f"pools.{role.value}.min is {pool.min}: it cannot have {counted(size, 'node')}"
+        )
+    if size is not None and pool.max is not None and size > pool.max:
+        raise ConfigurationError(
+            f"pools.{role.value}.max is {pool.max}: it cannot have {counted(size, 'node')}"
+        )

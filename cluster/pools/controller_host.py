@@ -16,7 +16,7 @@ import msgspec
 from tandem.cluster.admin import act
 from tandem.cluster.changes import compare, with_sizes
 from tandem.cluster.config import ClusterTimeouts, TandemConfig
-from tandem.cluster.control import ClusterEnd, Control
+from tandem.cluster.control import AppliedChange, ClusterEnd, Control
 from tandem.cluster.events import Events, LoggedEvents
 from tandem.cluster.launcher import StateStore
 from tandem.cluster.pools.event_log import EventLog, LoggedEvent
@@ -115,13 +115,27 @@ class _Operated:
         self.pause = control.pause
         self.resume = control.resume
         self.reset_cache = control.reset_cache
+        self.go_back = control.go_back
 
     async def timeouts(self) -> ClusterTimeouts:
         return self._timeouts
 
+    async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
+        return await self._control.apply(config, dry_run=dry_run)
+
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         changing = self._control.change_role(node_id, role)
         await self._clock.within(timeout_s, changing, f"changing the role of {node_id}")
+
+
+def _understood(config: bytes) -> TandemConfig:
+    try:
+        return msgspec.msgpack.decode(config, type=TandemConfig)
+    except msgspec.ValidationError as error:
+        raise Unavailable(
+            f"this cluster runs another version of Tandem, which does not understand the command's configuration ({error}): "
+            "use that version, or `tandem down` and `tandem serve` again"
+        ) from error
 
 
 class ControllerHost:
@@ -217,22 +231,27 @@ class ControllerHost:
 
     # --- operating
 
-    def configuration(self) -> bytes:
-        return _encode(self._config)
+    async def configuration(self) -> bytes:
+        """As it is wished for now: another one than this process was given, after `apply`."""
+        return _encode(await self._running())
+
+    async def _running(self) -> TandemConfig:
+        return await self._deployment.control.configuration()
 
     async def configure(self, config: bytes) -> bytes:
         """Applies what can be applied to a cluster that runs, which is how many nodes its pools have."""
-        try:
-            wanted = msgspec.msgpack.decode(config, type=TandemConfig)
-        except msgspec.ValidationError as error:
-            raise Unavailable(
-                f"this cluster runs another version of Tandem, which does not understand the command's configuration ({error}): "
-                "use that version, or `tandem down` and `tandem serve` again"
-            ) from error
-        sizes, refused = compare(self._config, wanted)
-        applied = await self._control().scale(sizes) if sizes else []
-        self._config = with_sizes(self._config, sizes)
-        return _encode(ConfigChange(applied, refused))
+        running = await self._running()
+        sizes, refused = compare(running, _understood(config))
+        if not sizes:
+            return _encode(ConfigChange([], refused))
+        change = await self._control().apply(with_sizes(running, sizes), dry_run=False)
+        return _encode(ConfigChange(change.at_once, refused))
+
+    async def apply(self, config: bytes, dry_run: bool) -> bytes:
+        return _encode(await self._control().apply(_understood(config), dry_run=dry_run))
+
+    async def go_back(self) -> None:
+        await self._control().go_back()
 
     async def view(self) -> bytes:
         return _encode(await self._control().view())
@@ -260,7 +279,8 @@ class ControllerHost:
 
     async def act(self, action: str, body: bytes) -> bytes:
         """What an operator asks through a router, in JSON."""
-        return await act(_Operated(self._control(), self._config.timeouts, self._clock), action, body)
+        timeouts = (await self._running()).timeouts
+        return await act(_Operated(self._control(), timeouts, self._clock), action, body)
 
     def _control(self) -> Control:
         if self._stage is ClusterStage.STOPPED:

@@ -19,7 +19,7 @@ from tandem.cluster.pools.state import Membership, NodePlacement, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase, Surroundings
 from tandem.cluster.pools.witnesses import Witnesses
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, cancel
-from tandem.router.config import RouterPlacement
+from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.requests import NodeStatus
 
 HEAD_ROUTER = "router"
@@ -38,7 +38,9 @@ class Fleet:
         keep_left_out: KeepLeftOut,
         admit_router: AdmitRouter,
     ) -> None:
-        self.config = config  # the model's name in it may become one commit, before anything is launched
+        # The model's name in them may become one commit, before anything is launched.
+        self.config = config
+        self._configs: dict[int, TandemConfig] = {}  # of nodes, by revision
         self._clock = clock
         self._tasks = tasks
         self._changed = changed
@@ -78,13 +80,22 @@ class Fleet:
         """How long the oldest request waits in a router until a node has room for it."""
         return max((router.load.oldest_wait_s for router in self.routers.values()), default=0.0)
 
+    def use(self, config: TandemConfig, configs: Mapping[int, TandemConfig]) -> None:
+        """From now on. `configs`: what nodes are made with, by revision."""
+        self.config, self._configs = config, dict(configs)
+        self._around.timeouts = config.timeouts
+        for router in self.routers.values():
+            router.config = self._router_config(router.host)
+
     # --- nodes
 
     def launch_node(
         self, record: NodeRecord, placement: NodePlacement, host: Host, *, is_seen: bool = True
     ) -> None:
         supervisor = NodeSupervisor(
-            node_config(self.config, record.node_id, record.role, placement),
+            node_config(
+                self._configs.get(record.revision, self.config), record.node_id, record.role, placement
+            ),
             host,
             placement.slot,
             self._around,
@@ -172,9 +183,12 @@ class Fleet:
                 and name not in self._runs
                 and not (host and host.name in self._unseen)
             ):
-                config = self.config.router if host is None else router_config(self.config.router, host)
+                config = self._router_config(host)
                 self.routers[name] = RouterSupervisor(name, config, host, self._around, self._admit_router)
                 self._run(self.routers[name])
+
+    def _router_config(self, host: Host | None) -> RouterConfig:
+        return self.config.router if host is None else router_config(self.config.router, host)
 
     def _router_hosts(self, hosts: Sequence[Host]) -> Mapping[str, Host | None]:
         wanted: dict[str, Host | None] = {HEAD_ROUTER: None}

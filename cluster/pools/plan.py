@@ -74,10 +74,18 @@ def next_change(
     ]
     for role in Role:
         staying = state.staying(role)
-        wanted = wanted_size(state, hosts, role)
+        wanted = wanted_size(state, hosts, role) + surge(config, state, role)
         if len(staying) > wanted:
             return RetireNode(
-                max(staying, key=lambda node: (node.placement is None, rank(node), _index(node)))
+                max(
+                    staying,
+                    key=lambda node: (
+                        node.placement is None,
+                        rank(node),
+                        node.revision != state.revision.number,
+                        _index(node),
+                    ),
+                )
             )
         if len(staying) < wanted:
             return AddNode(role)
@@ -87,6 +95,14 @@ def next_change(
             if placement is not None:
                 return PlaceNode(node, placement)
     return None
+
+
+def surge(config: TandemConfig, state: ClusterState, role: Role) -> int:
+    """How many nodes more than its size a pool has, while some of them are to be replaced. One that follows the machines fills
+    them already."""
+    if state.rollout is None or state.sizes[role] is None:
+        return 0
+    return min(config.rollout.surge, len(state.outdated(role)))
 
 
 def _index(node: NodeRecord) -> int:

@@ -17,10 +17,11 @@ from tandem.cluster.control import ControllerDecision
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, StateStore
-from tandem.cluster.pools import plan, state
+from tandem.cluster.pools import plan, rollout, state
 from tandem.cluster.pools.fleet import Fleet
+from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.state import ClusterState, NodeRecord
-from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeInfo, RouterInfo
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DECISIONS_KEPT = 20
+# So many errors of a new node, and such a share of what it has finished, and it is not what was wished for.
+LEAST_ERRORS, MOST_ERRORS = 3, 0.05
 _LOOK_AGAIN_S = 5.0  # at the machines, although no change was announced
 
 
@@ -47,7 +50,8 @@ class Reconciler:
         tasks: Tasks,
         fix_model: FixModel,
     ) -> None:
-        self._config = config
+        self.config = config  # as an operator wishes it
+        self._given = config  # as this process was given it, which is long ago
         self._hosts = hosts
         self._store = store
         self._clock = clock
@@ -55,7 +59,9 @@ class Reconciler:
         self._fix_model = fix_model
         self._wake = asyncio.Event()
         self.state = state.first_state(config.pools)
-        self._content = ""  # the model's, also while it could not be kept
+        self._contents: dict[int, str] = {}  # the model's, by revision, also while it could not be kept
+        self._ready_since: dict[str, float] = {}  # of nodes that a rollout has made
+        self.rollout_waits = ""  # for what
         self.writing = asyncio.Lock()
         self.changed = Wakeup()  # anything that a view tells
         self.machines: list[Host] = []
@@ -105,21 +111,39 @@ class Reconciler:
                     await self.keep(self.state.without(record.node_id))
             for record in self.state.nodes:
                 if record.leaving:
-                    self.begin_to_retire(record.node_id, self._config.timeouts.nodes.drain_s)
+                    self.begin_to_retire(record.node_id, self.config.timeouts.nodes.drain_s)
+            if self.state.rollout is not None:
+                self._begin_rollout()
         self.note(f"took over {counted(len(self.fleet.nodes), 'node')} from an earlier controller")
 
     async def _fix_the_model(self) -> None:
         """A name on the hub stands for another commit tomorrow. Every node loads the one that it stands for now, also
         one that starts next week. Holding `writing`."""
-        self.fleet.config, commit = await self._fix_model(self._config, self.state.commit)
+        commit = await self._use_kept()
         if commit:
-            await self.keep(msgspec.structs.replace(self.state, commit=commit))
-            self.note(f"serves {self._config.model.path} as of commit {commit}")
+            revision = msgspec.structs.replace(self.state.revision, commit=commit)
+            await self.keep(msgspec.structs.replace(self.state, revision=revision))
+            self.note(f"serves {self.config.model.path} as of commit {commit}")
+
+    async def _use_kept(self) -> str:
+        """The configuration that is kept, from now on. Returns the commit of its model, if it has one."""
+        revision, rollout = self.state.revision, self.state.rollout
+        self.config = revision.config or self._given
+        fixed, commit = await self._fix_model(self.config, revision.commit)
+        configs = {revision.number: fixed}
+        if rollout is not None:
+            before = rollout.before
+            configs[before.number], _ = await self._fix_model(before.config or self._given, before.commit)
+            if not rollout.going_back:
+                # A router that starts meanwhile finds its tokenizer where the nodes found theirs that serve.
+                fixed = msgspec.structs.replace(fixed, router=configs[before.number].router)
+        self.fleet.use(fixed, configs)
+        return commit
 
     async def _machines_of(self, known: ClusterState) -> list[Host]:
         """After a restart of Ray's head, the machines that nodes run on may take a while to be seen again."""
         needed = {record.placement.host for record in known.nodes if record.placement is not None}
-        deadline = self._clock.now() + self._config.timeouts.unresponsive_s
+        deadline = self._clock.now() + self.config.timeouts.unresponsive_s
         while True:
             machines = await self._until_told(self._hosts.present, "which machines there are")
             left = deadline - self._clock.now()
@@ -135,7 +159,7 @@ class Reconciler:
                 return await ask()
             except TandemError as error:
                 logger.warning("it is not known yet %s: %s", what, error)
-                await self._clock.sleep(self._config.timeouts.heartbeat_s)
+                await self._clock.sleep(self.config.timeouts.heartbeat_s)
 
     # --- what is kept
 
@@ -154,23 +178,50 @@ class Reconciler:
         """The first node's content is the deployment's: what a request has computed on one node is worth nothing on
         a node of another content."""
 
+        record = self.state.find(info.node_id)
+        number = self.state.revision.number if record is None else record.revision
+
         def with_info(current: ClusterState) -> ClusterState:
-            known = current if current.content else msgspec.structs.replace(current, content=info.content)
+            known = current
+            if number == current.revision.number and not current.revision.content:
+                revision = msgspec.structs.replace(current.revision, content=info.content)
+                known = msgspec.structs.replace(current, revision=revision)
             record = known.find(info.node_id)
             return known if record is None else known.with_node(record.serving_as(info))
 
-        self._content = self._content or self.state.content or info.content
-        if info.content != self._content:
+        content = self._contents.setdefault(number, self._kept_content(number) or info.content)
+        if info.content != content:
             raise ConfigurationError(
                 f"its model is not the one that this cluster serves: weights, configuration or tokenizer in "
                 f"{self.fleet.config.model.path!r} differ on its machine (content {info.content[:12]}, not "
-                f"{self._content[:12]}). Put the same files there; to serve another model, `tandem down` first"
+                f"{content[:12]}). Put the same files there; another model is put in its place from another folder, or as another "
+                "revision, with `tandem apply`"
             )
+        self._check_tokenizer(info, number)
         try:
             await self._update(with_info)
         except TandemError as error:
             # Until it is kept, the next controller takes it for a node that it does not know yet: a short detour.
             logger.warning("%s serves, but that could not be kept: %s", info.node_id, error)
+
+    def _kept_content(self, number: int) -> str:
+        known = [
+            self.state.revision,
+            *([self.state.rollout.before] if self.state.rollout is not None else []),
+        ]
+        return next((each.content for each in known if each.number == number), "")
+
+    def _check_tokenizer(self, info: NodeInfo, number: int) -> None:
+        """Of a new revision's node: routers have the tokenizer of the one before, and would send it nothing."""
+        if self.state.rollout is None or number != self.state.revision.number:
+            return
+        for other in self.state.nodes:
+            known = other.info.tokenizer if other.info is not None and other.revision != number else ""
+            if known and info.tokenizer and known != info.tokenizer:
+                raise ConfigurationError(
+                    "its tokenizer.json is another one than the routers have, so they cannot send it prompts: a model with another "
+                    "tokenizer needs `tandem down` and `tandem serve`, or a cluster beside this one"
+                )
 
     async def _keep_left_out(self, node_id: str, reason: str) -> None:
         def left_out(current: ClusterState) -> ClusterState:
@@ -214,7 +265,7 @@ class Reconciler:
                 await self._until_woken()
             except TandemError as error:
                 logger.warning("cannot look after the pools: %s", error)
-                await self._clock.sleep(self._config.timeouts.heartbeat_s)
+                await self._clock.sleep(self.config.timeouts.heartbeat_s)
 
     async def _look(self) -> None:
         """A machine that Ray has lost sight of is kept, with what runs there, as long as others hear that."""
@@ -244,7 +295,7 @@ class Reconciler:
 
     async def _until_told_or_late(self) -> None:
         with contextlib.suppress(DeadlineExceeded):
-            await self._clock.within(self._config.timeouts.heartbeat_s, self._wake.wait(), "a wish")
+            await self._clock.within(self.config.timeouts.heartbeat_s, self._wake.wait(), "a wish")
 
     async def _converge(self) -> None:
         while True:
@@ -254,6 +305,96 @@ class Reconciler:
                     return
                 await self.keep(change.apply(self.state))
                 self._carry_out(change)
+
+    # --- another configuration
+
+    async def apply(self, config: TandemConfig, *, replaces: bool) -> None:
+        """Holding `writing`. `replaces`: nodes read what is different; all of them are replaced, one by one."""
+        _, commit = await self._fix_model(
+            config, "" if replaces and config.model != self.config.model else self.state.revision.commit
+        )
+        if replaces:
+            new = self.state.beginning(config, commit, time.time())
+        else:
+            new = msgspec.structs.replace(
+                self.state, revision=msgspec.structs.replace(self.state.revision, config=config)
+            )
+        await self.keep(new)
+        await self._use_kept()
+        if replaces:
+            self._begin_rollout()
+        self.wake()
+
+    async def go_back(self, why: str) -> None:
+        """Holding `writing`."""
+        await self.keep(self.state.going_back(why))
+        await self._use_kept()
+        self.note(f"the rollout is taken back: {why}")
+        self.wake()
+
+    def _begin_rollout(self) -> None:
+        self.note(f"rollout {self.state.revision.number} begins: nodes are replaced, pool by pool")
+        self._ready_since.clear()
+        self._tasks.spawn(self._roll_out(), "roll out")
+
+    async def _roll_out(self) -> None:
+        """Looks again and again: what it waits for is time, too."""
+        while self.state.rollout is not None:
+            try:
+                await self._look_at_rollout()
+            except TandemError as error:
+                logger.warning("the rollout waits: %s", error)
+            await self._clock.sleep(self.config.timeouts.heartbeat_s)
+
+    async def _look_at_rollout(self) -> None:
+        async with self.writing:
+            if self.state.rollout is None:
+                return
+            step = rollout.next_step(self.config.rollout, self.state, self.machines, self._rollout_facts())
+            self.rollout_waits = step.why if isinstance(step, rollout.Wait) else ""
+            match step:
+                case rollout.Replace(node):
+                    await self.keep(self.state.with_node(msgspec.structs.replace(node, leaving=True)))
+                    self.note(f"{node.node_id} goes: it is replaced")
+                    self.begin_to_retire(node.node_id, self.config.timeouts.nodes.drain_s)
+                case rollout.GoBack(why):
+                    self._ready_since.clear()
+                    await self.go_back(why)
+                case rollout.RolloutEnd():
+                    back = self.state.rollout.going_back
+                    await self.keep(msgspec.structs.replace(self.state, rollout=None))
+                    await self._use_kept()
+                    self.note(f"the rollout was taken back: {back}" if back else "the rollout is done")
+                case rollout.Wait():
+                    pass
+        self.wake()
+
+    def _rollout_facts(self) -> rollout.RolloutFacts:
+        now, number = self._clock.now(), self.state.revision.number
+        ready: set[str] = set()
+        idle: set[str] = set()
+        failed: dict[str, str] = {}
+        for record in self.state.nodes:
+            node = self.fleet.nodes.get(record.node_id)
+            if record.leaving:
+                continue
+            # One that was announced may serve, also when this controller has not found it yet.
+            if node is None or record.info is None or node.restarts >= MAX_START_FAILURES:
+                idle.add(record.node_id)
+            if node is None:
+                continue
+            if node.phase is not ProcessPhase.READY:
+                self._ready_since.pop(record.node_id, None)
+            elif (
+                record.revision != number
+                or now - self._ready_since.setdefault(record.node_id, now) >= self.config.rollout.settle_s
+            ):
+                ready.add(record.node_id)
+            if record.revision == number and (why := _why_failed(node)):
+                failed[record.node_id] = why
+        return rollout.RolloutFacts(
+            ready, idle - ready, failed, self.fleet.longest_wait_s(), self.config.slo.ttft_s
+        )
 
     def _rank(self, record: NodeRecord) -> int:
         supervisor = self.fleet.nodes.get(record.node_id)
@@ -266,7 +407,7 @@ class Reconciler:
                 host = next(host for host in self.machines if host.name == placement.host)
                 self.fleet.launch_node(node, placement, host)
             case plan.RetireNode(node):
-                self.begin_to_retire(node.node_id, self._config.timeouts.nodes.drain_s)
+                self.begin_to_retire(node.node_id, self.config.timeouts.nodes.drain_s)
             case plan.LoseNode(node):
                 address = node.placement.address if node.placement else ""
                 self.note(f"{node.node_id} is lost: its machine {address} is gone")
@@ -299,7 +440,18 @@ class Reconciler:
                 break
             except TandemError as error:
                 logger.warning("%s is gone, but that could not be kept: %s", node_id, error)
-                await self._clock.sleep(self._config.timeouts.heartbeat_s)
+                await self._clock.sleep(self.config.timeouts.heartbeat_s)
         self.note(f"{node_id} is gone" + ("" if finished else "; what it had not finished goes on elsewhere"))
         self._wake.set()
         return finished
+
+
+def _why_failed(node: NodeSupervisor) -> str:
+    """Of a new node: "" while it does what it should."""
+    if node.phase is ProcessPhase.LEFT_OUT or node.restarts >= MAX_START_FAILURES:
+        return f"it is {node.phase.value}: {node.detail}"
+    finished = node.status.counters.requests_finished if node.status is not None else {}
+    errors = finished.get("error", 0)
+    if errors >= LEAST_ERRORS and errors > MOST_ERRORS * sum(finished.values()):
+        return f"{errors} of {sum(finished.values())} requests ended there with an error"
+    return ""

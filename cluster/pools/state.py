@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping
 
 import msgspec
 
-from tandem.cluster.config import PoolsConfig
+from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
@@ -36,6 +36,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     placement: NodePlacement | None = None  # None: no machine has room for it
     info: NodeInfo | None = None  # as it was last announced
     leaving: bool = False  # it is drained, and goes
+    revision: int = 0  # of the configuration that it was made with
     left_out: str = ""  # why; no controller starts it again before it is asked to
 
     def serving_as(self, info: NodeInfo) -> NodeRecord:
@@ -52,6 +53,25 @@ class ClosedSlot(msgspec.Struct, frozen=True):
     role: Role
 
 
+class Revision(msgspec.Struct, frozen=True):
+    """A configuration that nodes are made with, and the model that it stands for."""
+
+    number: int = 0
+    config: TandemConfig | None = None  # None: as the controller's process was given it
+    commit: str = ""  # of a model from the hub: what its name stood for when this configuration came
+    content: str = (
+        ""  # the model's, as the first node announced it: no node of this revision with another one joins
+    )
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """Nodes are being replaced, because the configuration is another one."""
+
+    before: Revision  # of the nodes that are to go
+    unix_time: float
+    going_back: str = ""  # why; `before` is then what was tried
+
+
 class ClusterState(msgspec.Struct, frozen=True):
     """Only ever replaced as a whole."""
 
@@ -59,8 +79,9 @@ class ClusterState(msgspec.Struct, frozen=True):
     nodes: list[NodeRecord] = []
     next_index: dict[Role, int] = {}  # ids are never given twice
     closed: list[ClosedSlot] = []
-    commit: str = ""  # of a model from the hub: what its name stood for when the cluster started
-    content: str = ""  # the model's, as the first node announced it: no node with another one joins
+    revision: Revision = Revision()  # of nodes that are made now
+    last_number: int = 0  # a revision's; none is given twice
+    rollout: Rollout | None = None
     evacuated: list[str] = []  # machines that are about to go, by name: nothing is placed there
     paused: list[str] = []  # pools and nodes that get no new requests, by name
     routers: dict[str, RouterInfo] = {}  # as they last announced themselves, by name
@@ -79,6 +100,26 @@ class ClusterState(msgspec.Struct, frozen=True):
             for name, address in addresses.items()
         ]
 
+    def outdated(self, role: Role) -> list[NodeRecord]:
+        """Those that stay until another one takes their place."""
+        return [node for node in self.staying(role) if node.revision != self.revision.number]
+
+    def beginning(self, config: TandemConfig, commit: str, unix_time: float) -> ClusterState:
+        """Nodes are made with this configuration from now on, and all others are to go."""
+        number = self.last_number + 1
+        return msgspec.structs.replace(
+            self,
+            revision=Revision(number, config, commit),
+            last_number=number,
+            rollout=Rollout(self.revision, unix_time),
+        )
+
+    def going_back(self, why: str) -> ClusterState:
+        if self.rollout is None:
+            return self
+        rollout = Rollout(self.revision, self.rollout.unix_time, why)
+        return msgspec.structs.replace(self, revision=self.rollout.before, rollout=rollout)
+
     def staying(self, role: Role) -> list[NodeRecord]:
         return [node for node in self.nodes if node.role is role and not node.leaving]
 
@@ -92,7 +133,7 @@ class ClusterState(msgspec.Struct, frozen=True):
 
     def with_new_node(self, role: Role) -> ClusterState:
         index = self.next_index.get(role, 0)
-        state = self.with_node(NodeRecord(f"{role.value}-{index}", role))
+        state = self.with_node(NodeRecord(f"{role.value}-{index}", role, revision=self.revision.number))
         return msgspec.structs.replace(state, next_index=self.next_index | {role: index + 1})
 
     def without(self, node_id: str) -> ClusterState:
@@ -118,7 +159,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         others = {other: kept for other, kept in self.routers.items() if other in running}
         return msgspec.structs.replace(self, routers={**others, name: info})
 
-    def with_sizes(self, sizes: dict[Role, int]) -> ClusterState:
+    def with_sizes(self, sizes: Mapping[Role, int | None]) -> ClusterState:
         closed = [slot for slot in self.closed if slot.role not in sizes]
         return msgspec.structs.replace(self, sizes={**self.sizes, **sizes}, closed=closed)
 

@@ -40,9 +40,9 @@ class ProcessPhase(enum.StrEnum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Surroundings:
-    """What the supervisors of a fleet share."""
+    """What the supervisors of a fleet share. The time-outs may be others tomorrow."""
 
     launcher: Launcher
     membership: Membership
@@ -63,13 +63,16 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self.detail = ""  # why; of one that is READY again, why it had to be started again
         self.restarts = 0
         self._around = around
-        self._timeouts = around.timeouts
         self._events = around.events
         self._clock = around.clock
         self._settled = asyncio.Event()  # it has been READY or LEFT_OUT
         self._leaving = False  # when it is lost, it is not replaced
         self.handle: H | None = None
         self._has_worked = False
+
+    @property
+    def _timeouts(self) -> ClusterTimeouts:
+        return self._around.timeouts
 
     # --- what differs between nodes and routers
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.cluster.config import PoolConfig, TandemConfig
-from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
+from tandem.cluster.control import (
+    ClusterView,
+    ControllerDecision,
+    PoolView,
+    RolloutView,
+    RouterView,
+    SupervisedNode,
+)
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.autoscaling import PoolBounds
 from tandem.cluster.pools.fleet import Fleet
@@ -24,6 +31,7 @@ def cluster_view(
     fleet: Fleet,
     decisions: list[ControllerDecision],
     failure: str,
+    rollout_waits: str = "",
 ) -> ClusterView:
     nodes = [_node(record, fleet) for record in state.nodes]
     pools = [_pool(role, config, state, hosts, nodes) for role in Role]
@@ -37,7 +45,23 @@ def cluster_view(
         ],
         decisions=decisions,
         failure=failure,
+        revision=state.revision.number,
+        rollout=_rollout(state, fleet, rollout_waits),
         paused=state.paused,
+    )
+
+
+def _rollout(state: ClusterState, fleet: Fleet, waits: str) -> RolloutView | None:
+    if state.rollout is None:
+        return None
+    new = {node.node_id for node in state.nodes if node.revision == state.revision.number}
+    return RolloutView(
+        state.revision.number,
+        sum(node.name in new and node.phase is ProcessPhase.READY for node in fleet.nodes.values()),
+        [node.node_id for node in state.nodes if node.node_id not in new],
+        state.rollout.unix_time,
+        waits,
+        state.rollout.going_back,
     )
 
 

@@ -83,6 +83,7 @@ class RequestLife:
         self.last_token_at: float | None = None
         self.ended_at: float | None = None
         self._avoid: set[str] = set()
+        self._content: str | None = None  # of the model on the nodes that have it, or had it last
         self._mirror: NodeInfo | None = None  # of the decode node that failed it last
         self._waiting_since: float | None = None  # for a node to appear
         self._last_failure: TandemError | None = None
@@ -360,12 +361,15 @@ class RequestLife:
             home=self._placement.home_of(self.spec.job_id),
             avoid=avoid,
             mirror=self._mirror,
+            # What was shown came of one content, and goes on with that. Before that any will do.
+            content=self._content if done else None,
             makes_vector=self.spec.pooling is not None,
         )
 
     def _attempt(self, decision: RoutingDecision) -> None:
         attempt = Attempt(decision, len(self.ledger.tokens), self._clock(), number=len(self.request_ids) + 1)
         self.attempt = attempt
+        self._content = attempt.nodes[0].content
         if self.submitted_at is None:
             self.submitted_at = attempt.submitted_at
             self.router_wait_s = max(attempt.submitted_at - self._came, 0.0)

@@ -90,7 +90,7 @@ class Placement(Generic[L]):
 
     @property
     def prefill_ids(self) -> frozenset[str]:
-        return frozenset(self._pool.shortlist.prefill.views)
+        return self._pool.prefill_ids
 
     # --- an attempt, from its choice to its end
 

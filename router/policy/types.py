@@ -74,6 +74,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     turn: int = 0  # counts requests, for policies that take turns
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before
     mirror: NodeInfo | None = None  # copied its blocks from a node that is gone
+    content: str | None = None  # of the model on which it began; None: any
     makes_vector: bool = False  # nothing is decoded: only nodes that read prompts for others take it
 
     def uncached(self, node: NodeSnapshot) -> int:

@@ -13,8 +13,8 @@ from tandem.cluster.admin import ACTIONS, UnknownAction, act
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.operate import change_role_of, drain_nodes, with_controller
-from tandem.cluster.config import ClusterTimeouts
-from tandem.cluster.control import ClusterView, PoolView, SupervisedNode
+from tandem.cluster.config import ClusterTimeouts, SloConfig, TandemConfig
+from tandem.cluster.control import AppliedChange, ClusterView, PoolView, SupervisedNode
 from tandem.wire.errors import ConfigurationError, InvalidRequest, RequestError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 
@@ -70,6 +70,13 @@ class FakeCluster:
         self._note("reset", names)
         return ["decode-0"]
 
+    async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
+        self._note("apply", config, dry_run)
+        return AppliedChange(["slo.ttft_s"], [], [], [], 3)
+
+    async def go_back(self) -> None:
+        self._note("back")
+
 
 @pytest.fixture
 def cluster() -> FakeCluster:
@@ -97,6 +104,8 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
     assert acted(cluster, "pause", {"names": ["decode"]}) == {"paused": ["decode"]}
     assert acted(cluster, "resume") == {"paused": []}
     assert acted(cluster, "reset_prefix_cache", {}) == {"reset": ["decode-0"]}
+    assert acted(cluster, "apply", {"config": {"slo": {"ttft_s": 1}}, "dry_run": True})["revision"] == 3
+    assert acted(cluster, "go_back") == {}
     assert cluster.asked == [
         ("scale", {Role.DECODE: 2}),
         ("drain", "decode-0", 60.0),
@@ -105,6 +114,8 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
         ("pause", ["decode"]),
         ("resume", []),
         ("reset", []),
+        ("apply", TandemConfig(slo=SloConfig(ttft_s=1)), True),
+        ("back",),
     ]
 
 
@@ -166,6 +177,10 @@ def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
         assert await control.pause(["decode"]) == ["decode"]
         assert await control.resume([]) == []
         assert await control.reset_cache([]) == ["decode-0"]
+        wanted = TandemConfig(debug=True)
+        assert (await control.apply(wanted, dry_run=False)).at_once == ["slo.ttft_s"]
+        assert cluster.asked[-1] == ("apply", wanted, False)
+        await control.go_back()
         cluster.error = ConfigurationError("pools.decode.max is 1")
         with pytest.raises(RequestError, match=r"pools\.decode\.max is 1"):
             await control.scale({Role.DECODE: 3})
@@ -180,6 +195,8 @@ def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
         "pause",
         "resume",
         "reset",
+        "apply",
+        "back",
     ]
 
 

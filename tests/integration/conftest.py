@@ -44,6 +44,7 @@ OWN_CLUSTERS = {
     "test_killed_controllers.py",
     "test_monitoring.py",
     "test_ports.py",
+    "test_rollout.py",
     "test_scaling.py",
     "test_serve_command.py",
     "test_serve_tiers.py",

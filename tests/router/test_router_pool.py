@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -7,8 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.config import Heartbeat
+from tandem.router.choosing import Chooser
+from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
+from tandem.router.policy import RoutingRequest
 from tandem.router.pool import NodePool
+from tandem.router.prefixes import PromptHashes
+from tandem.wire.errors import Unavailable
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
@@ -288,22 +293,40 @@ def test_the_context_is_the_shortest_of_those_in_view(world: World) -> None:
     assert world.pool.max_model_len() == 512
 
 
-def test_requests_run_on_nodes_of_one_content(world: World) -> None:
-    """The controller lets no other in; should one come all the same, nothing is ever sent to it."""
+def test_each_request_runs_on_nodes_of_one_content(world: World) -> None:
+    """Which contents there are, the controller decides: two, while one takes the other's place."""
     nodes = [
-        msgspec.structs.replace(info(name), content=content)
-        for name, content in (("a", "x"), ("b", "y"), ("c", "x"))
+        msgspec.structs.replace(info(name, role=role), content=content)
+        for name, role, content in (
+            ("d0", Role.DECODE, "x"),
+            ("d1", Role.DECODE, "x"),
+            ("p0", Role.PREFILL, "x"),
+            ("d2", Role.DECODE, "y"),
+            ("p1", Role.PREFILL, "y"),
+            ("p2", Role.PREFILL, "z"),  # nothing could decode what it reads
+        )
     ]
     world.pool.set_members(nodes)
     for node in nodes:
         world.say(node)
-    assert world.in_view == {"a", "c"}
-    world.pool.set_members(nodes[1:2])
-    world.say(nodes[1])
-    assert world.in_view == set(), "a request that waits for a node must not go on with other weights"
-    member = world.pool.member("b")
-    assert member is not None
-    assert "content differs" in str(world.pool.unusable(member))
+    assert world.in_view == {node.node_id for node in nodes}
+    assert Counter(world.pool.content_for(turn, vector=False) for turn in range(30)) == {"x": 20, "y": 10}
+    assert Counter(world.pool.content_for(turn, vector=True) for turn in range(30)) == {
+        "x": 10,
+        "y": 10,
+        "z": 10,
+    }
+    chooser = Chooser(world.pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER)
+    hashes = PromptHashes([], None)
+    for _ in range(30):
+        decision = chooser.choose(RoutingRequest(1000, 10), hashes)
+        assert {node.content for node in (decision.prefill, decision.decode) if node} in ({"x"}, {"y"})
+        moved = chooser.choose(RoutingRequest(1000, 10, content="y"), hashes)
+        assert moved.decode == nodes[3]
+    world.pool.set_members(nodes[:3])
+    with pytest.raises(Unavailable):
+        chooser.choose(RoutingRequest(1000, 10, content="y"), hashes)
+    assert chooser.choose(RoutingRequest(1000, 10), hashes).decode in nodes[:2]
 
 
 def test_a_node_with_another_tokenizer_than_the_router_gets_nothing(world: World) -> None:

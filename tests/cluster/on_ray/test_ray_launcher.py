@@ -13,6 +13,7 @@ from tandem.cluster.on_ray.runtime import import_ray
 from tandem.engine.config import CacheConfig, EngineConfig
 from tandem.kvtransfer.base import TransferConfig
 from tandem.node.config import NodeConfig
+from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role
 
 NODE = NodeConfig(
@@ -96,3 +97,12 @@ def test_a_node_with_the_same_configuration_is_adopted_also_when_its_role_was_ch
     assert not is_same_node(running, replace(NODE, cores=[0]))
     other = EngineConfig(cache=CacheConfig(memory_bytes=1 << 30))
     assert not is_same_node(running, replace(NODE, engine=other))
+
+
+def test_a_router_whose_tokenizer_is_found_elsewhere_now_is_adopted() -> None:
+    from tandem.cluster.on_ray.launcher import is_same_router
+
+    config = RouterConfig(tokenizer_path="old", model_name="m")
+    running = msgspec.msgpack.encode(config)
+    assert is_same_router(running, replace(config, tokenizer_path="new"))
+    assert not is_same_router(running, replace(config, port=9))

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.config import ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.config import DEFAULT_MODEL, ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.launcher import Host, Report, StateStore
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.tasks import Clock
@@ -156,6 +156,10 @@ def endpoint_of(name: str, incarnation: int) -> str:
     return str(Endpoint(key_of_fake(name, incarnation), "10.0.0.1", 1000 + incarnation))
 
 
+def content_of(path: str) -> str:
+    return "the weights" if path == DEFAULT_MODEL else f"the weights of {path}"
+
+
 def node_info(config: NodeConfig, epoch: int) -> NodeInfo:
     return NodeInfo(
         node_id=config.node_id,
@@ -166,7 +170,7 @@ def node_info(config: NodeConfig, epoch: int) -> NodeInfo:
         model="fake",
         max_model_len=100,
         block_size=16,
-        content="the weights",
+        content=content_of(config.engine.model.path),
     )
 
 
@@ -180,6 +184,7 @@ class FakeNode(FakeProcess):
         self.step_age_s = 0.0
         self.free_blocks = 90
         self.resets = 0
+        self.finished: dict[str, int] = {}  # requests, by how they ended
         self.heard: list[str] = []  # where routers listen
         self.silent_s: float | None = None  # to routers; None: as to the controller
         self.admitted: list[list[str]] = []  # keys, each time that it was told
@@ -235,7 +240,7 @@ class FakeNode(FakeProcess):
             transfers=0,
             held_blocks=0,
             step_age_s=self.step_age_s,
-            counters=NodeCounters(),
+            counters=NodeCounters(requests_finished=self.finished),
             detail="out of luck" if self.state is NodeState.FAILED else "",
         )
 

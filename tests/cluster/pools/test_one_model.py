@@ -31,7 +31,7 @@ async def test_a_node_with_other_weights_is_left_out_and_the_rest_serves() -> No
         (node,) = [n for n in (await rig.controller.view()).nodes if n.phase == ProcessPhase.LEFT_OUT]
         assert node.node_id == "decode-1"
         assert "its model is not the one that this cluster serves" in node.detail
-        assert "`tandem down` first" in node.detail
+        assert "`tandem apply`" in node.detail
         assert rig.routed == {"prefill-0", "decode-0"}
         assert all("decode-1" not in {m.node_id for m in told} for told in rig.launcher.router.memberships)
 

@@ -1,0 +1,130 @@
+"""`tandem apply`: gives a running cluster another configuration, and follows what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+from tandem.cluster.admin import OperatedCluster
+from tandem.cluster.commands.operate import Say, with_controller
+from tandem.cluster.commands.overview import rollout_line
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import AppliedChange, ClusterView
+from tandem.cluster.describe import counted
+from tandem.cluster.models.catalogue import PACKAGED
+from tandem.cluster.models.resolved import with_model
+from tandem.cluster.models.store import Model, local_model, name_to_serve, prepare_model
+from tandem.cluster.tasks import Clock
+from tandem.wire.errors import Unavailable
+
+LOOK_S = 1.0
+_GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back` takes it back"
+
+
+def apply(
+    config: TandemConfig,
+    address: str | None,
+    url: str | None,
+    say: Say,
+    *,
+    dry_run: bool = False,
+    wait: bool = True,
+) -> tuple[AppliedChange, bool]:
+    """What changed, or would, and whether all of it was done."""
+
+    async def work(cluster: OperatedCluster) -> tuple[AppliedChange, bool]:
+        model = await asyncio.to_thread(_model, config, await _model_path(cluster) if url is None else "")
+        change = await cluster.apply(with_model(config, model), dry_run)
+        for line in described(change, dry_run=dry_run):
+            say(line)
+        if dry_run or not change.nodes:
+            return change, True
+        if not wait:
+            say(_GOES_ON)
+            return change, True
+        return change, await follow(cluster, change.revision, say)
+
+    try:
+        return with_controller(address, work, url)
+    except KeyboardInterrupt:
+        say(_GOES_ON)
+        raise
+
+
+def go_back(address: str | None, url: str | None, say: Say) -> bool:
+    """Whether the old configuration is what all nodes run again."""
+
+    async def work(cluster: OperatedCluster) -> bool:
+        await cluster.go_back()
+        return await follow(cluster, (await cluster.view()).revision, say)
+
+    return with_controller(address, work, url)
+
+
+def described(change: AppliedChange, *, dry_run: bool) -> Iterator[str]:
+    would = "would be " if dry_run else ""
+    if change.at_once:
+        yield f"{would}applied at once: {'; '.join(change.at_once)}"
+    if change.nodes:
+        yield f"nodes read when they start: {', '.join(change.nodes)}"
+        yield f"{would}replaced, one after another: {', '.join(change.replaced) or 'no node'}"
+    for name in change.refused:
+        yield f"not changed: {name} needs `tandem down`, then `tandem serve`"
+    if not (change.at_once or change.nodes or change.refused):
+        yield "nothing is different"
+
+
+async def follow(cluster: OperatedCluster, revision: int, say: Say, clock: Clock | None = None) -> bool:
+    """Until the rollout has ended. True when nodes have that revision then. A controller that is away comes back, and goes on."""
+    clock = clock or Clock()
+    said, away, told_until = "", False, 0.0
+    while True:
+        try:
+            view = await cluster.view()
+        except Unavailable as error:
+            if not away:
+                say(f"the controller is away, and what serves goes on: {error}")
+            away = True
+            await clock.sleep(LOOK_S)
+            continue
+        away = False
+        if view.rollout is None:
+            return _said_end(view, revision, say)
+        told_until = max(told_until, view.rollout.unix_time)
+        for decision in view.decisions:
+            if decision.unix_time > told_until:
+                told_until = decision.unix_time
+                say(decision.text)
+        line = rollout_line(view.rollout)
+        if line != said:
+            say(line)
+        said = line
+        await clock.sleep(LOOK_S)
+
+
+def _said_end(view: ClusterView, revision: int, say: Say) -> bool:
+    nodes = counted(len(view.nodes), "node")
+    if view.revision == revision:
+        say(f"done: {nodes} {'serves' if len(view.nodes) == 1 else 'serve'} with this configuration")
+        return True
+    reasons = [one.text for one in view.decisions if "taken back" in one.text]
+    say(reasons[-1] if reasons else "the rollout was taken back")
+    return False
+
+
+async def _model_path(cluster: OperatedCluster) -> str:
+    """What the cluster's model is called now."""
+    from tandem.cluster.on_ray.remote_controller import RemoteController
+
+    return (await cluster.configuration()).model.path if isinstance(cluster, RemoteController) else ""
+
+
+def _model(config: TandemConfig, running: str) -> Model:
+    """As the cluster finds it: where that serves a folder, a folder of this machine."""
+    name = f"{config.model.path}@{config.model.revision}" if config.model.revision else config.model.path
+    if os.path.isabs(running):
+        return prepare_model(name, lambda what, share: None)
+    local = None if config.model.path in PACKAGED else local_model(config.model.path)
+    path = config.model.path if local is None else str(local)
+    return Model(path, name_to_serve(config.model.path))

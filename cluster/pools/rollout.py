@@ -1,0 +1,118 @@
+"""What a rollout does next: which node goes, and whether all of it is taken back. Pure: the state and what is seen of the nodes in,
+one step out. New nodes come by themselves: a pool is allowed `plan.surge` more, and makes them with the new configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from tandem.cluster.config import RolloutConfig
+from tandem.cluster.launcher import Host
+from tandem.cluster.pools.plan import wanted_size
+from tandem.cluster.pools.state import ClusterState, NodeRecord
+from tandem.wire.nodes import Role
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFacts:
+    ready: Set[str]  # nodes that serve, and have served for `rollout.settle_s` if they are new
+    idle: Set[str]  # nodes that serve nothing, and would not be missed
+    failed: Mapping[str, str]  # new nodes that do not do what they should, and why
+    oldest_wait_s: float  # of the requests in routers' lines
+    longest_wait_s: float  # that users should feel
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """This node may go now."""
+
+    node: NodeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class GoBack:
+    """The configuration from before is made again what all nodes run."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEnd:
+    """All nodes run one configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    why: str
+
+
+Step = Replace | GoBack | RolloutEnd | Wait
+
+
+def next_step(config: RolloutConfig, state: ClusterState, hosts: Sequence[Host], facts: RolloutFacts) -> Step:
+    """For a state with a rollout."""
+    back = state.rollout is not None and bool(state.rollout.going_back)
+    if not back and facts.failed:
+        return GoBack("; ".join(f"{name}: {why}" for name, why in sorted(facts.failed.items())))
+    waits: list[str] = []
+    for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL):
+        step = _in_pool(config, state, hosts, facts, role)
+        if isinstance(step, Replace):
+            is_slow = facts.oldest_wait_s > facts.longest_wait_s
+            if back or not is_slow or step.node.node_id in facts.idle:
+                return step
+            waits.append(f"requests wait for {facts.oldest_wait_s:.1f} s, longer than slo.ttft_s")
+        elif step is not None:
+            waits.append(step.why)
+    if waits:
+        return Wait("; ".join(dict.fromkeys(waits)))
+    going = [node.node_id for node in state.nodes if node.revision != state.revision.number]
+    return Wait(f"{', '.join(going)}: finishing what they have") if going else RolloutEnd()
+
+
+def _in_pool(
+    config: RolloutConfig, state: ClusterState, hosts: Sequence[Host], facts: RolloutFacts, role: Role
+) -> Replace | Wait | None:
+    wanted, staying, outdated = wanted_size(state, hosts, role), state.staying(role), state.outdated(role)
+    if not outdated:
+        missing = [node.node_id for node in staying if node.node_id not in facts.ready]
+        return Wait(f"{', '.join(missing)}: not ready yet") if missing else None
+    idle = [node for node in outdated if node.node_id in facts.idle]
+    if idle:
+        return Replace(idle[-1])
+    serving = [node for node in outdated if node.node_id in facts.ready]
+    if not serving:
+        return Wait(f"{', '.join(node.node_id for node in outdated)}: not seen yet")
+    least = wanted - most_unavailable(config, state, wanted, role)
+    ready = sum(node.node_id in facts.ready for node in staying)
+    if ready - 1 < least:
+        waiting = [n.node_id for n in staying if n.placement is None]
+        if waiting:
+            return Wait(
+                f"{', '.join(waiting)}: no machine has room, and fewer than {least} {role.value} nodes may not serve "
+                "(rollout.max_unavailable)"
+            )
+        return Wait(f"{role.value}: {ready} nodes are ready, and {least} must be")
+    if role is Role.PREFILL and _waits_for_writers(state, facts):
+        return Wait("prefill: goes after the first new node that writes answers is ready")
+    return Replace(serving[0])
+
+
+def _waits_for_writers(state: ClusterState, facts: RolloutFacts) -> bool:
+    """KV of a new content is of no use before a node of that content decodes."""
+    writers = [node for node in state.nodes if node.role is not Role.PREFILL and not node.leaving]
+    new = [node for node in writers if node.revision == state.revision.number]
+    return len(new) < len(writers) and not any(node.node_id in facts.ready for node in new)
+
+
+def most_unavailable(config: RolloutConfig, state: ClusterState, wanted: int, role: Role) -> int:
+    if config.max_unavailable is not None:
+        return config.max_unavailable
+    # Without prefill nodes decode nodes read prompts themselves.
+    can_do_without = wanted > 1 or role is Role.PREFILL
+    is_full = (
+        state.sizes[role] is None
+        or config.surge == 0
+        or any(node.placement is None for node in state.staying(role))
+    )
+    return int(can_do_without and is_full)

@@ -1,0 +1,111 @@
+"""`tandem apply`: what it says before, while nodes are replaced, and in the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tandem.cluster.commands import apply as command
+from tandem.cluster.commands.apply import described, follow
+from tandem.cluster.commands.overview import rollout_line
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import (
+    AppliedChange,
+    ClusterView,
+    ControllerDecision,
+    RolloutView,
+    SupervisedNode,
+)
+from tandem.wire.errors import TandemError, Unavailable
+from tandem.wire.nodes import Role
+from tests.cluster.pools.helpers import FakeClock
+
+NODES = [SupervisedNode("decode-1", Role.DECODE, "10.0.0.2", "ready", "", 0)]
+
+
+def view(rollout: RolloutView | None, revision: int = 4, *said: str) -> ClusterView:
+    decisions = [ControllerDecision(100.0 + at, text) for at, text in enumerate(said)]
+    return ClusterView("model", [], NODES, [], decisions, revision=revision, rollout=rollout)
+
+
+class Told:
+    """A cluster that says one thing after another."""
+
+    def __init__(self, *views: ClusterView | TandemError) -> None:
+        self._views = list(views)
+
+    async def view(self) -> ClusterView:
+        told = self._views.pop(0)
+        if isinstance(told, TandemError):
+            raise told
+        return told
+
+
+class NoTime(FakeClock):
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+
+
+def followed(*views: ClusterView | TandemError) -> tuple[bool, list[str]]:
+    said: list[str] = []
+    done = asyncio.run(follow(Told(*views), 4, said.append, NoTime()))  # type: ignore[arg-type]
+    return done, said
+
+
+UNDER_WAY = RolloutView(4, 1, ["decode-0"], 100.0)
+
+
+def test_it_says_what_would_change_without_values() -> None:
+    change = AppliedChange(["slo.ttft_s"], ["model.path"], ["router.port"], ["decode-0", "decode-1"], 1)
+    assert list(described(change, dry_run=True)) == [
+        "would be applied at once: slo.ttft_s",
+        "nodes read when they start: model.path",
+        "would be replaced, one after another: decode-0, decode-1",
+        "not changed: router.port needs `tandem down`, then `tandem serve`",
+    ]
+    assert list(described(AppliedChange([], [], [], [], 1), dry_run=False)) == ["nothing is different"]
+
+
+def test_it_follows_a_rollout_to_its_end_past_a_controller_that_was_away() -> None:
+    done, said = followed(
+        view(UNDER_WAY, 4, "rollout 4 begins"),
+        view(UNDER_WAY, 4, "rollout 4 begins", "decode-0 goes: it is replaced"),
+        Unavailable("no controller"),
+        Unavailable("no controller"),
+        view(None),
+    )
+    assert done
+    assert said == [
+        "1 node replaced, 1 left (decode-0)",
+        "decode-0 goes: it is replaced",
+        "the controller is away, and what serves goes on: no controller",
+        "done: 1 node serves with this configuration",
+    ]
+
+
+def test_it_says_why_a_rollout_was_taken_back() -> None:
+    back = RolloutView(3, 1, ["decode-1"], 100.0, going_back="decode-1: no weights")
+    done, said = followed(
+        view(back, 3), view(None, 3, "x", "the rollout was taken back: decode-1: no weights")
+    )
+    assert not done
+    assert said == [
+        "going back (decode-1: no weights): 1 node replaced, 1 left (decode-1)",
+        "the rollout was taken back: decode-1: no weights",
+    ]
+
+
+def test_a_line_says_what_it_waits_for() -> None:
+    assert rollout_line(RolloutView(4, 0, [], 0.0, "room")) == "0 nodes replaced, 0 left; waits: room"
+
+
+def test_an_interrupt_ends_the_command_and_not_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    monkeypatch.setattr(command, "with_controller", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.apply(TandemConfig(), None, "http://router", said.append)
+    assert "the rollout goes on" in said[0]

@@ -1,0 +1,45 @@
+"""What becomes of each setting when a cluster that runs is given another one."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.cluster.changes import applied, difference
+from tandem.cluster.config import PoolConfig, PoolsConfig, RolloutConfig, TandemConfig
+from tandem.wire.nodes import Role
+
+replace = msgspec.structs.replace
+CONFIG = TandemConfig()
+
+
+def test_each_setting_is_read_by_nodes_or_applied_at_once_or_refused() -> None:
+    wanted = replace(
+        CONFIG,
+        model=replace(CONFIG.model, path="other"),
+        timeouts=replace(CONFIG.timeouts, start_s=1.0, nodes=replace(CONFIG.timeouts.nodes, drain_s=1.0)),
+        rollout=RolloutConfig(surge=2),
+        pools=PoolsConfig(
+            prefill=PoolConfig(nodes=3, threads=2),
+            decode=PoolConfig(nodes=None, max=4, resources={"GPU": 1}),
+            nodes_per_core=9,
+        ),
+        router=replace(CONFIG.router, port=9, tokenizer_path="other"),
+        debug=True,
+    )
+    found = difference(CONFIG, wanted)
+    assert found.sizes == {Role.PREFILL: 3, Role.DECODE: None}
+    assert found.nodes == ["debug", "model.path", "pools.prefill.threads", "timeouts.nodes.drain_s"]
+    assert found.at_once == ["pools.decode.max", "pools.nodes_per_core", "rollout.surge", "timeouts.start_s"]
+    assert found.refused == ["pools.decode.resources.GPU", "router.port"]
+    kept = applied(CONFIG, wanted)
+    assert kept.router == replace(CONFIG.router, tokenizer_path="other")
+    assert kept.pools.decode == PoolConfig(nodes=None, max=4)
+    left = difference(kept, wanted)
+    assert (left.sizes, left.nodes, left.at_once) == ({}, [], [])
+    assert left.refused == found.refused
+
+
+def test_an_address_that_routers_were_told_is_no_difference() -> None:
+    told = replace(CONFIG, router=replace(CONFIG.router, inbox_host="10.0.0.1"))
+    assert not difference(told, CONFIG).refused
+    assert difference(CONFIG, told).refused == ["router.inbox_host"]

@@ -1,0 +1,107 @@
+"""Another configuration and another content of the model, while clients ask all the time."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from safetensors.torch import load_file, save_file
+
+from tandem.cluster.config import RolloutConfig, TandemConfig
+from tandem.cluster.models.resolved import with_model
+from tandem.cluster.models.store import Model
+from tests.integration.conftest import Deploy, LoopThread, RunningDeployment, float32_config
+from tests.integration.reference import NEW_TOKENS, ExpectedAnswer
+
+_replace = msgspec.structs.replace
+
+
+def changed_weights(model: Path, target: Path) -> Path:
+    """The same model, some layers of which compute something else."""
+    shutil.copytree(model, target, symlinks=False)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if "mlp.down_proj" in name and "layers.1" in name:
+                tensors[name] = tensors[name] * -1
+        file.unlink()
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+class Asking:
+    """Clients that ask the same prompts again and again, and keep every answer."""
+
+    def __init__(self, server: RunningDeployment, prompts: list[list[int]]) -> None:
+        self._server = server
+        self._prompts = prompts
+        self._ending = threading.Event()
+        self.answers: list[tuple[int, str]] = []
+        self.failures: list[str] = []
+        self._threads = [threading.Thread(target=self._run, args=(first,), daemon=True) for first in range(2)]
+
+    def _run(self, turn: int) -> None:
+        while not self._ending.is_set():
+            turn += 1
+            which = turn % len(self._prompts)
+            try:
+                answer = self._server.complete(self._prompts[which], NEW_TOKENS)["choices"][0]["text"]
+                self.answers.append((which, answer))
+            except BaseException as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+
+    def __enter__(self) -> Asking:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join(90)
+
+
+def test_nodes_are_replaced_under_load_and_every_answer_is_of_one_content(
+    deploy: Deploy,
+    loop_thread: LoopThread,
+    smollm2_path: Path,
+    expected: list[ExpectedAnswer],
+    tmp_path: Path,
+) -> None:
+    other = changed_weights(smollm2_path, tmp_path / "other")
+    config = _replace(float32_config(smollm2_path, prefill=1, decode=1), rollout=RolloutConfig(settle_s=1.0))
+    prompts = [item.prompt for item in expected[:4]]
+    with deploy(config) as server:
+        control = server.deployment.control
+        old = [server.complete(prompt, NEW_TOKENS)["choices"][0]["text"] for prompt in prompts]
+        assert old == [item.text for item in expected[:4]]
+        with Asking(server, prompts) as asking:
+            wanted = wish(config, other, server.model)
+            change = loop_thread.run(control.apply(wanted, dry_run=False))
+            assert set(change.nodes) == {"model.path", "scheduler.max_num_seqs"}
+            new_ids = {"prefill-1", "decode-1"}
+            server.until(lambda nodes: {node["node_id"] for node in nodes} == new_ids, "all are replaced")
+            done = len(asking.answers)
+            server.until(lambda _: len(asking.answers) > done + 4, "answers of the new nodes")
+        assert asking.failures == []
+        new = [server.complete(prompt, NEW_TOKENS)["choices"][0]["text"] for prompt in prompts]
+        assert all(before != after for before, after in zip(old, new, strict=True))
+        kinds = Counter(
+            "old" if answer == old[which] else "new" if answer == new[which] else answer
+            for which, answer in asking.answers
+        )
+        assert set(kinds) == {"old", "new"}, kinds
+        view = loop_thread.run(control.view())
+        assert (view.rollout, view.revision) == (None, change.revision)
+        server.until_quiet()
+
+
+def wish(config: TandemConfig, folder: Path, name: str) -> TandemConfig:
+    scheduler = _replace(config.scheduler, max_num_seqs=config.scheduler.max_num_seqs // 2)
+    return with_model(
+        _replace(config, model=_replace(config.model, served_name=name), scheduler=scheduler),
+        Model(str(folder), name),
+    )
