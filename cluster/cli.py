@@ -381,10 +381,10 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _apply(options: argparse.Namespace) -> int:
     from tandem.cluster.commands import apply
-    from tandem.cluster.commands.operate import say_aside
+    from tandem.cluster.commands.operate import say_aside, say_line
     from tandem.wire.errors import ConfigurationError
 
-    say = say_aside if wants_json(options) else print
+    say = say_aside if wants_json(options) else say_line
     if options.back:
         done = apply.go_back(options.address, options.url, say)
         if wants_json(options):

@@ -14,7 +14,7 @@ from tandem.cluster.control import AppliedChange, ClusterView
 from tandem.cluster.describe import counted
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
-from tandem.cluster.models.store import Model, local_model, name_to_serve, prepare_model
+from tandem.cluster.models.store import Model, find_model, local_model, name_to_serve, prepare_model
 from tandem.cluster.tasks import Clock
 from tandem.wire.errors import Unavailable
 
@@ -35,7 +35,10 @@ def apply(
 
     async def work(cluster: OperatedCluster) -> tuple[AppliedChange, bool]:
         model = await asyncio.to_thread(_model, config, await _model_path(cluster) if url is None else "")
-        change = await cluster.apply(with_model(config, model), dry_run)
+        wanted = with_model(config, model)
+        if url is not None:
+            wanted = await _as_it_is_called(cluster, config, wanted)
+        change = await cluster.apply(wanted, dry_run)
         for line in described(change, dry_run=dry_run):
             say(line)
         if dry_run or not change.nodes:
@@ -111,6 +114,18 @@ def _said_end(view: ClusterView, revision: int, say: Say) -> bool:
     reasons = [one.text for one in view.decisions if "taken back" in one.text]
     say(reasons[-1] if reasons else "the rollout was taken back")
     return False
+
+
+async def _as_it_is_called(
+    cluster: OperatedCluster, config: TandemConfig, wanted: TandemConfig
+) -> TandemConfig:
+    """A router does not tell where the cluster has its model. If that is where this machine has it, it is no other one."""
+    here = await asyncio.to_thread(find_model, config.model.path)
+    if here is not None and "model.path" in (await cluster.apply(wanted, True)).nodes:
+        same = with_model(config, here)
+        if "model.path" not in (await cluster.apply(same, True)).nodes:
+            return same
+    return wanted
 
 
 async def _model_path(cluster: OperatedCluster) -> str:

@@ -100,7 +100,8 @@ def parse_role(name: str) -> Role:
         raise ConfigurationError(f"there is no pool {name!r}: it must be one of {roles}") from None
 
 
-def _say(line: str) -> None:
+def say_line(line: str) -> None:
+    """While a cluster is joined, standard output takes what others print."""
     print(line, file=sys.__stdout__, flush=True)
 
 
@@ -109,7 +110,9 @@ def say_aside(line: str) -> None:
     print(line, file=sys.__stderr__, flush=True)
 
 
-def scale(address: str | None, words: Sequence[str], say: Say = _say, url: str | None = None) -> list[str]:
+def scale(
+    address: str | None, words: Sequence[str], say: Say = say_line, url: str | None = None
+) -> list[str]:
     """What will be done, a line each."""
     sizes = parse_sizes(words)
     lines = with_controller(address, lambda cluster: cluster.scale(sizes), url)
@@ -119,7 +122,7 @@ def scale(address: str | None, words: Sequence[str], say: Say = _say, url: str |
 
 
 def drain(
-    address: str | None, names: Sequence[str], timeout_s: float, say: Say = _say, url: str | None = None
+    address: str | None, names: Sequence[str], timeout_s: float, say: Say = say_line, url: str | None = None
 ) -> dict[str, bool]:
     """Nodes by their names, or all nodes of a machine by its address. Whether each finished all that it had."""
     _check_timeout(timeout_s)
@@ -148,7 +151,7 @@ async def drain_nodes(
 
 
 def evacuate(
-    address: str | None, machine: str, timeout_s: float, say: Say = _say, url: str | None = None
+    address: str | None, machine: str, timeout_s: float, say: Say = say_line, url: str | None = None
 ) -> dict[str, bool]:
     """Whether each of the machine's nodes finished all that it had."""
     _check_timeout(timeout_s)
@@ -172,7 +175,7 @@ def _check_timeout(timeout_s: float) -> None:
 
 
 def change_role(
-    address: str | None, node_id: str, role_name: str, say: Say = _say, url: str | None = None
+    address: str | None, node_id: str, role_name: str, say: Say = say_line, url: str | None = None
 ) -> Role:
     role = parse_role(role_name)
     with_controller(address, lambda cluster: change_role_of(cluster, node_id, role, say), url)
@@ -189,11 +192,15 @@ async def change_role_of(controller: OperatedCluster, node_id: str, role: Role, 
     )
 
 
-def pause(address: str | None, names: Sequence[str], say: Say = _say, url: str | None = None) -> list[str]:
+def pause(
+    address: str | None, names: Sequence[str], say: Say = say_line, url: str | None = None
+) -> list[str]:
     return _say_paused(with_controller(address, lambda cluster: cluster.pause(list(names)), url), say)
 
 
-def resume(address: str | None, names: Sequence[str], say: Say = _say, url: str | None = None) -> list[str]:
+def resume(
+    address: str | None, names: Sequence[str], say: Say = say_line, url: str | None = None
+) -> list[str]:
     return _say_paused(with_controller(address, lambda cluster: cluster.resume(list(names)), url), say)
 
 
@@ -203,7 +210,7 @@ def _say_paused(paused: list[str], say: Say) -> list[str]:
 
 
 def reset_cache(
-    address: str | None, names: Sequence[str], say: Say = _say, url: str | None = None
+    address: str | None, names: Sequence[str], say: Say = say_line, url: str | None = None
 ) -> list[str]:
     done = with_controller(address, lambda cluster: cluster.reset_cache(list(names)), url)
     say(
@@ -214,7 +221,7 @@ def reset_cache(
     return done
 
 
-def down(address: str | None, *, now: bool, say: Say = _say) -> bool:
+def down(address: str | None, *, now: bool, say: Say = say_line) -> bool:
     """Whether everything that ran was finished."""
     with joined(address):
         from tandem.cluster.on_ray.remote_controller import (

@@ -72,6 +72,7 @@ class Controller:
             self._scale_by_itself,
             self._pools.note,
         )
+        self._pools.on_config = self._autoscaler.configure
 
     @property
     def _config(self) -> TandemConfig:
@@ -93,7 +94,6 @@ class Controller:
         has a machine is ready or left out, and together they can answer; raises Unavailable when they cannot."""
         await self._pools.take_over()
         self._tasks.spawn(self._pools.run(), "reconcile")
-        self._autoscaler.configure(self._config)
         self._autoscale()
         await self._unless_it_fails(self._until_answering())
 
@@ -305,7 +305,6 @@ class Controller:
             if found.sizes:
                 await self._pools.keep(sized)
             await self._pools.apply(wanted, replaces=bool(found.nodes))
-            self._autoscaler.configure(wanted)
             self._autoscale()
             for line in change.at_once:
                 self._pools.note(f"applied: {line}")

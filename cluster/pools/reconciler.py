@@ -51,6 +51,7 @@ class Reconciler:
         fix_model: FixModel,
     ) -> None:
         self.config = config  # as an operator wishes it
+        self.on_config: Callable[[TandemConfig], None] = lambda config: None  # hears of another one
         self._given = config  # as this process was given it, which is long ago
         self._hosts = hosts
         self._store = store
@@ -113,7 +114,7 @@ class Reconciler:
                 if record.leaving:
                     self.begin_to_retire(record.node_id, self.config.timeouts.nodes.drain_s)
             if self.state.rollout is not None:
-                self._begin_rollout()
+                self._begin_rollout("goes on")
         self.note(f"took over {counted(len(self.fleet.nodes), 'node')} from an earlier controller")
 
     async def _fix_the_model(self) -> None:
@@ -138,6 +139,7 @@ class Reconciler:
                 # A router that starts meanwhile finds its tokenizer where the nodes found theirs that serve.
                 fixed = msgspec.structs.replace(fixed, router=configs[before.number].router)
         self.fleet.use(fixed, configs)
+        self.on_config(self.config)
         return commit
 
     async def _machines_of(self, known: ClusterState) -> list[Host]:
@@ -322,7 +324,7 @@ class Reconciler:
         await self.keep(new)
         await self._use_kept()
         if replaces:
-            self._begin_rollout()
+            self._begin_rollout("begins")
         self.wake()
 
     async def go_back(self, why: str) -> None:
@@ -332,8 +334,8 @@ class Reconciler:
         self.note(f"the rollout is taken back: {why}")
         self.wake()
 
-    def _begin_rollout(self) -> None:
-        self.note(f"rollout {self.state.revision.number} begins: nodes are replaced, pool by pool")
+    def _begin_rollout(self, how: str) -> None:
+        self.note(f"rollout {self.state.revision.number} {how}: nodes are replaced one by one")
         self._ready_since.clear()
         self._tasks.spawn(self._roll_out(), "roll out")
 

@@ -75,7 +75,9 @@ def _in_pool(
 ) -> Replace | Wait | None:
     wanted, staying, outdated = wanted_size(state, hosts, role), state.staying(role), state.outdated(role)
     if not outdated:
-        missing = [node.node_id for node in staying if node.node_id not in facts.ready]
+        # What has no machine, or is left out, is so without the rollout too.
+        coming = [node for node in staying if node.placement is not None and not node.left_out]
+        missing = [node.node_id for node in coming if node.node_id not in facts.ready]
         return Wait(f"{', '.join(missing)}: not ready yet") if missing else None
     idle = [node for node in outdated if node.node_id in facts.idle]
     if idle:
@@ -92,7 +94,7 @@ def _in_pool(
                 f"{', '.join(waiting)}: no machine has room, and fewer than {least} {role.value} nodes may not serve "
                 "(rollout.max_unavailable)"
             )
-        return Wait(f"{role.value}: {ready} nodes are ready, and {least} must be")
+        return Wait(f"{role.value}: an old node goes when {least + 1} serve, and {ready} do")
     if role is Role.PREFILL and _waits_for_writers(state, facts):
         return Wait("prefill: goes after the first new node that writes answers is ready")
     return Replace(serving[0])

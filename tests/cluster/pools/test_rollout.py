@@ -212,6 +212,29 @@ async def test_the_only_node_that_writes_answers_waits_for_room() -> None:
 
 
 @in_loop
+async def test_what_lacks_a_machine_or_is_left_out_anyway_keeps_no_rollout_from_its_end() -> None:
+    hosts = FakeHosts(machine("1", prefill=2, decode=2))
+    async with Rig(pools=pools(1, 3), hosts=hosts) as rig:
+        rig.launcher.prepare["decode-1"] = lambda node, _: setattr(
+            node, "start_error", ConfigurationError("never")
+        )
+        rig.launcher.prepare |= {
+            f"{role}-{number}": lambda node, _: setattr(node, "start_error", Unavailable("not now"))
+            for role, number in (("prefill", 1), ("decode", 3))
+        }
+        starting = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(10.0)
+        await starting
+        assert rig.routed == {"prefill-0", "decode-0"}
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(LONG_S)
+        view = await rig.controller.view()
+        assert (view.rollout, view.revision) == (None, 0), "it was taken back"
+        assert "prefill-0" in rig.routed
+        assert "decode-0" in rig.routed
+
+
+@in_loop
 async def test_what_nodes_do_not_read_is_applied_at_once() -> None:
     async with Rig(pools=pools(1, 1)) as rig:
         await rig.controller.start()
