@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from benchmarks.engine_work import Times, Work
 from tandem.engine.core import Engine
@@ -37,9 +38,11 @@ class EngineBench:
         self._add(prompt, 1)
         return self._timed(self._finish)
 
-    def decode(self, prompts: list[list[int]], steps: int) -> float:
-        """Seconds of a step in which each of these requests gets a token."""
-        names = {self._add(prompt, steps + len(prompts) + 2) for prompt in prompts}
+    def decode(self, prompts: list[list[int]], steps: int, loras: Sequence[str] = ()) -> float:
+        """Seconds of a step in which each of these requests gets a token, each with an adapter where there are any."""
+        names = {
+            self._add(prompt, steps + len(prompts) + 2, lora) for prompt, lora in zip_longest(prompts, loras)
+        }
         begun: set[str] = set()
         while begun != names:
             begun.update(update.request_id for update in self._engine.step().updates)
@@ -49,11 +52,11 @@ class EngineBench:
         self._finish()
         return median
 
-    def _add(self, prompt: list[int], tokens: int) -> str:
+    def _add(self, prompt: list[int], tokens: int, lora: str | None = None) -> str:
         self._count += 1
         name = f"r{self._count}"
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        self._engine.add_request(Request(name, prompt, sampling))
+        self._engine.add_request(Request(name, prompt, sampling, lora=lora))
         return name
 
     def _finish(self) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
 from tandem.cluster.setting_names import Path
+from tandem.wire.adapters import MOST_ADAPTERS, check_name
+from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
 Broken = tuple[Path, str]
@@ -15,8 +17,26 @@ Broken = tuple[Path, str]
 def broken_rules(config: TandemConfig) -> Iterator[Broken]:
     if not config.model.path.strip():
         yield ("model", "path"), f"must not be empty, not {config.model.path!r}"
+    yield from _adapters(config)
     yield from _pools(config)
     yield from _together(config)
+
+
+def _adapters(config: TandemConfig) -> Iterator[Broken]:
+    path, adapters = ("model", "adapters"), config.model.adapters
+    if adapters and not config.scheduler.max_loras:
+        yield path, "needs scheduler.max_loras: how many different ones a step may have, such as 4"
+    if len(adapters) > MOST_ADAPTERS:
+        yield path, f"has {len(adapters)} adapters, and {MOST_ADAPTERS} are the most that a cluster has"
+    for name, where in adapters.items():
+        try:
+            check_name(name)
+        except ConfigurationError as error:
+            yield path, f"is wrong: {error}"
+        if not where.strip():
+            yield path, f"must say where {name!r} is: a folder, or owner/name on the Hugging Face hub"
+        if name in (config.model.served_name, *config.router.model_aliases):
+            yield path, f"has {name!r}, which is the model's own name: call the adapter something else"
 
 
 def _pools(config: TandemConfig) -> Iterator[Broken]:

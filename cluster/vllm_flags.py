@@ -85,6 +85,21 @@ def _keys(values: list[str]) -> list[Assignment]:
     return [("router.api_keys", json.dumps(keys))]
 
 
+def _adapters(values: list[str]) -> list[Assignment]:
+    """NAME=FOLDER each, or an object with `name` and `path`."""
+    adapters: dict[str, str] = {}
+    for value in values:
+        name, _, place = value.partition("=")
+        if value[:1] == "{":
+            try:
+                described = json.loads(value)
+                name, place = str(described["name"]), str(described["path"])
+            except (ValueError, KeyError, TypeError):
+                name, place = value, ""
+        adapters[name] = place
+    return [("model.adapters", json.dumps(adapters))]
+
+
 _RUNNER = (
     "a model generates, and makes vectors where its files or model.pooling say how; nothing is classified"
 )
@@ -157,7 +172,10 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--download-dir",), UnsupportedFlag("set HF_HOME for models of the Hugging Face hub, TANDEM_CACHE for the others")),
     Flag(("--hf-token",), UnsupportedFlag("set HF_TOKEN in the environment"), "?"),
     Flag(("--runner", "--task"), StandingFlag(_RUNNER, ("auto", "generate", "pooling", "embed"))),
-    Flag(("--enable-lora",), UnsupportedFlag("there are no LoRA adapters yet: merge one into a model's weights first"), 0),
+    Flag(("--enable-lora",), StandingFlag("`--max-loras` says how many adapters a step may have; 0 are served without it"), 0),
+    Flag(("--max-loras",), sets("scheduler.max_loras")),
+    Flag(("--max-lora-rank",), sets("model.max_lora_rank")),
+    Flag(("--lora-modules",), SettingFlag(("model.adapters",), _adapters, "`NAME=FOLDER`, with `--max-loras`"), "+"),
     Flag(("--limit-mm-per-prompt",), UnsupportedFlag("models are served with text alone: there are no images or sound yet")),
     Flag(("--language-model-only",), StandingFlag("models are served with text alone"), 0),
     # memory and the scheduler

@@ -42,6 +42,7 @@ class _Check:
     peer: str  # the node that sent it
     prompt: list[int]
     cache_salt: str | None
+    lora: str | None
     attempts: int = 0
     own: Request | None = None  # while it is computed again, and holds blocks
     blocks: BlockIds = dataclasses.field(default_factory=list)
@@ -74,6 +75,11 @@ class Canary:
     def has_work(self) -> bool:
         return self._check is not None
 
+    @property
+    def lora(self) -> str | None:
+        """The adapter that it still needs."""
+        return self._check.lora if self._check is not None else None
+
     def loaded(self, request: Request) -> None:
         """The KV of its whole prompt is here, from a peer. A newer prompt replaces one that still waits for idle time: its
         blocks stay cached for longer."""
@@ -82,7 +88,9 @@ class Canary:
             return  # no block of it can be found again
         if (self._check is None or self._check.own is None) and self._draw() < self._share:
             peer = request.transfer.peer.node_id if request.transfer is not None else "a connector"
-            self._check = _Check(request.request_id, peer, request.prompt_token_ids, request.cache_salt)
+            self._check = _Check(
+                request.request_id, peer, request.prompt_token_ids, request.cache_salt, request.lora
+            )
 
     def step(self) -> None:
         """Computes a few tokens, or compares. To be called only while the engine is idle."""
@@ -120,6 +128,7 @@ class Canary:
                 :1
             ],  # a look-up leaves the last token out: so it finds the whole prompt
             cache_salt=check.cache_salt,
+            lora=check.lora,
             block_hasher=self._scheduler.block_hasher,
         )
         blocks = self._scheduler.lend_blocks(own) if check.attempts <= ATTEMPTS else None
@@ -133,7 +142,9 @@ class Canary:
         step = _empty_step()
         step.num_scheduled_tokens[REQUEST_ID] = step.total_num_scheduled_tokens = tokens
         if check.computed == 0:
-            new = NewRequestData(REQUEST_ID, check.prompt, len(check.prompt), _NOT_SAMPLED, check.blocks, 0)
+            new = NewRequestData(
+                REQUEST_ID, check.prompt, len(check.prompt), _NOT_SAMPLED, check.blocks, 0, check.lora
+            )
             step.new_reqs.append(new)
         else:
             step.cached_reqs = CachedRequestData([REQUEST_ID], [check.computed], [None])

@@ -68,6 +68,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "auto"
     )
     threads: Annotated[NotNegative, about("CPU threads that compute; 0: as many as the node has cores")] = 0
+    adapters: Annotated[
+        dict[str, str],
+        about(
+            "LoRA adapters, each a name that clients put into `model`, and a folder as PEFT writes it or `owner/name` on the Hugging "
+            "Face hub, such as `{sql: ./sql-lora}`: [adapters](adapters.md)"
+        ),
+    ] = {}
+    max_lora_rank: Annotated[AtLeastOne, about("the highest rank of an adapter that is served")] = 16
     pooling: Annotated[
         Literal["auto", "none", "mean", "last", "cls"],
         about(
@@ -257,7 +265,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_speculative_tokens: Annotated[
         NotNegative, about("tokens that are guessed from what was said before, and checked together")
     ] = 0
-    max_loras: Annotated[AtLeastOne | None, about("adapters in one step. There are no adapters yet")] = None
+    max_loras: Annotated[
+        NotNegative,
+        about(
+            "how many different LoRA adapters one step may have; 0: no adapters are served. A model with adapters is computed by "
+            "transformers: [adapters](adapters.md)"
+        ),
+    ] = 0
     async_scheduling: Annotated[
         AsyncScheduling,
         about(

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -33,10 +33,17 @@ _SWITCH_S = (
 FindModel = Callable[[str, Callable[[str, float], None]], str]
 """From a model's name to a folder on this machine; says what it is doing. Fetches what is missing."""
 
+FindAdapter = Callable[[str, str, Callable[[str, float], None]], str]
+"""The same for an adapter: its name, where it is, and whom to tell."""
+
 
 class NodeHost:
     def __init__(
-        self, make_node: Callable[[NodeConfig], Node], config: bytes, find_model: FindModel | None = None
+        self,
+        make_node: Callable[[NodeConfig], Node],
+        config: bytes,
+        find_model: FindModel | None = None,
+        find_adapter: FindAdapter | None = None,
     ) -> None:
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
         begin_logging(settings.logs, settings.node_id)
@@ -45,6 +52,8 @@ class NodeHost:
         self._config = config
         self._model = settings.engine.model.path
         self._find_model = find_model
+        self._find_adapter = find_adapter
+        self._adapters = settings.engine.model.adapters
         if settings.engine.model.threads:
             # Before anything loads OpenMP, which reads it once.
             os.environ["OMP_NUM_THREADS"] = str(settings.engine.model.threads)
@@ -70,7 +79,15 @@ class NodeHost:
     def _first_start(self) -> NodeInfo:
         if self._find_model is None:
             return self._node.start(self._report)
-        return self._node.start(self._report, model_folder=self._find_model(self._model, self._report))
+        folder = self._find_model(self._model, self._report)
+        return self._node.start(
+            self._report, model_folder=folder, adapters=self._adapter_folders(self._adapters)
+        )
+
+    def _adapter_folders(self, adapters: Mapping[str, str]) -> dict[str, str]:
+        if self._find_adapter is None:
+            return dict(adapters)
+        return {name: self._find_adapter(name, where, self._report) for name, where in adapters.items()}
 
     def change_role(self, config: bytes) -> bytes:
         """The same weights as another node, with an epoch and addresses of its own: its NodeInfo. Raises Unavailable

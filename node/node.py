@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -95,12 +95,13 @@ class Node:
         runner: ModelRunner | None = None,
         *,
         model_folder: str | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> NodeInfo:
         """With the `runner` that another node of this process has released, nothing is loaded. `model_folder`: where
-        the model is on this machine, if that is not what the configuration says."""
+        the model is on this machine, if that is not what the configuration says; `adapters`: the same of each adapter."""
         config = self.config
         if runner is None:
-            runner = self._load(progress, model_folder)
+            runner = self._load(progress, model_folder, adapters)
         info = runner.info
         mailbox: Mailbox[Item] = Mailbox()
         scheduler_half: SchedulerConnector | None = None
@@ -224,7 +225,9 @@ class Node:
             )
         return cache.tiers
 
-    def _load(self, progress: Progress | None, folder: str | None) -> ModelRunner:
+    def _load(
+        self, progress: Progress | None, folder: str | None, adapters: Mapping[str, str] | None
+    ) -> ModelRunner:
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
         from tandem.engine.model.loading import load_runner
         from tandem.engine.model.prefault import PageMaker
@@ -238,6 +241,8 @@ class Node:
         model = config.engine.model
         if folder is not None:
             model = msgspec.structs.replace(model, path=folder)
+        if adapters is not None:
+            model = msgspec.structs.replace(model, adapters=dict(adapters))
         runner = load_runner(model, config.engine.cache, config.engine.scheduler, progress)
         bind(helpers, anywhere)
         if runner.kv_cache.device.type == "cpu":

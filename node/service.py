@@ -38,7 +38,9 @@ from tandem.node.live_requests import LiveRequests
 from tandem.node.loop import EngineLoop, Mailbox
 from tandem.node.routers import RouterLine, Routers
 from tandem.node.status import node_counters, node_status
+from tandem.wire.adapters import name_of
 from tandem.wire.errors import (
+    AdapterMissing,
     Cancelled,
     DeadlineExceeded,
     InternalError,
@@ -143,6 +145,7 @@ class NodeService:
         self._clock = clock
         self._block_hasher = engine.scheduler.block_hasher
         self._eos = engine.runner.info.eos_token_ids
+        self._adapters = engine.runner.adapters
         share = (
             config.transfer.canary_share if config.transfer is not None and rules.role is Role.DECODE else 0.0
         )
@@ -253,6 +256,7 @@ class NodeService:
             detail=failure or "",
             tiers=transfer.tiers if transfer else [],
             left_out=transfer.left_out if transfer else (),
+            adapters=self._adapters.served if self._adapters is not None else None,
         )
 
     @property
@@ -411,6 +415,7 @@ class NodeService:
             )
         self._check_vocabulary(submit)
         self._check_pooling(submit)
+        self._check_adapter(submit)
         self._canary.stand_aside()
         now = self._clock()
         request = Request(
@@ -480,6 +485,15 @@ class NodeService:
             )
         if submit.transfer is not None or submit.output_token_ids or submit.keep is not None:
             raise InvalidRequest("a vector is made of a prompt alone, on one node")
+
+    def _check_adapter(self, submit: Submit) -> None:
+        if submit.lora is None:
+            return
+        if self._adapters is None or not self._adapters.serves(submit.lora):
+            raise AdapterMissing(
+                f"node {self._config.node_id} does not have the adapter {name_of(submit.lora)!r} with the weights that the request "
+                "is for: it is being loaded or was unloaded"
+            )
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])

@@ -25,6 +25,7 @@ def node_status(
     detail: str,
     tiers: list[TierStatus],
     left_out: Sequence[str] = (),
+    adapters: Mapping[str, str] | None = None,
 ) -> NodeStatus:
     oldest = scheduler.oldest_arrival
     return NodeStatus(
@@ -52,6 +53,7 @@ def node_status(
         pinned_blocks=scheduler.pinned_blocks,
         tiers=tiers,
         left_out=list(left_out),
+        adapters=dict(adapters or {}),
     )
 
 

@@ -12,7 +12,7 @@ again would be more work for nodes that have no time for what they have.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from tandem.router.config import Heartbeat
 from tandem.router.policy.shortlist import Shortlist
@@ -99,6 +99,7 @@ class NodePool:
         self._checked_at: float | None = None
         self._max_model_len: int | None = None
         self._knows_max_model_len = False
+        self._adapters: dict[str, str] | None = None  # None: to be found again
         self.handover = Average()
         self._accusers: dict[
             str, list[str]
@@ -129,6 +130,20 @@ class NodePool:
         infos = [view.info for view in views] or [member.info for member in self._members.values()]
         return next((info.vectors for info in infos), None)
 
+    def adapters(self) -> Mapping[str, str]:
+        """The LoRA adapters that every node in view has, with the same weights: their digests by name. One that some nodes do not have
+        yet, or not any more, gets no new requests."""
+        if self._adapters is None:
+            views = self.snapshot()
+            of_nodes = {view.info.node_id: view.status.adapters for view in (*views.prefill, *views.decode)}
+            known = list(of_nodes.values())
+            self._adapters = {
+                name: digest
+                for name, digest in (known[0] if known else {}).items()
+                if all(each.get(name) == digest for each in known)
+            }
+        return self._adapters
+
     def member(self, node_id: str) -> Member | None:
         return self._members.get(node_id)
 
@@ -148,6 +163,7 @@ class NodePool:
             member.foreign = self._foreign(member)
         self._block_sizes = tuple({member.info.block_size for member in self._members.values()})
         self._knows_max_model_len = False
+        self._adapters = None
         self._changed()
         for member in gone:
             if member.lost is None:
@@ -188,6 +204,8 @@ class NodePool:
         member.is_starved = False
         if status.left_out != (before.left_out if before is not None else []):
             self._note_accusers(status)
+        if status.adapters != (before.adapters if before is not None else {}):
+            self._adapters = None
         member.meter.on_status(status)
         if member.pending:
             member.forget_sent_before(now - STATUS_LAG_S)
@@ -348,6 +366,7 @@ class NodePool:
         self._snapshot = None
         if was_in_view != (member.view is not None):
             self._knows_max_model_len = False
+            self._adapters = None
 
     def _drop(self, info: NodeInfo) -> None:
         shortlist = self.shortlist_of(info.content)

@@ -19,9 +19,9 @@ DEFAULT_BLOCKS = 4096
 class PromptHashes:
     """One prompt's block hashes, by block size, each computed once."""
 
-    def __init__(self, token_ids: Sequence[int], salt: str | None) -> None:
+    def __init__(self, token_ids: Sequence[int], salt: str | None, lora: str | None = None) -> None:
         self._token_ids = token_ids
-        self._root = root_hash(salt)
+        self._root = root_hash(salt, lora)
         self._by_size: dict[int, list[int]] = {}
 
     def of(self, block_size: int) -> list[int]:

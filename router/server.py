@@ -145,7 +145,13 @@ class RouterServer:
         return Services(
             config=config,
             model=ServedModel(
-                config, tokenizer, template, pool.max_model_len, int(time.time()), pool.vectors
+                config,
+                tokenizer,
+                template,
+                pool.max_model_len,
+                int(time.time()),
+                pool.vectors,
+                pool.adapters,
             ),
             dispatcher=dispatcher,
             pool=pool,

@@ -7,6 +7,7 @@ TandemError
 │   └── UnknownModel            404
 ├── Unavailable             no node can take it now; retry later                    503
 │   ├── Overloaded
+│   ├── AdapterMissing          the node lacks the adapter, or has one of that name with other weights
 │   └── NodeLost                the node died or stopped answering: another may take it
 ├── DeadlineExceeded        it took longer than it was allowed to                   504
 ├── Cancelled               its owner no longer wants it                            499
@@ -60,6 +61,10 @@ class Unavailable(TandemError):
 
 class Overloaded(Unavailable):
     code = "overloaded"
+
+
+class AdapterMissing(Unavailable):
+    code = "adapter_missing"
 
 
 class NodeLost(Unavailable):

@@ -61,7 +61,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     transfer: KVTransferParams | None = None
     priority: int = 0  # lower runs first, under the priority policy
     cache_salt: str | None = None
-    lora: str | None = None
+    lora: str | None = None  # its adapter's identity: wire.adapters
     trace: bool = False  # send a NodeTrace when it is over
     keep: KeepAnswer | None = None
     cache_peers: CachePeers | None = None
@@ -277,6 +277,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
     left_out: list[
         str
     ] = []  # prefill nodes from which nothing is taken for a while: their KV arrived wrong here
+    adapters: dict[str, str] = {}  # the LoRA adapters that it has: their digests, by name
 
     @property
     def room_blocks(self) -> int:

@@ -7,17 +7,24 @@ import asyncio
 import msgspec
 
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.models.adapters import adapter_place
 from tandem.cluster.models.store import Model, resolve_revision, tokenizer_folder
 from tandem.router.text.chat_template import template_source
+from tandem.wire.errors import ConfigurationError
 
 
 def with_model(config: TandemConfig, model: Model) -> TandemConfig:
     own = config.router.chat_template  # read here, where the operator's files are
     replace = msgspec.structs.replace
     name = config.model.served_name or model.served_name
+    if name in config.model.adapters:
+        raise ConfigurationError(
+            f"model.adapters has {name!r}, which is the model's own name: call the adapter something else"
+        )
+    adapters = {each: adapter_place(each, where) for each, where in config.model.adapters.items()}
     return replace(
         config,
-        model=replace(config.model, path=model.path, served_name=name),
+        model=replace(config.model, path=model.path, served_name=name, adapters=adapters),
         router=replace(
             config.router,
             tokenizer_path=tokenizer_folder(model.path),

@@ -210,6 +210,13 @@ def prepare_model(
     found = find_model(name, folder)
     if found is not None:
         return found
+    return Model(fetch_named(name, report, folder, timeout_s), name_to_serve(name))
+
+
+def fetch_named(
+    name: str, report: Report, folder: Path | None = None, timeout_s: float = FETCH_TIMEOUT_S
+) -> str:
+    """Its path here, fetched by a process of its own."""
     command = [
         sys.executable,
         "-P",
@@ -218,7 +225,7 @@ def prepare_model(
         name,
         str(folder or models_folder()),
     ]
-    return Model(run_fetcher(command, name, report, timeout_s), name_to_serve(name))
+    return run_fetcher(command, name, report, timeout_s)
 
 
 def run_fetcher(command: list[str], name: str, report: Report, timeout_s: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ray
 
+from tandem.cluster.models.adapters import find_adapter_here
 from tandem.cluster.models.store import find_model_here
 from tandem.node.config import NodeConfig
 from tandem.node.hosting import NodeHost
@@ -25,7 +26,7 @@ def make_node(config: NodeConfig) -> Node:
 
 class _NodeActor(NodeHost):
     def __init__(self, config: bytes) -> None:
-        super().__init__(make_node, config, find_model_here)
+        super().__init__(make_node, config, find_model_here, find_adapter_here)
 
 
 # Threads, not asyncio: `start`, `drain` and `hold` block, and `status` must answer meanwhile.

@@ -61,6 +61,9 @@ class Batch:
     host_context_lens: np.ndarray  # int32 [R]
     # int64, ascending: the rows whose last hidden states are wanted, for vectors; None where no request wants any
     hidden_rows: torch.Tensor | None = None
+    # int64 [T], the slot of each row's adapter, -1 for rows of the model itself; None where no row has one
+    adapter_slots: torch.Tensor | None = None
+    adapter_slots_used: int = 0  # only slots below this are among them
     # What the tensors were made from, for who plans on the host; a batch made by hand may lack it.
     host: HostBatch | None = None
 

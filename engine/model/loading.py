@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -21,7 +23,7 @@ from tandem.engine.model.checkpoint import (
 )
 from tandem.engine.model.content import ModelContent, content_of
 from tandem.engine.model.memory import allocate_cache, size_block_pool
-from tandem.engine.model.paths import ForwardShape, load_general, load_native
+from tandem.engine.model.paths import AdapterRoom, ForwardShape, load_general, load_native
 from tandem.engine.model.pooling import find_pooling
 from tandem.engine.model.runner import ModelInfo
 from tandem.engine.model.source import ModelSource, Progress, find_source
@@ -31,6 +33,8 @@ from tandem.engine.structured.grammars import Grammars, tokenizer_json
 from tandem.machine.resources import usable_cores
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.pooling import VectorModel
+
+log = logging.getLogger(__name__)
 
 
 def load_runner(
@@ -59,11 +63,18 @@ def load_runner(
     own_kv = cache.dtype == "auto"
     pooling = find_pooling(model.pooling, source, config)
     headless = pooling is not None
-    loaded = (
-        load_native(source, config, dtype, device, threads, tell, headless) if native and own_kv else None
-    )
+    room = AdapterRoom(scheduler.max_loras, model.max_lora_rank) if scheduler.max_loras else None
+    if room is not None and native:
+        log.info("%s is computed by transformers: scheduler.max_loras asks for adapters", source.name)
+    loaded = None
+    if native and own_kv and room is None:
+        loaded = load_native(source, config, dtype, device, threads, tell, headless)
     if loaded is None:
-        loaded = load_general(source, config, dtype, device, threads, tell, headless)
+        loaded = load_general(source, config, dtype, device, threads, tell, headless, room)
+    if loaded.adapters is not None:
+        for place, (name, folder) in enumerate(model.adapters.items()):
+            tell(f"reading the adapter {name}", place / len(model.adapters))
+            loaded.adapters.put(loaded.adapters.read(name, Path(folder)))
     if loaded.states is not None and scheduler.num_speculative_tokens:
         raise ConfigurationError(
             f"{source.name} keeps recurrent states, and a state cannot go back to the token before a wrong draft: set "
@@ -121,6 +132,7 @@ def load_runner(
         max_num_seqs=scheduler.max_num_seqs,
         num_speculative_tokens=scheduler.num_speculative_tokens,
         grammars=Grammars(functools.partial(tokenizer_json, source), info.vocab_size, info.eos_token_ids),
+        adapters=loaded.adapters,
     )
     tell("ready", 1.0)
     return runner

@@ -16,12 +16,14 @@ from tandem.engine.model.native.forward import NativeLlamaForward, supports
 from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.runner import Forward
 from tandem.engine.model.source import ModelSource, Progress
+from tandem.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tandem.engine.model.attention.flashinfer import FlashInferAttention
     from tandem.engine.model.attention.flashinfer_latents import FlashInferLatents
     from tandem.engine.model.attention.interface import PagedAttention
     from tandem.engine.model.fused.pieces import Pieces
+    from tandem.engine.model.lora.slots import AdapterSlots
     from tandem.engine.model.recurrent.layout import StateLayout
     from tandem.engine.model.transformers_forward import ModelParts
 
@@ -40,6 +42,14 @@ class ForwardShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class AdapterRoom:
+    """How many different adapters a step may have, and of which rank."""
+
+    slots: int
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LoadedModel:
     """Weights in memory, waiting for a KV cache."""
 
@@ -53,6 +63,7 @@ class LoadedModel:
     states: StateLayout | None = None  # what layers keep of a request that do not attend
     vector_size: int = 0  # numbers in a hidden state
     generates: bool = True  # False: its checkpoint has no head, so its logits mean nothing
+    adapters: AdapterSlots | None = None  # None: none are served
 
 
 def load_native(
@@ -130,7 +141,9 @@ def load_general(
     threads: int,
     progress: Progress,
     may_lack_head: bool = False,
+    room: AdapterRoom | None = None,
 ) -> LoadedModel:
+    """`room`: for adapters, where any are to be served."""
     # Imported here because it costs seconds that the native path need not wait for.
     from tandem.engine.model.attention.latents import gathering
     from tandem.engine.model.fused.find import fuse
@@ -145,13 +158,15 @@ def load_general(
     probed = probe_attention(model)
     parts = probed.parts
     mixers = parts.mixers
+    if room is not None:
+        _refuse_adapters(source, parts)
     # Where a layer attends by its own code, or reads another's keys, the pieces cannot be tried with all of them together. Those of a
     # GPU want a step's rows in one sequence, and mixers take them apart.
     alone = bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
     fusable = not alone and (mixers is None or device.type == "cpu")
     pieces = pieces_for(device, model.dtype, threads) if fusable else None
     if pieces is not None:
-        fused = fuse(model, pieces)
+        fused = fuse(model, pieces, keeps_layers=room is not None)
         if fused is None:
             log.warning(
                 "%s is computed as it is, and slower for it: its parts do not fit together", source.name
@@ -167,13 +182,26 @@ def load_general(
             # The kernels have threads of their own, on the same cores; torch does little beside them.
             torch.set_num_threads(1)
 
+    adapted = adapters = None
+    if room is not None:
+        from tandem.engine.model.lora.layers import find_layers
+        from tandem.engine.model.lora.slots import AdapterSlots
+        from tandem.engine.model.transformers_forward import run_without_attention
+
+        adapted = find_layers(
+            model, lambda tokens: run_without_attention(model, tokens, 1), slots=room.slots, rank=room.rank
+        )
+        adapters = AdapterSlots(adapted, model.dtype, device)
+
     def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
         if alone or mixers is not None:
             # The other ways count layers that attend without a gap. Each step takes its rows apart by itself, so it is not recorded.
             states = LayerStates(kv_cache, mixers.layout) if mixers is not None else None
-            return TransformersForward(model, gathering(kv_cache, plan, parts.expansions), parts, states)
+            return TransformersForward(
+                model, gathering(kv_cache, plan, parts.expansions), parts, states, adapted
+            )
         attention = _choose_attention(kv_cache, plan, parts, shape, pieces, model.dtype)
-        forward = TransformersForward(model, attention, parts)
+        forward = TransformersForward(model, attention, parts, adapted=adapted)
         if device.type != "cuda":
             return forward
         from tandem.engine.model.cuda import CudaRecorder
@@ -213,6 +241,22 @@ def load_general(
         layout,
         vector_size=int(model.config.get_text_config().hidden_size),
         generates=generates,
+        adapters=adapters,
+    )
+
+
+def _refuse_adapters(source: ModelSource, parts: ModelParts) -> None:
+    if parts.mixers is not None:
+        why = "keeps recurrent states, whose layers are computed request by request"
+    elif parts.own:
+        why = "has layers that attend by their own code, request by request"
+    elif parts.expansions:
+        why = "keeps latents, whose matrices are not multiplied with every token"
+    else:
+        return
+    raise ConfigurationError(
+        f"{source.name} cannot be served with adapters: it {why}. Set scheduler.max_loras to 0, and merge the adapter into the "
+        "model's weights"
     )
 
 

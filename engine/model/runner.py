@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from tandem.engine.model.batch import Batch
+    from tandem.engine.model.lora.slots import AdapterSlots
     from tandem.engine.structured.grammars import Grammars
 
 
@@ -88,6 +89,11 @@ class ModelRunner(Protocol):
     @property
     def grammars(self) -> Grammars | None:
         """What compiles grammars for this model's tokenizer; None where none are served."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """The LoRA adapters that requests may name; None where none are served."""
         ...
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> StartedStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +23,23 @@ from tandem.engine.model.states import RequestRows
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.masks import GrammarMasks
-from tandem.wire.errors import InvalidLogits
+from tandem.wire.errors import InternalError, InvalidLogits
 from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
+    from tandem.engine.model.lora.slots import AdapterSlots
     from tandem.engine.model.prefault import PageMaker
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Preempted:
+    """What is kept of a request that has lost its row."""
+
+    sampling: SamplingParams
+    pooling: Pooling | None
+    lora: str | None
+    num_prompt_tokens: int
 
 
 class TorchRunner:
@@ -44,6 +56,7 @@ class TorchRunner:
         max_num_seqs: int,
         num_speculative_tokens: int,
         grammars: Grammars | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
@@ -59,10 +72,12 @@ class TorchRunner:
         self._requests = RequestRows(max_num_seqs, max_tokens, block_size, num_groups, state_blocks)
         self._table = SamplingTable(max_num_seqs)
         self._grammars = grammars
+        self._adapters = adapters
+        self._loras: dict[int, str] = {}  # by row: the identities of requests' adapters
         masks = GrammarMasks(grammars) if grammars is not None else None
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._pooler = Pooler()
-        self._preempted: dict[str, tuple[SamplingParams, Pooling | None, int]] = {}
+        self._preempted: dict[str, _Preempted] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._no_hidden = torch.empty(0, 0, device=self._device)
         self._unfinished: StepOnDevice | None = None  # the newest step, until its tokens are read
@@ -78,6 +93,10 @@ class TorchRunner:
     @property
     def grammars(self) -> Grammars | None:
         return self._grammars
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        return self._adapters
 
     @property
     def forward(self) -> Forward:
@@ -117,6 +136,8 @@ class TorchRunner:
                     unread,
                     self._pooler,
                 )
+                if self._loras:
+                    batch = self._with_adapters(batch, scheduled)
                 logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
                 if scheduled.pooled:
                     started.vectors += self._pooled(batch, scheduled)
@@ -149,11 +170,7 @@ class TorchRunner:
         for req_id in step.preempted_req_ids:
             if req_id in self._requests:
                 row = self._requests.row(req_id)
-                self._preempted[req_id] = (
-                    self._table.params[row],
-                    self._pooler.pooling(row),
-                    int(self._requests.num_prompt_tokens[row]),
-                )
+                self._preempted[req_id] = self._kept(row)
                 self._forget(req_id)
         for new in step.new_reqs:
             row = self._requests.add(new.req_id, new.token_ids, new.num_prompt_tokens, new.block_ids)
@@ -162,6 +179,7 @@ class TorchRunner:
                 self.pages.reached(max((max(ids) for ids in new.block_ids if ids), default=0))
             self._table.set(row, new.sampling)
             self._pooler.set(row, new.pooling)
+            self._set_lora(row, new.lora)
         cached = step.cached_reqs
         for req_id, num_computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -176,22 +194,54 @@ class TorchRunner:
 
     def _resume(self, req_id: str, token_ids: list[int], block_ids: list[list[int]]) -> int:
         if req_id in self._requests:
-            row = self._requests.row(req_id)
-            params, num_prompt = self._table.params[row], int(self._requests.num_prompt_tokens[row])
-            pooling = self._pooler.pooling(row)
+            kept = self._kept(self._requests.row(req_id))
         else:
-            params, pooling, num_prompt = self._preempted.pop(req_id)
-        row = self._requests.add(req_id, token_ids, num_prompt, block_ids)
-        self._table.set(row, params)
-        self._pooler.set(row, pooling)
+            kept = self._preempted.pop(req_id)
+        row = self._requests.add(req_id, token_ids, kept.num_prompt_tokens, block_ids)
+        self._table.set(row, kept.sampling)
+        self._pooler.set(row, kept.pooling)
+        self._set_lora(row, kept.lora)
         self._prompt_logprobs.pop(req_id, None)
         return row
+
+    def _kept(self, row: int) -> _Preempted:
+        return _Preempted(
+            self._table.params[row],
+            self._pooler.pooling(row),
+            self._loras.get(row),
+            int(self._requests.num_prompt_tokens[row]),
+        )
+
+    def _set_lora(self, row: int, identity: str | None) -> None:
+        if identity is not None:
+            self._loras[row] = identity
+        else:
+            self._loras.pop(row, None)
+
+    def _with_adapters(self, batch: Batch, scheduled: ScheduledTokens) -> Batch:
+        """The batch with the slot of each row's adapter, where any has one."""
+        wanted = {row: self._loras[row] for row in scheduled.rows.tolist() if row in self._loras}
+        if not wanted:
+            return batch
+        if self._adapters is None:
+            raise InternalError("a request has an adapter, and the model was loaded without")
+        slots = self._adapters.place(set(wanted.values()))
+        of_request = np.array(
+            [slots[wanted[row]] if row in wanted else -1 for row in scheduled.rows.tolist()], np.int64
+        )
+        of_token = np.repeat(of_request, np.diff(scheduled.query_start))
+        return dataclasses.replace(
+            batch,
+            adapter_slots=to_device(of_token, self._device),
+            adapter_slots_used=max(slots.values()) + 1,
+        )
 
     def _forget(self, req_id: str) -> None:
         row = self._requests.remove(req_id)
         if row is not None:
             self._table.clear(row)
             self._pooler.clear(row)
+            self._loras.pop(row, None)
         self._prompt_logprobs.pop(req_id, None)
 
     def _sample(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from tandem.engine.model.attention.own import OwnLayer, OwnStep, own_attention_t
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.caches import OwnCache, StepCache, attending_layer, cache_parameter
 from tandem.engine.model.fused.rotary import take_rotary
+from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.recurrent.mixers import Mixers, RecurrentStep, mixing_through
 from tandem.engine.model.runner import LayerHooks
@@ -56,11 +57,13 @@ class TransformersForward:
         attention: PagedAttention,
         parts: ModelParts,
         states: LayerStates | None = None,
+        adapted: AdaptedLayers | None = None,
     ) -> None:
         """`states` where the model has mixers. Without, they run as they were made."""
         self._model = model
         self.attention = attention
         self.parts, self._states = parts, states
+        self._adapted = adapted
         self.num_layers = len(parts.layers)
         self._own = frozenset(layer.index for layer in parts.own)
         self._readers = frozenset(layer.index for layer in parts.layers if layer.reads_of is not None)
@@ -80,7 +83,13 @@ class TransformersForward:
             if not isinstance(self.attention, GatheredAttention):
                 raise InternalError("layers that attend by their own code read what is gathered")
             attending = OwnStep(self.attention.kept, self.parts.own, batch, hooks, cache, self._model.dtype)
+        adapting = (
+            self._adapted.step(batch.adapter_slots, batch.adapter_slots_used)
+            if self._adapted is not None
+            else nullcontext()
+        )
         with (
+            adapting,
             mixing_through(mixing),
             own_attention_through(attending),
             self._noting_hidden(batch.hidden_rows),
@@ -141,26 +150,32 @@ class TransformersForward:
         return StepCache(self.parts.num_layers, mixers.layers if mixers is not None else {}, before)
 
 
-def peak_of_step(model: PreTrainedModel, tokens: int, rows: int, device: torch.device) -> int:
-    """Bytes that a forward pass of so many tokens, `rows` of which want logits, takes on the device at its worst moment:
-    measured, with attention that computes nothing."""
+def run_without_attention(model: PreTrainedModel, tokens: int, rows: int) -> None:
+    """A forward pass of so many tokens, `rows` of which want logits, with attention that computes nothing."""
 
     def nothing(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
+        take_rotary(query, key)  # what was put off must not wait for the next pass
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     parameters = inspect.signature(model.forward).parameters
-    picks = "logits_to_keep" in parameters
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     with torch.inference_mode(), attention_through(nothing):
-        numbers = torch.arange(tokens, device=device)[None]
-        options: dict[str, Any] = {"logits_to_keep": numbers[0, :rows]} if picks else {}
+        numbers = torch.arange(tokens, device=model.device)[None]
+        options: dict[str, Any] = {}
+        if "logits_to_keep" in parameters:
+            options["logits_to_keep"] = numbers[0, :rows]
         if "position_ids" in parameters:
             options["position_ids"] = numbers
         model(input_ids=torch.zeros_like(numbers), use_cache=False, **options)
+
+
+def peak_of_step(model: PreTrainedModel, tokens: int, rows: int, device: torch.device) -> int:
+    """Bytes that such a pass takes on the device at its worst moment."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run_without_attention(model, tokens, rows)
     torch.cuda.synchronize(device)
     peak = int(torch.cuda.max_memory_allocated(device)) - before
     # What torch keeps of it for later must not look taken when the cache is measured out.

@@ -40,8 +40,9 @@ class AdmissionPhase:
     def plan(self, step: StepPlan) -> None:
         state = self._state
         loras: set[str] = set()
-        if state.config.max_loras is not None:
-            loras = {request.lora for request in step.running if request.lora is not None}
+        if state.config.max_loras:
+            # Those that are not in this step may be in the next.
+            loras = {request.lora for request in state.running if request.lora is not None}
         while step.token_budget > 0 and len(state.running) < state.config.max_num_seqs:
             request = state.waiting.head()
             if request is None:
@@ -58,7 +59,7 @@ class AdmissionPhase:
 
     def _has_room_for_lora(self, request: Request, loras: set[str]) -> bool:
         most = self._state.config.max_loras
-        return most is None or request.lora is None or request.lora in loras or len(loras) < most
+        return not most or request.lora is None or request.lora in loras or len(loras) < most
 
     def _consider(self, request: Request, step: StepPlan) -> _Verdict:
         prefix = self._find_prefix(request)

@@ -91,6 +91,7 @@ class Attempt:
                 transfer=transfer,
                 priority=spec.priority,
                 cache_salt=spec.cache_salt,
+                lora=spec.lora,
                 trace=spec.trace is not None,
                 keep=keep,
                 cache_peers=cache_peers,

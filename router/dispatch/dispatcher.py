@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 # A longer prompt takes more than a tenth of a millisecond to hash, and is worth a hop to a thread.
 HASHED_INLINE_TOKENS = 4096
 
-_Prompt = tuple[int, str | None]
+_Prompt = tuple[int, str | None, str | None]
 
 
 def _prompt_of(spec: SequenceSpec) -> _Prompt:
     """The choices of one request share one list."""
-    return id(spec.prompt_token_ids), spec.cache_salt
+    return id(spec.prompt_token_ids), spec.cache_salt, spec.lora
 
 
 class Dispatcher:
@@ -177,7 +177,8 @@ class Dispatcher:
         hashes: dict[_Prompt, PromptHashes] = {}
         for spec in specs:
             if _prompt_of(spec) not in hashes:
-                made = hashes[_prompt_of(spec)] = PromptHashes(spec.prompt_token_ids, spec.cache_salt)
+                made = PromptHashes(spec.prompt_token_ids, spec.cache_salt, spec.lora)
+                hashes[_prompt_of(spec)] = made
                 if len(spec.prompt_token_ids) > HASHED_INLINE_TOKENS:
                     for size in self._pool.block_sizes:
                         await asyncio.to_thread(made.of, size)

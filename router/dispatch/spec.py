@@ -23,6 +23,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     deadline: float  # on the event loop's clock
     priority: int = 0
     cache_salt: str | None = None
+    lora: str | None = None  # the adapter's identity: wire.adapters
     session: str | None = None
     job_id: str | None = None  # the agent's work that it is a turn of, unlike that of any other tenant
     is_last_step: bool = False  # of that job

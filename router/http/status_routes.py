@@ -14,7 +14,7 @@ from tandem.router.http.services import Services
 from tandem.router.metrics import CONTENT_TYPE
 from tandem.router.pool import Member
 from tandem.wire.endpoints import shown
-from tandem.wire.errors import RequestError, UnknownModel
+from tandem.wire.errors import RequestError
 
 VERSION = importlib.metadata.version("tandem-serve")
 
@@ -32,20 +32,21 @@ def _model_card(services: Services, name: str) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "tandem",
         "root": model.names[0],
-        "parent": None,
+        "parent": None if name in model.names else model.names[0],
         "max_model_len": model.max_model_len,
     }
 
 
 async def models(services: Services, exchange: HttpExchange) -> None:
-    cards = [_model_card(services, name) for name in services.model.names]
+    cards = [
+        _model_card(services, name) for name in (*services.model.names, *sorted(services.model.adapters))
+    ]
     await send_json(exchange.send, {"object": "list", "data": cards})
 
 
 async def model(services: Services, exchange: HttpExchange) -> None:
     name = exchange.scope["path_params"]["model"]
-    if name not in services.model.names:
-        raise UnknownModel(f"the model {name[:200]!r} does not exist")
+    services.model.check_name(name)
     await send_json(exchange.send, _model_card(services, name))
 
 

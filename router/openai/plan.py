@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -24,6 +24,7 @@ from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.special_text import SpecialTextGuard
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.trace import RequestTrace
+from tandem.wire.adapters import identity_of
 from tandem.wire.errors import InvalidRequest, UnknownModel
 from tandem.wire.pooling import VectorModel
 from tandem.wire.sampling import SamplingParams
@@ -42,6 +43,7 @@ class ServedModel:
         max_model_len: Callable[[], int | None],
         created: int,
         vectors: Callable[[], VectorModel | None] = lambda: None,
+        adapters: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -53,6 +55,7 @@ class ServedModel:
         self.names = (config.model_name, *config.model_aliases)
         self._max_model_len = max_model_len
         self._vectors = vectors
+        self._adapters = adapters
 
     @property
     def max_model_len(self) -> int | None:
@@ -68,11 +71,24 @@ class ServedModel:
         """As an answer gives it: what the request called it, which may be nothing."""
         return self.names[0] if name is None else name
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The LoRA adapters that requests may name, by name: their digests."""
+        return self._adapters()
+
     def check_name(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
-            raise UnknownModel(
-                f"the model {name[:200]!r} does not exist; this server has {', '.join(self.names)}"
-            )
+        if name is not None and name not in self.names and name not in self.adapters:
+            known = ", ".join((*self.names, *sorted(self.adapters)))
+            raise UnknownModel(f"the model {name[:200]!r} does not exist; this server has {known[:2000]}")
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The identity of the adapter that a request calls its model; None for the model itself."""
+        if name is None or name in self.names:
+            return None
+        digest = self.adapters.get(name)
+        if digest is None:  # unloaded since the name was checked
+            raise UnknownModel(f"the model {name[:200]!r} does not exist any more")
+        return identity_of(name, digest)
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -337,6 +353,7 @@ def _plan(
                     deadline=caller.deadline,
                     priority=caller.priority(request.priority),
                     cache_salt=caller.cache_salt(request.cache_salt),
+                    lora=model.adapter_of(request.model),
                     session=caller.session,
                     job_id=job_id,
                     is_last_step=caller.is_last_step,

@@ -94,6 +94,7 @@ async def _plan(
             deadline=caller.deadline,
             priority=request.priority or 0,
             cache_salt=caller.cache_salt(request.cache_salt),
+            lora=model.adapter_of(request.model),
             session=caller.session,
             trace=caller.trace,
             arrived=caller.arrived,

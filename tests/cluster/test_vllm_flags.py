@@ -106,7 +106,7 @@ def test_what_cannot_be_taken_is_answered(arguments: list[str], sentence: str) -
 
 def test_all_answers_come_at_once_beside_other_mistakes() -> None:
     with pytest.raises(SettingsError) as raised:
-        config_of("-tp", "2", "--enable-lora", "--port", "x", "--set", "router.prot=1")
+        config_of("-tp", "2", "--trust-remote-code", "--port", "x", "--set", "router.prot=1")
     assert len(raised.value.mistakes) == 4
 
 
@@ -158,3 +158,25 @@ def test_the_page_shows_the_table() -> None:
     assert "\n".join(table()) in PAGE.read_text(encoding="utf-8"), (
         "docs/from-vllm.md differs from cluster/vllm_flags.py: put what `table()` yields into it"
     )
+
+
+def test_adapters_are_taken_in_both_of_vllms_writings() -> None:
+    config = config_of(
+        "--enable-lora", "--max-loras", "2", "--max-lora-rank", "32",
+        "--lora-modules", "sql=./sql", '{"name": "law", "path": "./law", "base_model_name": "m"}',
+    )  # fmt: skip
+    assert config.model.adapters == {"sql": "./sql", "law": "./law"}
+    assert (config.scheduler.max_loras, config.model.max_lora_rank) == (2, 32)
+
+
+@pytest.mark.parametrize(
+    ("modules", "says"),
+    [
+        (["sql"], "must say where 'sql' is"),
+        (["a b=./x"], "a name is of letters"),
+        (["sql=./x"], "needs scheduler.max_loras"),
+    ],
+)
+def test_wrong_adapters_are_refused(modules: list[str], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        config_of("--lora-modules", *modules)

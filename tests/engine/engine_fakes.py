@@ -36,6 +36,7 @@ class FakeRunner:
         )
         self.kv_cache = None
         self.grammars = None
+        self.adapters = None
         self.tokens: dict[str, int] = {}  # request id -> how many tokens it has
         self.error: Exception | None = None
         self.failing: dict[str, TandemError] = {}  # requests that the model can make nothing of

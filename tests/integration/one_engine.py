@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -45,6 +45,7 @@ class OneEngine:
         checkpoint_tokens: int = 256,
         tiers: Sequence[TierConfig] = (),
         shares: bool = False,
+        adapters: Mapping[str, str] | None = None,
     ) -> OneEngine:
         """`shares`: its tier in host memory reads those of others, and mirrors."""
         woken, epoch = threading.Event(), next(epochs)
@@ -56,7 +57,8 @@ class OneEngine:
             hash_seed="t",
         )
         scheduler = scheduler or SchedulerConfig()
-        runner = load_runner(ModelConfig(path=str(model), dtype="float32", threads=1), cache, scheduler)
+        config = ModelConfig(path=str(model), dtype="float32", threads=1, adapters=dict(adapters or {}))
+        runner = load_runner(config, cache, scheduler)
         info = runner.info
         scheduler_half, worker_half = None, None
         if transfer is not None:
@@ -93,10 +95,18 @@ class OneEngine:
         *,
         output: Sequence[int] = (),
         cache_peers: CachePeers | None = None,
+        lora: str | None = None,
     ) -> None:
         sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         request = Request(
-            name, prompt, sampling, output_token_ids=output, transfer=transfer, cache_peers=cache_peers
+            name,
+            prompt,
+            sampling,
+            output_token_ids=output,
+            transfer=transfer,
+            cache_peers=cache_peers,
+            lora=lora,
+            block_hasher=self.engine.scheduler.block_hasher,
         )
         self.engine.add_request(request)
 
@@ -118,18 +128,25 @@ class OneEngine:
         assert self.engine.worker is not None
         return self.engine.worker.stats()
 
-    def answer(self, name: str, prompt: list[int], count: int) -> list[int]:
+    def answer(self, name: str, prompt: list[int], count: int, lora: str | None = None) -> list[int]:
         """On its own."""
         tokens: list[int] = []
         until = time.monotonic() + PATIENCE_S
-        self.add(name, prompt, count, None)
+        self.add(name, prompt, count, None, lora=lora)
         while not self.run(name, tokens, until):
             pass
         return tokens
 
 
 def hand_over(
-    producer: OneEngine, consumer: OneEngine, name: str, prompt: list[int], count: int, *, produced: int = 1
+    producer: OneEngine,
+    consumer: OneEngine,
+    name: str,
+    prompt: list[int],
+    count: int,
+    *,
+    produced: int = 1,
+    loras: tuple[str | None, str | None] = (None, None),
 ) -> list[int]:
     """What `consumer` answers to a prompt that `producer` reads. Returns when nothing of it is held any more."""
     assert producer.address
@@ -139,9 +156,9 @@ def hand_over(
     produce = KVTransferParams(f"t-{name}", TransferRole.PRODUCE, consumer.address)
     tokens: list[int] = []
     first: list[int] = []
-    consumer.add(name, prompt, count, consume)
+    consumer.add(name, prompt, count, consume, lora=loras[1])
     consumer.run(name, tokens, until)
-    producer.add(name, prompt, produced, produce)
+    producer.add(name, prompt, produced, produce, lora=loras[0])
     while not consumer.run(name, tokens, until):
         producer.run(name, first, until)
     while producer.engine.scheduler.stats().held_blocks:

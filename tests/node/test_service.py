@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
 from tandem.node.service import NodeService
 from tandem.prefill_node.node import PrefillRules
+from tandem.wire.adapters import identity_of
 from tandem.wire.errors import InvalidLogits, NodeLost
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, PeerAddress, Role
@@ -103,9 +105,11 @@ class Node:
         grammar_s: float = 10.0,
         ahead: bool = False,
         scheduler: SchedulerConfig | None = None,
+        adapters: FewAdapters | None = None,
     ) -> None:
         # A context so long that a request without an end of its own outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
+        self.runner.adapters = adapters
         self.outgoing = SentBatches()
         mailbox: Mailbox = Mailbox()
         timeouts = NodeTimeouts(
@@ -505,3 +509,40 @@ def test_a_pin_ends_while_the_node_sleeps() -> None:
         assert (status.pinned_requests, status.free_blocks) == (0, status.total_blocks)
     finally:
         made.service.stop()
+
+
+class FewAdapters:
+    """What a node asks of its runner's adapters."""
+
+    served: ClassVar[dict[str, str]] = {"sql": "d" * 64}
+    has_dropped = False
+
+    def serves(self, identity: str) -> bool:
+        return identity == identity_of("sql", "d" * 64)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [identity_of("sql", "e" * 64), identity_of("law", "d" * 64), "sql"],
+    ids=["other weights", "unknown", "name"],
+)
+def test_a_request_for_an_adapter_that_is_not_here_is_refused_by_its_name(lora: str) -> None:
+    node = Node(DecodeRules(Role.DECODE), adapters=FewAdapters())
+    try:
+        node.submit(lora=lora)
+        (chunk,) = node.outgoing.until_finished("r")
+        assert chunk.error is not None
+        assert chunk.error.code == "adapter_missing"
+        assert repr(lora.partition("@")[0]) in chunk.error.message
+        node.submit("s", lora=identity_of("sql", "d" * 64))
+        assert node.outgoing.until_finished("s")[-1].finish is FinishReason.LENGTH
+        assert node.service.status().adapters == {"sql": "d" * 64}
+    finally:
+        node.service.stop()
+
+
+def test_a_node_without_adapters_refuses_them(node: Node) -> None:
+    node.submit(lora=identity_of("sql", "d" * 64))
+    (chunk,) = node.outgoing.until_finished("r")
+    assert chunk.error is not None
+    assert chunk.error.code == "adapter_missing"

@@ -111,7 +111,7 @@ class FakeNode:
         self.error_at: tuple[int, WireError] | None = None  # at this output index, this error
         self.errors_left = 1_000_000
         self.state = NodeState.READY
-        self.status_fields: dict[str, float | int | str] = {}
+        self.status_fields: dict[str, object] = {}
         self.counters = NodeCounters()
         self.queue_s = 0.0  # that each request is said to have waited here
         self.preemptions = 0

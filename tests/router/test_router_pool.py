@@ -411,3 +411,21 @@ def test_a_paused_node_gets_nothing_new_while_another_is_there(world: World) -> 
     assert (world.in_view, world.pool.is_paused) == ({"p0", "x0"}, False)
     world.pool.set_paused([])
     assert world.in_view == {"p0", "d0", "d1", "x0"}
+
+
+def test_an_adapter_is_served_when_every_node_in_view_has_the_same(world: World) -> None:
+    nodes = [info("p0", role=Role.PREFILL), info("d0"), info("d1")]
+    world.pool.set_members(nodes)
+    assert world.pool.adapters() == {}
+    for node in nodes[:2]:
+        world.say(node, adapters={"sql": "1", "law": "2"})
+    assert world.pool.adapters() == {"sql": "1", "law": "2"}
+    world.say(nodes[2], adapters={"sql": "1", "law": "other"})
+    assert world.pool.adapters() == {"sql": "1"}
+    world.say(nodes[1], adapters={})
+    assert world.pool.adapters() == {}
+    world.say(nodes[1], adapters={"sql": "1"})
+    world.say(nodes[2], adapters={"sql": "1"}, state=NodeState.DRAINING)
+    assert world.pool.adapters() == {"sql": "1"}
+    world.pool.set_members(nodes[:1])
+    assert world.pool.adapters() == {"sql": "1", "law": "2"}

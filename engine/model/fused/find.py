@@ -71,8 +71,8 @@ class Fused(msgspec.Struct):
         return ", ".join(f"{count} {what}" for what, count in found.items() if count) or "nothing"
 
 
-def fuse(model: PreTrainedModel, pieces: Pieces) -> Fused | None:
-    """Changes the model. None: what came out of it is not what the model computes, and it must be loaded again."""
+def fuse(model: PreTrainedModel, pieces: Pieces, *, keeps_layers: bool = False) -> Fused | None:
+    """Changes the model. With `keeps_layers` each linear layer is still called by itself, so that adapters can change what it returns. None: what came out of it is not what the model computes, and it must be loaded again."""
     fused = Fused()
     with torch.inference_mode():
         rotary = RotaryWatch(model)
@@ -84,7 +84,8 @@ def fuse(model: PreTrainedModel, pieces: Pieces) -> Fused | None:
         for module, given in seen.modules():
             if isinstance(module, _LINEAR):
                 continue
-            found = _gated_in(module, given, seen, known) or _norm_in(module, given)
+            gated = None if keeps_layers else _gated_in(module, given, seen, known)
+            found = gated or _norm_in(module, given)
             piece = _made(found, pieces)
             if found is None or piece is None or not agrees(piece(given.x), given.out):
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import pytest
@@ -46,9 +46,10 @@ class FakeNode:
         runner: object = None,
         *,
         model_folder: str | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> NodeInfo:
         self.starts += 1
-        self.model_folder = model_folder
+        self.model_folder, self.adapters = model_folder, adapters
         progress("loading", 0.5)
         if runner is None:
             assert self.may_go_on.wait(PATIENCE_S)
@@ -141,11 +142,19 @@ def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode
         return f"/here/{name}"
 
     config = NodeConfig(
-        node_id="decode-0", role=Role.DECODE, engine=EngineConfig(model=ModelConfig(path="smollm2"))
+        node_id="decode-0",
+        role=Role.DECODE,
+        engine=EngineConfig(model=ModelConfig(path="smollm2", adapters={"sql": "me/sql"})),
     )
-    hosted = NodeHost(make, msgspec.msgpack.encode(config), find)  # type: ignore[arg-type]
+    hosted = NodeHost(
+        make,  # type: ignore[arg-type]
+        msgspec.msgpack.encode(config),
+        find,
+        lambda name, where, report: f"/here/{name}/{where}",
+    )
     hosted.start()
     assert made[0].model_folder == "/here/smollm2"
+    assert made[0].adapters == {"sql": "/here/sql/me/sql"}
     assert hosted.progress_after(0, PATIENCE_S)[0] == 2, "fetching, then loading"
 
 

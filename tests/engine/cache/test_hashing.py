@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from tandem.engine.cache.hashing import BlockHasher, extra_keys, make_block_hasher
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import MediaFeature, Request
+from tandem.kvtransfer.protocol.identity import token_hash
+from tandem.wire.adapters import identity_of
 from tandem.wire.errors import InvalidRequest
+from tandem.wire.prefix_hashes import block_hashes, root_hash
 from tandem.wire.sampling import SamplingParams
 
 ALGORITHMS = list(HashAlgorithm)
@@ -130,3 +133,30 @@ def test_a_chain_grown_in_parts_is_the_chain(tokens, cut, algorithm):
 def test_what_is_no_token_is_refused(algorithm, token):
     with pytest.raises(InvalidRequest):
         chain([1, 2, 3, token], make_block_hasher(algorithm, 4, "seed"))
+
+
+IDENTITIES = st.none() | st.builds(
+    identity_of, st.text(), st.text("0123456789abcdef", min_size=32, max_size=32)
+)
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=8, max_size=12),
+    st.tuples(IDENTITIES, st.none() | st.text()),
+    st.tuples(IDENTITIES, st.none() | st.text()),
+    st.sampled_from(ALGORITHMS),
+)
+def test_kv_of_different_adapters_never_has_one_name(tokens, one, other, algorithm):
+    """Neither in a node's cache and tiers, nor where routers look for it, nor between two nodes of a transfer."""
+    hasher = make_block_hasher(algorithm, 4, "s")
+    chains = [set(chain(tokens, hasher, lora=lora, cache_salt=salt)) for lora, salt in (one, other)]
+    routed = [block_hashes(tokens, 4, root_hash(salt, lora)) for lora, salt in (one, other)]
+    handed = [token_hash(tokens, salt, lora) for lora, salt in (one, other)]
+    if one == other:
+        assert chains[0] == chains[1]
+        assert routed[0] == routed[1]
+        assert handed[0] == handed[1]
+    else:
+        assert not chains[0] & chains[1]
+        assert not set(routed[0]) & set(routed[1])
+        assert handed[0] != handed[1]

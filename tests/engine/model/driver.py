@@ -29,6 +29,7 @@ class DrivenRequest:
     computed: int
     blocks: list[list[int]]  # per group; 0 where a block was given back or never needed
     pooling: Pooling | None = None  # a vector is wanted, and no token
+    lora: str | None = None  # its adapter's identity
     vector: list[float] | None = None
     borrowed: int = 0  # leading blocks of every group that belong to another request
     known: bool = False  # the runner has seen it
@@ -72,11 +73,19 @@ class Driver:
         pooling: Pooling | None = None,
         prefix_of: str | None = None,
         shared_tokens: int = 0,
+        lora: str | None = None,
     ) -> DrivenRequest:
         """With `prefix_of`, the first tokens are a prefix hit: the other request's blocks are shared. Recurrent states are copied, and must
         be those after these tokens."""
         request = DrivenRequest(
-            req_id, prompt + (output or []), len(prompt), sampling, 0, [[] for _ in self.groups], pooling
+            req_id,
+            prompt + (output or []),
+            len(prompt),
+            sampling,
+            0,
+            [[] for _ in self.groups],
+            pooling,
+            lora,
         )
         if prefix_of is not None:
             hit = shared_tokens // self.block_size
@@ -104,6 +113,7 @@ class Driver:
             theirs.sampling,
             theirs.computed,
             [[] for _ in self.groups],
+            lora=theirs.lora,
         )
         self.requests[req_id] = request
         self._grow(request, request.computed)
@@ -157,6 +167,7 @@ class Driver:
                         request.sampling,
                         blocks,
                         request.computed,
+                        request.lora,
                         pooling=request.pooling,
                     )
                 )

@@ -113,7 +113,7 @@ def test_one_that_is_refused_is_served_as_it_is(tmp_path: Path, monkeypatch: pyt
     plain = Driver(load(path))
     plain.add("r", [5, 6, 7])
     expected = plain.generate(5)
-    monkeypatch.setattr(find, "fuse", lambda *_: None)
+    monkeypatch.setattr(find, "fuse", lambda *_, **__: None)
     driver = Driver(load(path, DevicePieces()))
     driver.add("r", [5, 6, 7])
     assert driver.generate(5) == expected

@@ -43,7 +43,7 @@ def random_world(
         long_prefill_token_threshold=draw.choice([0, 0, 5]),
         reserve=draw.choice(list(Reserve)),
         num_speculative_tokens=draw.choice([0, 0, 0 if states else 2]),
-        max_loras=draw.choice([None, 1, 2]),
+        max_loras=draw.choice([0, 1, 2]),
         on_failure=draw.choice(list(LoadFailurePolicy)),
         with_connector=draw.random() < 0.8,
         **(random_pace(number) if number % 3 == 1 else {}),

@@ -1,0 +1,68 @@
+"""Adapters are models to clients: listed under their base, chosen by name, and each node is told which weights are meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.wire.adapters import identity_of
+from tandem.wire.errors import AdapterMissing
+from tests.router.conftest import RunningRouter, StartRouter
+
+SQL, LAW = "1" * 64, "2" * 64
+
+
+def with_adapters(router: RunningRouter, adapters: dict[str, str]) -> None:
+    for node in router.nodes.values():
+        node.set(status_fields={"adapters": adapters})
+    router.wait_for(lambda: router.server.services.pool.adapters() == adapters, "they are known")
+
+
+@pytest.fixture
+def router(start_router: StartRouter) -> RunningRouter:
+    running = start_router(prefill=2, decode=2)
+    with_adapters(running, {"sql": SQL, "law": LAW})
+    return running
+
+
+def test_they_are_listed_with_their_base(router: RunningRouter) -> None:
+    cards = {card["id"]: card for card in router.client.get("/v1/models").json()["data"]}
+    assert {name: card["parent"] for name, card in cards.items()} == {
+        "fake": None,
+        "sql": "fake",
+        "law": "fake",
+    }
+    assert router.client.get("/v1/models/sql").json()["parent"] == "fake"
+
+
+def test_the_model_field_chooses_and_both_nodes_are_told(router: RunningRouter) -> None:
+    answer = router.complete(model="sql", max_tokens=3)
+    assert answer.status_code == 200
+    assert answer.json()["model"] == "sql"
+    router.complete(model="fake", max_tokens=3)
+    told = [submit.lora for node in router.nodes.values() for submit in node.submits]
+    assert sorted(told, key=str) == sorted([identity_of("sql", SQL)] * 2 + [None] * 2, key=str)
+
+
+def test_a_name_that_no_node_has_is_404(router: RunningRouter) -> None:
+    answer = router.complete(model="tax", max_tokens=3)
+    assert answer.status_code == 404
+    assert (
+        answer.json()["error"]["message"] == "the model 'tax' does not exist; this server has fake, law, sql"
+    )
+    with_adapters(router, {"law": LAW})
+    assert router.complete(model="sql", max_tokens=3).status_code == 404
+
+
+@pytest.mark.parametrize("role", ["p0", "d0"])
+def test_a_node_that_lacks_it_refuses_and_another_one_answers(router: RunningRouter, role: str) -> None:
+    router.nodes[role].set(refuse=AdapterMissing("not here").to_wire())
+    for _ in range(3):
+        assert router.complete(model="sql", max_tokens=3).status_code == 200
+
+
+def test_where_every_node_lacks_it_the_request_fails_with_the_reason(router: RunningRouter) -> None:
+    for node in router.nodes.values():
+        node.set(refuse=AdapterMissing("not here").to_wire())
+    answer = router.complete(model="sql", max_tokens=3)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "adapter_missing"

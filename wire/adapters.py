@@ -1,0 +1,32 @@
+"""What a LoRA adapter is to all processes: its name and its content, in one string.
+
+KV that was computed with an adapter is another than the model's own, and another than that of an adapter of the same name with other
+weights. So every request, block hash, handoff and event carries the identity, and never the name alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tandem.wire.errors import ConfigurationError
+
+MISTAKES_SHOWN = 3
+MOST_ADAPTERS = 1000  # of one cluster: each node says in every status which it has
+_NAME = re.compile(r"[\w.:/-]{1,128}")
+_DIGITS = 32  # of the digest, in hexadecimal: two contents never share them
+
+
+def identity_of(name: str, digest: str) -> str:
+    return f"{name}@{digest[:_DIGITS]}"
+
+
+def name_of(identity: str) -> str:
+    return identity.rpartition("@")[0] or identity
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigurationError for what cannot be chosen by a request's `model`."""
+    if _NAME.fullmatch(name) is None:
+        raise ConfigurationError(
+            f"an adapter cannot be called {name[:200]!r}: a name is of letters, digits and . : / _ -, at most 128 of them"
+        )
