@@ -492,7 +492,7 @@ class NodeService:
         if self._adapters is None or not self._adapters.serves(submit.lora):
             raise AdapterMissing(
                 f"node {self._config.node_id} does not have the adapter {name_of(submit.lora)!r} with the weights that the request "
-                "is for: it is being loaded or was unloaded"
+                "is for"
             )
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:

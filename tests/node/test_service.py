@@ -515,7 +515,6 @@ class FewAdapters:
     """What a node asks of its runner's adapters."""
 
     served: ClassVar[dict[str, str]] = {"sql": "d" * 64}
-    has_dropped = False
 
     def serves(self, identity: str) -> bool:
         return identity == identity_of("sql", "d" * 64)

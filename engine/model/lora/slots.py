@@ -22,9 +22,7 @@ class AdapterSlots:
     def __init__(self, layers: AdaptedLayers, dtype: torch.dtype, device: torch.device) -> None:
         self._layers = layers
         self._like = torch.empty(0, dtype=dtype, device=device)
-        self._adapters: dict[
-            str, Adapter
-        ] = {}  # by identity; also those that only requests under way still use
+        self._adapters: dict[str, Adapter] = {}  # by identity
         self._slots: dict[str, int] = {}  # by identity; the least recently used first
         self.served: dict[str, str] = {}  # digests by name; replaced, never changed
 
@@ -36,30 +34,11 @@ class AdapterSlots:
         )
 
     def put(self, adapter: Adapter) -> None:
-        """It takes the place of another one of that name, with which only requests go on that have begun."""
         self._adapters[adapter.identity] = adapter
         self.served = {**self.served, adapter.name: adapter.digest}
 
-    def drop(self, name: str) -> None:
-        """New requests do not get it any more. `forget_unused` frees it."""
-        self.served = {other: digest for other, digest in self.served.items() if other != name}
-
-    def has(self, identity: str) -> bool:
-        return identity in self._adapters
-
     def serves(self, identity: str) -> bool:
-        adapter = self._adapters.get(identity)
-        return adapter is not None and self.served.get(adapter.name) == adapter.digest
-
-    @property
-    def has_dropped(self) -> bool:
-        """Whether any is kept for requests under way alone."""
-        return len(self._adapters) > len(self.served)
-
-    def forget_unused(self, in_use: Collection[str]) -> None:
-        for identity in [each for each in self._adapters if not self.serves(each) and each not in in_use]:
-            del self._adapters[identity]
-            self._slots.pop(identity, None)
+        return identity in self._adapters
 
     def place(self, wanted: Collection[str]) -> dict[str, int]:
         """The slots of a step's adapters, all of them on the device."""

@@ -171,25 +171,6 @@ def test_more_adapters_than_slots_take_turns(llama: Case) -> None:
         driver.finish("one")
 
 
-def test_a_dropped_adapter_stays_for_those_that_use_it(llama: Case) -> None:
-    runner = load(llama.path, {name: str(folder) for name, folder in llama.folders.items()})
-    known, adapters = identities(runner), runner.adapters
-    assert adapters is not None
-    assert known["all"] is not None
-    driver = Driver(runner)
-    driver.add("one", llama.prompts[1], lora=known["all"])
-    driver.generate(2)
-    adapters.drop("all")
-    assert not adapters.serves(known["all"])
-    assert adapters.has_dropped
-    adapters.forget_unused({known["all"]})
-    assert driver.generate(NUM_TOKENS)["one"] == llama.answers["all"][1]
-    driver.finish("one")
-    adapters.forget_unused(set())
-    assert not adapters.has(known["all"])
-    assert not adapters.has_dropped
-
-
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma3", "qwen3-moe", "phi3"])
 def test_other_architectures(architecture: str, tmp_path: Path) -> None:
     options: dict[str, dict[str, Any]] = {
