@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kernels",
         "kvtransfer.base",
         "machine",
+        "wire.adapters",
         "wire.errors",
         "wire.kv_events",
         "wire.nodes",
