@@ -110,8 +110,16 @@ def blocks_for(jobs: list[list[AgentTurn]]) -> int:
 
 class Play:
     def __init__(
-        self, seed: int, policy: SchedulingPolicy, *, caching: bool = True, repeats: bool = True
+        self,
+        seed: int,
+        policy: SchedulingPolicy,
+        *,
+        caching: bool = True,
+        repeats: bool = True,
+        by_steps: bool = False,
     ) -> None:
+        """`by_steps`: as for a simulated node, the same later."""
+        self._by_steps = by_steps
         self._policy, self._caching, self._repeats = policy, caching, repeats
         self._jobs = make_jobs(seed)
         self._waiting: dict[str, asyncio.Future[None]] = {}
@@ -142,6 +150,7 @@ class Play:
             Network(loop, costs),
             self._log,
             self._on_tokens,
+            by_steps=self._by_steps,
         )
         left = list(enumerate(self._jobs))[::-1]
 

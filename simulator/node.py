@@ -199,9 +199,15 @@ class SimulatedNode:
     def _begin_run(self, steps: int, now: float) -> None:
         requests = self.scheduler.running
         context = sum(request.num_computed_tokens for request in requests)
-        self._run = run = DecodeRun(self._costs, len(requests), context, steps)
+        run = DecodeRun(self._costs, len(requests), context, steps)
+        pin_ends_in = self.scheduler.seconds_until_sweep()
+        if pin_ends_in is not None and pin_ends_in < run.seconds(steps - 1):
+            # The step that begins then, or next, is planned with that pin's blocks.
+            before = run.ended_by(pin_ends_in)
+            run.steps = before if before and run.seconds(before) == pin_ends_in else before + 1
+        self._run = run
         self._run_began, self._run_taken = now, 0
-        self._timer = self._loop.call_at(now + run.seconds(steps), self._on_run_end)
+        self._timer = self._loop.call_at(now + run.seconds(run.steps), self._on_run_end)
 
     def _on_run_end(self) -> None:
         self._timer = None

@@ -119,16 +119,16 @@ class Pins:
         return seconds > 0
 
     def overdue(self) -> list[str]:
-        """The jobs whose pins have ended. A turn that is late says that its tool takes longer than the limit."""
+        """The jobs whose pins have ended, in that order. A turn that is late says that its tool takes longer than the limit."""
         if not self.by_job:
             return []
         now = self._clock()
-        late = [job_id for job_id, pin in self.by_job.items() if now >= pin.until]
-        for job_id in late:
+        late = sorted((pin.until, job_id) for job_id, pin in self.by_job.items() if now >= pin.until)
+        for until, job_id in late:
             turn = self._turns.get(job_id)
             if turn is not None and turn.ended_at is not None:
-                self.times.took(turn.tools, max(now - turn.ended_at, 2 * self.times.limit_s))
-        return late
+                self.times.took(turn.tools, max(until - turn.ended_at, 2 * self.times.limit_s))
+        return [job_id for _, job_id in late]
 
     def first_to_give_way(self, besides: str | None) -> str | None:
         """The job whose pin ends first, and `besides` last of all."""
@@ -138,6 +138,12 @@ class Pins:
 
     def next_end(self) -> float | None:
         return min((pin.until for pin in self.by_job.values()), default=None)
+
+    @property
+    def is_due(self) -> bool:
+        """A pin has ended, and has not been swept away."""
+        until = self.next_end()
+        return until is not None and until <= self._clock()
 
     def close(self) -> Iterable[str]:
         """No further pin is made. The jobs that have one."""

@@ -23,6 +23,7 @@ def num_unchanged_steps(state: SchedulerState) -> int:
         or state.open_step is not None
         or state.waiting.num_ready
         or len(running) > state.config.max_num_batched_tokens
+        or (state.pins is not None and state.pins.is_due)
     ):
         return 0
     steps = min(request.length_limit - request.num_tokens for request in running) - 1
