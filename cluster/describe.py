@@ -42,9 +42,11 @@ def describe_left_out(names: Sequence[str]) -> str:
     return f"takes no KV from {', '.join(names)}: it arrived wrong again and again"
 
 
-def format_blocks(free: int, total: int, quarantined: int) -> str:
-    """Blocks in quarantine are not free: a peer may still write to them."""
-    return f"{free}/{total}" + (f" ({quarantined} quarantined)" if quarantined else "")
+def format_blocks(free: int, total: int, quarantined: int = 0, pinned: int = 0) -> str:
+    """Blocks in quarantine are not free: a peer may still write to them. Neither are pinned ones, until they give way."""
+    counts = ((quarantined, "quarantined"), (pinned, "pinned"))
+    notes = ", ".join(f"{count} {what}" for count, what in counts if count)
+    return f"{free}/{total}" + (f" ({notes})" if notes else "")
 
 
 def format_tier(node_id: str, tier: TierStatus) -> str:

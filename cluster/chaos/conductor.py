@@ -167,7 +167,7 @@ def left_behind(view: ClusterView) -> list[str]:
             found.append(f"{node.node_id} does not say what it holds")
             continue
         left = {name: getattr(status, name) for name in ("running", "waiting", "transfers", "held_blocks")}
-        left["blocks not free"] = status.total_blocks - status.free_blocks
+        left["blocks not free"] = status.total_blocks - status.room_blocks
         left |= {name: getattr(status, name) for name in status.__struct_fields__ if "quarantine" in name}
         if any(left.values()):
             counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in left.items() if count)

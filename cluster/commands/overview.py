@@ -127,7 +127,9 @@ def _state(node: SupervisedNode) -> tuple[str, ...]:
         status.state.value if draining else node.phase,
         str(status.running),
         str(status.waiting),
-        format_blocks(status.free_blocks, status.total_blocks, status.quarantined_blocks),
+        format_blocks(
+            status.free_blocks, status.total_blocks, status.quarantined_blocks, status.pinned_blocks
+        ),
         str(status.transfers),
         format_size(counters.transfer_bytes_sent),
         format_size(counters.transfer_bytes_received),

@@ -67,7 +67,12 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
     counters = node.get("counters", {})
     blocks = "-"
     if "total_blocks" in node:
-        blocks = format_blocks(node["free_blocks"], node["total_blocks"], node.get("quarantined_blocks", 0))
+        blocks = format_blocks(
+            node["free_blocks"],
+            node["total_blocks"],
+            node.get("quarantined_blocks", 0),
+            node.get("pinned_blocks", 0),
+        )
     return (
         escape(node["node_id"]),
         node["state"],

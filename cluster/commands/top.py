@@ -112,7 +112,7 @@ def _nodes(state: PageState, before: PageState | None) -> Table:
             f"[red]{escape(node.state)}[/]" if node.why else node.state,
             str(node.running),
             str(node.waiting),
-            format_blocks(node.total_blocks - node.used_blocks, node.total_blocks, 0),
+            format_blocks(node.total_blocks - node.used_blocks, node.total_blocks),
             str(node.transfers),
             *_rates(node, old.get(node.node_id), seconds),
         )

@@ -69,7 +69,7 @@ class LoadMeter:
             writes_tokens=role is not Role.PREFILL,
             queue_s=waiting / (rate * len(statuses)) if rate else 0.0,
             busy=_mean(work.busy for work in works),
-            blocks=_mean(1 - status.free_blocks / max(1, status.total_blocks) for status in statuses),
+            blocks=_mean(1 - status.room_blocks / max(1, status.total_blocks) for status in statuses),
             step_s=_mean(stepping),
             wait_s=0.0 if role is Role.PREFILL else max(router_wait_s, _mean(map(_wait_for_room, statuses))),
         )

@@ -113,6 +113,8 @@ def _blocks(step: TracedStep) -> Text:
     parts = [f" {used} of {snapshot.total_blocks} used", f"{snapshot.cached_blocks} cached"]
     if held:
         parts.append(f"{held} held")
+    if snapshot.pinned:
+        parts.append(f"{sum(snapshot.pinned.values())} pinned")
     if snapshot.quarantined_blocks:
         parts.append(f"{snapshot.quarantined_blocks} quarantined")
     change = decision.free_blocks - snapshot.free_blocks

@@ -48,6 +48,7 @@ class Pins:
         self._clock = clock
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self._is_closed = False
+        self._is_told = False  # a router has said which tools were called: turns are judged when it does
 
     def has(self, job_id: str | None) -> bool:
         return job_id in self.by_job
@@ -70,7 +71,7 @@ class Pins:
             self._turns.popitem(last=False)
         if self._is_closed or (before is not None and not before.continued):
             return 0.0
-        seconds = self.times.pin_s(None)
+        seconds = self.times.limit_s if self._is_told else self.times.pin_s(None)
         return now + (max(seconds, ANSWER_S) if is_sent_away else seconds) if seconds else 0.0
 
     def add(self, request: Request, until: float) -> None:
@@ -105,6 +106,7 @@ class Pins:
 
     def ended(self, job_id: str, request_id: str, tools: Tools) -> bool:
         """A router says that the turn's answer is whole, and which tools it called. False: its pin is to go."""
+        self._is_told = True
         turn = self._turns.get(job_id)
         if turn is None or turn.request_id != request_id:
             return True

@@ -59,6 +59,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, tag="step_snapshot", tag_field="
     cached_blocks: int
     total_blocks: int
     quarantined_blocks: int
+    pinned: dict[str, int] = {}  # blocks of turns that ended, by their jobs
 
 
 class PrefixCacheEvent(msgspec.Struct, frozen=True, tag="prefix_cache_event", tag_field="event"):
@@ -147,6 +148,7 @@ class StepTrace:
                 cached_blocks=pool.num_cached,
                 total_blocks=pool.num_usable,
                 quarantined_blocks=len(pool.quarantined),
+                pinned=_pinned(state),
             )
         ]
 
@@ -206,6 +208,11 @@ class StepTrace:
 
     def _put(self, record: TraceRecord) -> None:
         self._write(self._encoder.encode(record) + b"\n")
+
+
+def _pinned(state: SchedulerState) -> dict[str, int]:
+    pins = state.pins.by_job if state.pins is not None else {}
+    return {job_id: state.cache.num_blocks_of(pin.request.request_id) for job_id, pin in pins.items()}
 
 
 def _traced(state: SchedulerState, request: Request, now: float) -> TracedRequest:

@@ -153,6 +153,8 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
             transfers=status.transfers,
             held_blocks=status.held_blocks,
             quarantined_blocks=status.quarantined_blocks,
+            pinned_blocks=status.pinned_blocks,
+            pinned_requests=status.pinned_requests,
             left_out=status.left_out,
             step_age_s=status.step_age_s,
             detail=status.detail,

@@ -62,6 +62,7 @@ VIEW = ClusterView(
 def test_blocks_in_quarantine_are_shown() -> None:
     assert format_blocks(60, 100, 0) == "60/100"
     assert format_blocks(60, 100, 7) == "60/100 (7 quarantined)"
+    assert format_blocks(60, 100, 7, 3) == "60/100 (7 quarantined, 3 pinned)"
 
 
 def router_answer(**fields: Any) -> dict[str, Any]:

@@ -3,11 +3,15 @@ a request that could not run otherwise."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.engine.scheduling.tool_times import ToolTimes
 from tandem.kvtransfer.base import ConnectorOutput
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, unique_tokens
@@ -20,7 +24,7 @@ class Agents(Driver):
 
     def __init__(self, *, connector: FakeConnector | None = None, **options: object) -> None:
         self.now = 0.0
-        options = {"policy": "continuum", "pin_seconds": LIMIT_S, "num_blocks": 31, **options}
+        options = {"policy": SchedulingPolicy.CONTINUUM, "pin_seconds": LIMIT_S, "num_blocks": 31, **options}
         super().__init__(connector=connector, clock=lambda: self.now, **options)  # type: ignore[arg-type]
 
     def turn(self, request_id: str, prompt: int | list[int] = 16, **fields: object) -> Request:
@@ -255,6 +259,28 @@ def test_without_names_turns_are_one_kind():
     driver.next_turn("a2", turn)
     assert driver.pinned == []
     assert driver.used == 0
+
+
+def test_a_router_that_says_nothing_of_one_turn_costs_the_others_no_pin():
+    """As when it dies, or its client reads slowly."""
+    driver = Agents()
+    driver.turn("a1")
+    driver.scheduler.turn_ended("a", "a1", ["grep"])
+    driver.turn("b1")
+    driver.at(2 * LIMIT_S)
+    assert driver.pinned == []
+    driver.turn("c1")
+    assert driver.pinned == ["c"]
+
+
+def test_the_trace_has_pins():
+    lines: list[bytes] = []
+    driver = Agents(trace=StepTrace("n0", lines.append))
+    driver.turn("a1")
+    driver.turn("b1")
+    snapshots = [record for line in lines if (record := json.loads(line))["event"] == "step_snapshot"]
+    assert snapshots[0]["pinned"] == {}
+    assert snapshots[-1]["pinned"]["a"] == 5
 
 
 def test_tool_times():
