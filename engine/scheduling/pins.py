@@ -34,9 +34,11 @@ class _Turn:
 
     request_id: str
     half: tuple[int, bytes]  # which of its blocks is in the middle, and the hash of all up to there
-    ended_at: float | None  # None: the answer is being written elsewhere, or the next turn has come
+    ended_at: float | None  # None: its answer is being written elsewhere
     tools: Tools = None
-    continued: bool = True  # the next turn began as this one did
+    is_told: bool = False  # which tools it called: a router has said so
+    is_over: bool = False  # the next turn has come
+    continued: bool = True  # and began as this one did
 
 
 class Pins:
@@ -91,9 +93,9 @@ class Pins:
         if job_id is None or (turn := self._turns.get(job_id)) is None:
             return None
         now = self._clock()
-        if turn.ended_at is not None:
-            self.times.took(turn.tools, now - turn.ended_at)
-            turn.ended_at = None
+        if not turn.is_over:
+            self._learn(turn, now)
+            turn.is_over = True
         place, block_hash = turn.half
         hashes = request.block_hashes
         turn.continued = len(hashes) > place and hashes[place] == block_hash
@@ -108,17 +110,22 @@ class Pins:
         """A router says that the turn's answer is whole, and which tools it called. False: its pin is to go."""
         self._is_told = True
         turn = self._turns.get(job_id)
-        if turn is None or turn.request_id != request_id:
+        if turn is None or turn.request_id != request_id or turn.is_over:
             return True
         now = self._clock()
-        if turn.ended_at is None and turn.tools is None and turn.continued:
+        if turn.ended_at is None:
             turn.ended_at = now
-        turn.tools = tools
+        turn.tools, turn.is_told = tools, True
         seconds = self.times.pin_s(tools)
-        if (pin := self.by_job.get(job_id)) is None or not turn.continued:
+        if (pin := self.by_job.get(job_id)) is None:
             return True
         pin.until = now + seconds
         return seconds > 0
+
+    def _learn(self, turn: _Turn, until: float, at_least: float = 0.0) -> None:
+        """Where routers name tools, a turn whose tools none of them has named yet teaches nothing."""
+        if turn.ended_at is not None and (turn.is_told or not self._is_told):
+            self.times.took(turn.tools, max(until - turn.ended_at, at_least))
 
     def overdue(self) -> list[str]:
         """The jobs whose pins have ended, in that order. A turn that is late says that its tool takes longer than the limit."""
@@ -128,8 +135,8 @@ class Pins:
         late = sorted((pin.until, job_id) for job_id, pin in self.by_job.items() if now >= pin.until)
         for until, job_id in late:
             turn = self._turns.get(job_id)
-            if turn is not None and turn.ended_at is not None:
-                self.times.took(turn.tools, max(until - turn.ended_at, 2 * self.times.limit_s))
+            if turn is not None and not turn.is_over:
+                self._learn(turn, until, at_least=2 * self.times.limit_s)
         return [job_id for _, job_id in late]
 
     def first_to_give_way(self, besides: str | None) -> str | None:

@@ -241,6 +241,20 @@ def test_a_word_about_a_turn_that_is_not_the_last_changes_nothing():
     assert driver.pinned == ["a"]
 
 
+def test_a_word_that_comes_after_the_next_turn_changes_nothing():
+    driver = Agents()
+    first = driver.turn("a1")
+    driver.scheduler.turn_ended("z", "z1", [])
+    driver.now = 1.0
+    driver.add("a2", [*first.all_token_ids, 1, 2], job_id="a")
+    driver.scheduler.turn_ended("a", "a1", ["grep"])
+    assert driver.scheduler.seconds_until_sweep() == LIMIT_S
+    driver.run()
+    assert driver.scheduler._state.pins is not None
+    assert driver.scheduler._state.pins.times.expected(["grep"]) is None
+    assert driver.scheduler._state.pins.times.expected(None) is None
+
+
 def test_a_pin_that_runs_out_teaches_that_the_tool_is_slow():
     driver = Agents()
     driver.turn("a1")
