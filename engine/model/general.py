@@ -19,7 +19,7 @@ from tandem.engine.model.checkpoint import translated_errors
 from tandem.engine.model.content import weight_files
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.quantized.formats import read_checkpoint
-from tandem.engine.model.recurrent.adapters import adapt
+from tandem.engine.model.recurrent.own_states import take_states_out
 from tandem.engine.model.source import ModelSource, Progress
 from tandem.wire.errors import ConfigurationError
 
@@ -81,7 +81,7 @@ def load_model(
     model.eval()
     model.requires_grad_(False)
     keep_rotary_constant(model)
-    adapt(model)
+    take_states_out(model)
     return model
 
 

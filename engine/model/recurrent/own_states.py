@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 
-def adapt(model: PreTrainedModel) -> None:
+def take_states_out(model: PreTrainedModel) -> None:
     """To be called before the model is probed, which finds out whether the states are kept right."""
     index = 0
     for module in model.modules():
