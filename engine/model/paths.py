@@ -189,7 +189,10 @@ def load_general(
         from tandem.engine.model.transformers_forward import run_without_attention
 
         adapted = find_layers(
-            model, lambda tokens: run_without_attention(model, tokens, 1), slots=room.slots, rank=room.rank
+            model,
+            lambda tokens: run_without_attention(model, tokens, 1, model.device),
+            slots=room.slots,
+            rank=room.rank,
         )
         adapters = AdapterSlots(adapted, model.dtype, device)
 

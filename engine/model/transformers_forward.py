@@ -150,7 +150,7 @@ class TransformersForward:
         return StepCache(self.parts.num_layers, mixers.layers if mixers is not None else {}, before)
 
 
-def run_without_attention(model: PreTrainedModel, tokens: int, rows: int) -> None:
+def run_without_attention(model: PreTrainedModel, tokens: int, rows: int, device: torch.device) -> None:
     """A forward pass of so many tokens, `rows` of which want logits, with attention that computes nothing."""
 
     def nothing(
@@ -161,7 +161,7 @@ def run_without_attention(model: PreTrainedModel, tokens: int, rows: int) -> Non
 
     parameters = inspect.signature(model.forward).parameters
     with torch.inference_mode(), attention_through(nothing):
-        numbers = torch.arange(tokens, device=model.device)[None]
+        numbers = torch.arange(tokens, device=device)[None]
         options: dict[str, Any] = {}
         if "logits_to_keep" in parameters:
             options["logits_to_keep"] = numbers[0, :rows]
@@ -175,7 +175,7 @@ def peak_of_step(model: PreTrainedModel, tokens: int, rows: int, device: torch.d
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run_without_attention(model, tokens, rows)
+    run_without_attention(model, tokens, rows, device)
     torch.cuda.synchronize(device)
     peak = int(torch.cuda.max_memory_allocated(device)) - before
     # What torch keeps of it for later must not look taken when the cache is measured out.

@@ -66,8 +66,10 @@ class Scheduler:
         if config.max_model_len is not None:
             max_model_len = min(max_model_len, config.max_model_len)
         keeps_states = any(group.kind is AttentionKind.STATE for group in groups)
+        # A step ends where states are kept, and prompts that must not be cut have no such place.
+        checkpoint_tokens = cache.checkpoint_tokens if config.chunked_prefill else 0
         # Keys and values of a prefix are worth nothing without the state after it.
-        caching = cache.prefix_caching and (cache.checkpoint_tokens > 0 or not keeps_states)
+        caching = cache.prefix_caching and (checkpoint_tokens > 0 or not keeps_states)
         kv_cache = KVCacheManager(
             groups,
             num_blocks,
@@ -75,7 +77,7 @@ class Scheduler:
             max_model_len=max_model_len,
             num_lookahead_tokens=config.num_speculative_tokens,
             max_new_tokens=config.max_num_batched_tokens,
-            checkpoint_tokens=cache.checkpoint_tokens,
+            checkpoint_tokens=checkpoint_tokens,
         )
         if not config.chunked_prefill and config.max_num_batched_tokens < kv_cache.max_request_tokens - 1:
             raise ConfigurationError(

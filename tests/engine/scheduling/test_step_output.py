@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.engine.scheduling.output import CachedRequestData, SchedulerOutput
 from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.driving import FULL, Driver, sliding
+from tests.engine.scheduling.world import STATES
 
 
 def test_a_new_request_is_described_in_full_once():
@@ -116,3 +117,22 @@ def test_a_step_with_nothing_to_do_is_empty():
         [],
         [],
     )
+
+
+def test_a_step_ends_where_states_are_kept_and_the_next_one_copies_them():
+    driver = Driver(groups=(FULL, STATES))
+    driver.add("a", prompt=11, max_tokens=2)
+    first, second = driver.step()[0], driver.step()[0]
+    assert first.num_scheduled_tokens == {"a": 8}
+    assert first.state_copies == []
+    assert second.num_scheduled_tokens == {"a": 3}
+    own = first.new_reqs[0].block_ids[1]
+    assert [source for source, _ in second.state_copies] == own
+    assert [target for _, target in second.state_copies] == second.checkpoint_blocks
+    assert driver.step()[0].state_copies == []
+
+
+def test_a_prompt_that_must_not_be_cut_leaves_no_states():
+    driver = Driver(groups=(FULL, STATES), chunked_prefill=False, max_num_batched_tokens=1000)
+    driver.add("a", prompt=11, max_tokens=2)
+    assert driver.step()[0].num_scheduled_tokens == {"a": 11}
