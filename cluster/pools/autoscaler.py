@@ -6,7 +6,15 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.pools.autoscaling import Breach, PoolBounds, Resize, at_its_limit, decide
+from tandem.cluster.pools.autoscaling import (
+    MOST_PATIENCE,
+    Breach,
+    Patience,
+    PoolBounds,
+    Resize,
+    at_its_limit,
+    decide,
+)
 from tandem.cluster.pools.load_meter import LoadMeter
 from tandem.cluster.tasks import Clock
 from tandem.wire.nodes import Role
@@ -37,11 +45,13 @@ class Autoscaler:
         self._changed_at = clock.now()
         self.configure(config)
         self._breaches: dict[Role, dict[int, Breach]] = {}
+        self._patience = Patience()
 
     def configure(self, config: TandemConfig) -> None:
         self._config = config.autoscaling
         self._slo = config.slo
-        self._meter = LoadMeter(math.ceil(self._config.shrink_after_s / self._config.period_s) + 1)
+        longest_s = MOST_PATIENCE * self._config.shrink_after_s
+        self._meter = LoadMeter(math.ceil(longest_s / self._config.period_s) + 1)
         self.changed()
 
     def changed(self) -> None:
@@ -63,8 +73,15 @@ class Autoscaler:
                 {role: list(known.values()) for role, known in self._breaches.items()},
                 self._slo,
                 self._config,
+                self._patience,
             )
             if decision is not None:
+                self._patience.changed(
+                    decision.role,
+                    self._clock.now(),
+                    grew=decision.breach is not None,
+                    shrink_after_s=self._config.shrink_after_s,
+                )
                 if decision.breach is not None:
                     self._breaches.setdefault(decision.role, {})[decision.breach.nodes] = decision.breach
                 self.changed()

@@ -5,6 +5,9 @@ for room, in its nodes or in routers before them, tokens come too slowly, or blo
 
 Why it does not swing under a steady load: what breaks with k nodes is remembered with the load that broke it, and the
 pool does not go back to k before the load is clearly lower. So every size can prove too small once, and never again.
+
+Under a load that comes in bursts each quiet stretch would look like the end of it. So a pool that has to grow soon after it shrank
+has to be quiet for twice as long before it shrinks again (`Patience`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ BLOCKS_LIMIT = 0.9  # above it requests begin to push each other out
 ROOM_TO_SPARE = 0.7  # a smaller pool may be expected to be this loaded, not more
 CLEARLY_LOWER = 0.8  # than the load that broke the smaller pool
 MOST_OF = 0.8  # of the looks at a pool must agree that it is too small
+SOON = 2.0  # times as long as it was quiet before it shrank
+LONG = 4.0  # times as long without growing: then bursts have become rare
+MOST_PATIENCE = 16.0
 
 
 class PoolLoad(msgspec.Struct, frozen=True):
@@ -57,6 +63,31 @@ class Breach(msgspec.Struct, frozen=True):
     demand: float
 
 
+class Patience:
+    """How many times as long as `autoscaling.shrink_after_s` a pool must have room to spare before it shrinks. Doubled when a shrinking
+    proves to have been too early, halved when none has for long."""
+
+    def __init__(self) -> None:
+        self._times: dict[Role, float] = {}
+        self._shrank_at: dict[Role, float] = {}
+        self._grew_at: dict[Role, float] = {}
+
+    def of(self, role: Role) -> float:
+        return self._times.get(role, 1.0)
+
+    def changed(self, role: Role, now: float, *, grew: bool, shrink_after_s: float) -> None:
+        times = self.of(role)
+        quiet_s = times * shrink_after_s
+        if grew:
+            if now - self._shrank_at.pop(role, -math.inf) <= SOON * quiet_s:
+                self._times[role] = min(2 * times, MOST_PATIENCE)
+            self._grew_at[role] = now
+        else:
+            if now - self._grew_at.get(role, -math.inf) > LONG * quiet_s:
+                self._times[role] = max(times / 2, 1.0)
+            self._shrank_at[role] = now
+
+
 @dataclass(frozen=True, slots=True)
 class Resize:
     role: Role
@@ -73,6 +104,7 @@ def decide(
     breaches: Mapping[Role, Sequence[Breach]],
     slo: SloConfig,
     config: AutoscalingConfig,
+    patience: Patience | None = None,
 ) -> Resize | None:
     """`changed_at`: when pools last changed, for whatever reason. What was measured before that is of another pool."""
     if not all(pool.is_settled for pool in pools):
@@ -85,7 +117,8 @@ def decide(
     if growths:
         return max(growths, key=lambda growth: growth[0])[1]
     for pool in pools:
-        shrinking = _shrinking(now, pool, fresh[pool.role], breaches.get(pool.role, ()), slo, config)
+        quiet_s = config.shrink_after_s * (patience.of(pool.role) if patience is not None else 1.0)
+        shrinking = _shrinking(now, pool, fresh[pool.role], breaches.get(pool.role, ()), slo, config, quiet_s)
         if shrinking is not None:
             return shrinking
     return None
@@ -137,8 +170,9 @@ def _shrinking(
     breaches: Sequence[Breach],
     slo: SloConfig,
     config: AutoscalingConfig,
+    quiet_s: float,
 ) -> Resize | None:
-    window = _last(loads, now, config.shrink_after_s, config.period_s)
+    window = _last(loads, now, quiet_s, config.period_s)
     size = pool.wanted - 1
     if not window or size < max(1, pool.min_nodes):
         return None
@@ -152,7 +186,7 @@ def _shrinking(
     if any(size <= breach.nodes and demand > CLEARLY_LOWER * breach.demand for breach in breaches):
         return None
     why = (
-        f"{pool.role.value}: from {pool.wanted} to {size}: in {config.shrink_after_s:.0f} s "
+        f"{pool.role.value}: from {pool.wanted} to {size}: in {quiet_s:.0f} s "
         f"{size} would have been {demand / size:.0%} loaded at most"
     )
     return Resize(pool.role, size, why, None)

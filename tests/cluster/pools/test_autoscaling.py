@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.cluster.config import AutoscalingConfig, SloConfig
-from tandem.cluster.pools.autoscaling import Breach, PoolBounds, PoolLoad, decide
+from tandem.cluster.pools.autoscaling import (
+    MOST_PATIENCE,
+    Breach,
+    Patience,
+    PoolBounds,
+    PoolLoad,
+    decide,
+)
 from tandem.cluster.pools.load_meter import LoadMeter
 from tandem.cluster.tasks import cancel
 from tandem.wire.nodes import NodeState, Role
@@ -103,6 +110,45 @@ async def test_a_burst_is_answered_and_forgotten() -> None:
     assert simulation.sizes()[Role.PREFILL] > 1
     await pass_time(simulation, 1800)
     assert simulation.sizes() == {Role.PREFILL: 1, Role.DECODE: 1}
+
+
+@in_loop
+async def test_bursts_that_come_again_and_again_are_expected() -> None:
+    """Ten bursts of a minute, each after four quiet minutes."""
+    simulation = Simulation(
+        lambda at: 12.0 * ONE_NODE_READS / 4 if at % 300 >= 240 else 0.5 * ONE_NODE_READS,
+        answer_s=4.0,
+        seed=None,
+        prefill=(1, 1, 8),
+        decode=(4, 4, 4),
+    )
+    await pass_time(simulation, 1500)
+    learned = simulation.turns(Role.PREFILL)
+    await pass_time(simulation, 1500)
+    assert simulation.turns(Role.PREFILL) - learned <= 2
+    assert simulation.sizes()[Role.PREFILL] >= 3, "it stays for the next one"
+
+
+def test_a_pool_that_shrank_too_early_is_more_patient_and_comes_back_from_it() -> None:
+    patience, times = Patience(), []
+    now = 0.0
+
+    def change(after_s: float, *, grew: bool) -> None:
+        nonlocal now
+        now += after_s
+        patience.changed(Role.PREFILL, now, grew=grew, shrink_after_s=20.0)
+        times.append(patience.of(Role.PREFILL))
+
+    for _ in range(6):
+        change(70.0, grew=False)
+        change(30.0, grew=True)
+    assert times[-1] == MOST_PATIENCE
+    for _ in range(6):
+        change(5000.0, grew=False)
+    assert times[-1] == 1.0
+    change(41.0, grew=True)
+    assert times[-1] == 1.0, "that was not too early"
+    assert patience.of(Role.DECODE) == 1.0
 
 
 @in_loop
