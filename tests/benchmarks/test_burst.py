@@ -53,7 +53,13 @@ def test_a_trial_finds_the_capacity_and_counts_what_the_burst_did() -> None:
             return await trial.run()
 
     found = asyncio.run(work())
-    assert 0 < found.capacity < 60
+    for _ in range(3):
+        if 3 * found.capacity > 16:
+            break
+        found = asyncio.run(
+            work()
+        )  # a machine that stood still in that second showed less than the server can do
+    assert 16 / 3 < found.capacity < 60
     assert found.turned_away > 0
     assert found.with_retry_after == 0
     assert found.requests == sum(stage.count for stage in found.stages)
