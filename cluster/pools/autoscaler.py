@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.pools.autoscaling import (
-    MOST_PATIENCE,
+    MOST_TIMES,
     Breach,
-    Patience,
     PoolBounds,
+    QuietTimes,
     Resize,
     at_its_limit,
     decide,
@@ -45,12 +45,12 @@ class Autoscaler:
         self._changed_at = clock.now()
         self.configure(config)
         self._breaches: dict[Role, dict[int, Breach]] = {}
-        self._patience = Patience()
+        self._quiet = QuietTimes()
 
     def configure(self, config: TandemConfig) -> None:
         self._config = config.autoscaling
         self._slo = config.slo
-        longest_s = MOST_PATIENCE * self._config.shrink_after_s
+        longest_s = MOST_TIMES * self._config.shrink_after_s
         self._meter = LoadMeter(math.ceil(longest_s / self._config.period_s) + 1)
         self.changed()
 
@@ -73,10 +73,10 @@ class Autoscaler:
                 {role: list(known.values()) for role, known in self._breaches.items()},
                 self._slo,
                 self._config,
-                self._patience,
+                self._quiet,
             )
             if decision is not None:
-                self._patience.changed(
+                self._quiet.changed(
                     decision.role,
                     self._clock.now(),
                     grew=decision.breach is not None,

@@ -7,7 +7,7 @@ Why it does not swing under a steady load: what breaks with k nodes is remembere
 pool does not go back to k before the load is clearly lower. So every size can prove too small once, and never again.
 
 Under a load that comes in bursts each quiet stretch would look like the end of it. So a pool that has to grow soon after it shrank
-has to be quiet for twice as long before it shrinks again (`Patience`).
+has to be quiet for twice as long before it shrinks again (`QuietTimes`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ROOM_TO_SPARE = 0.7  # a smaller pool may be expected to be this loaded, not mor
 CLEARLY_LOWER = 0.8  # than the load that broke the smaller pool
 MOST_OF = 0.8  # of the looks at a pool must agree that it is too small
 SOON = 2.0  # times as long as it was quiet before it shrank
-LONG = 4.0  # times as long without growing: then bursts have become rare
-MOST_PATIENCE = 16.0
+LONG = 4.0  # times as long without growing: bursts have become rare
+MOST_TIMES = 16.0  # as long as `autoscaling.shrink_after_s`
 
 
 class PoolLoad(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Breach(msgspec.Struct, frozen=True):
     demand: float
 
 
-class Patience:
+class QuietTimes:
     """How many times as long as `autoscaling.shrink_after_s` a pool must have room to spare before it shrinks. Doubled when a shrinking
     proves to have been too early, halved when none has for long."""
 
@@ -80,7 +80,7 @@ class Patience:
         quiet_s = times * shrink_after_s
         if grew:
             if now - self._shrank_at.pop(role, -math.inf) <= SOON * quiet_s:
-                self._times[role] = min(2 * times, MOST_PATIENCE)
+                self._times[role] = min(2 * times, MOST_TIMES)
             self._grew_at[role] = now
         else:
             if now - self._grew_at.get(role, -math.inf) > LONG * quiet_s:
@@ -104,7 +104,7 @@ def decide(
     breaches: Mapping[Role, Sequence[Breach]],
     slo: SloConfig,
     config: AutoscalingConfig,
-    patience: Patience | None = None,
+    quiet: QuietTimes | None = None,
 ) -> Resize | None:
     """`changed_at`: when pools last changed, for whatever reason. What was measured before that is of another pool."""
     if not all(pool.is_settled for pool in pools):
@@ -117,7 +117,7 @@ def decide(
     if growths:
         return max(growths, key=lambda growth: growth[0])[1]
     for pool in pools:
-        quiet_s = config.shrink_after_s * (patience.of(pool.role) if patience is not None else 1.0)
+        quiet_s = config.shrink_after_s * (quiet.of(pool.role) if quiet is not None else 1.0)
         shrinking = _shrinking(now, pool, fresh[pool.role], breaches.get(pool.role, ()), slo, config, quiet_s)
         if shrinking is not None:
             return shrinking

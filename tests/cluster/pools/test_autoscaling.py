@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tandem.cluster.config import AutoscalingConfig, SloConfig
 from tandem.cluster.pools.autoscaling import (
-    MOST_PATIENCE,
+    MOST_TIMES,
     Breach,
-    Patience,
     PoolBounds,
     PoolLoad,
+    QuietTimes,
     decide,
 )
 from tandem.cluster.pools.load_meter import LoadMeter
@@ -130,25 +130,25 @@ async def test_bursts_that_come_again_and_again_are_expected() -> None:
 
 
 def test_a_pool_that_shrank_too_early_is_more_patient_and_comes_back_from_it() -> None:
-    patience, times = Patience(), []
+    quiet, times = QuietTimes(), []
     now = 0.0
 
     def change(after_s: float, *, grew: bool) -> None:
         nonlocal now
         now += after_s
-        patience.changed(Role.PREFILL, now, grew=grew, shrink_after_s=20.0)
-        times.append(patience.of(Role.PREFILL))
+        quiet.changed(Role.PREFILL, now, grew=grew, shrink_after_s=20.0)
+        times.append(quiet.of(Role.PREFILL))
 
     for _ in range(6):
         change(70.0, grew=False)
         change(30.0, grew=True)
-    assert times[-1] == MOST_PATIENCE
+    assert times[-1] == MOST_TIMES
     for _ in range(6):
         change(5000.0, grew=False)
     assert times[-1] == 1.0
     change(41.0, grew=True)
     assert times[-1] == 1.0, "that was not too early"
-    assert patience.of(Role.DECODE) == 1.0
+    assert quiet.of(Role.DECODE) == 1.0
 
 
 @in_loop
