@@ -214,7 +214,7 @@ class Reconciler:
         return next((each.content for each in known if each.number == number), "")
 
     def _check_tokenizer(self, info: NodeInfo, number: int) -> None:
-        """Of a new revision's node: routers have the tokenizer of the one before, and would send it nothing."""
+        """A node of the new revision must have the tokenizer of the one before: routers have that, and would send it nothing."""
         if self.state.rollout is None or number != self.state.revision.number:
             return
         for other in self.state.nodes:
@@ -449,7 +449,7 @@ class Reconciler:
 
 
 def _why_failed(node: NodeSupervisor) -> str:
-    """Of a new node: "" while it does what it should."""
+    """What a new node does not do that it should; "" while it does all of it."""
     if node.phase is ProcessPhase.LEFT_OUT or node.restarts >= MAX_START_FAILURES:
         return f"it is {node.phase.value}: {node.detail}"
     finished = node.status.counters.requests_finished if node.status is not None else {}

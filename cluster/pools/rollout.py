@@ -50,7 +50,7 @@ Step = Replace | GoBack | RolloutEnd | Wait
 
 
 def next_step(config: RolloutConfig, state: ClusterState, hosts: Sequence[Host], facts: RolloutFacts) -> Step:
-    """For a state with a rollout."""
+    """What comes next of the rollout that the state has."""
     back = state.rollout is not None and bool(state.rollout.going_back)
     if not back and facts.failed:
         return GoBack("; ".join(f"{name}: {why}" for name, why in sorted(facts.failed.items())))

@@ -37,8 +37,8 @@ class StateManager(GroupManager):
             )
         self._count = group.blocks_per_request
         self._found: dict[str, list[int]] = {}  # checkpoints of requests that get their blocks just now
-        self._kept: dict[str, list[bytes]] = {}  # the checkpoints that each request has made, by their hashes
-        self._ends: dict[str, list[int]] = {}  # after how many tokens each of them is
+        # The checkpoints that each request has made: after how many tokens, and the hash of these.
+        self._kept: dict[str, list[tuple[int, bytes]]] = {}
         self._copies: list[tuple[int, int]] = []  # (from, to), for the step that is planned
         self._of_copies: list[int] = []  # the checkpoints that it reads or writes
         self.held: list[int] = []  # those of all steps that are planned and not booked
@@ -159,8 +159,7 @@ class StateManager(GroupManager):
             pool.cache(self.index, block, name)
         self._copies += zip(self.tables[request.request_id], blocks, strict=True)
         self._of_copies += blocks
-        self._kept.setdefault(request.request_id, []).append(block_hash)
-        self._ends.setdefault(request.request_id, []).append(num_tokens)
+        self._kept.setdefault(request.request_id, []).append((num_tokens, block_hash))
         return True
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[int]]:
@@ -178,9 +177,7 @@ class StateManager(GroupManager):
     def cached_blocks_from(self, request_id: str, num_tokens: int) -> list[int]:
         return [
             block
-            for block_hash, end in zip(
-                self._kept.get(request_id, ()), self._ends.get(request_id, ()), strict=True
-            )
+            for end, block_hash in self._kept.get(request_id, ())
             if end > num_tokens
             for name in self._names(block_hash)
             if (block := self._pool.lookup(self.index, name)) is not None
@@ -193,7 +190,6 @@ class StateManager(GroupManager):
     def free(self, request_id: str) -> None:
         super().free(request_id)
         self._kept.pop(request_id, None)
-        self._ends.pop(request_id, None)
 
     def check_table(self, request: Request) -> None:
         count = len(self.tables[request.request_id])

@@ -88,7 +88,7 @@ class Scheduler:
         if connector is not None:
             connector.bind_block_tables(kv_cache)
         pins = Pins(config.pins_for_s, clock) if config.pins_for_s else None
-        if pins is not None and any(group.kind is AttentionKind.STATE for group in groups):
+        if pins is not None and keeps_states:
             pins.close()  # a prompt begins from a checkpoint, whose blocks are no request's
         policy = make_policy(config.policy, pins)
         self._zero_new_blocks = zero_new_blocks
