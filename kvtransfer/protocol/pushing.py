@@ -4,6 +4,7 @@ and how far our forward passes have brought what is to be written."""
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
 from tandem.kvtransfer.protocol import commands
@@ -256,25 +257,29 @@ class Progress:
         # With windows, blocks may have been given up without a word: only the table at the end tells.
         self._owned_until_computed = not has_windows
         self._advanced = advanced
-        # Commands of forward passes that the device has been given and has not finished.
-        self._unfenced: list[commands.ComputedTokens | commands.LayersComputed] = []
+        # Commands of forward passes that the device has been given and has not finished, in its order. The device may finish
+        # the first two between a look at the first and one at the second: the second still waits for the first, or the end
+        # of a chunk would be taken for that of the next one, whose layers had begun to go.
+        self._unfenced: deque[commands.ComputedTokens | commands.LayersComputed] = deque()
 
     @property
     def waits_for_device(self) -> bool:
         return bool(self._unfenced)
 
     def take(self, command: commands.ComputedTokens | commands.LayersComputed) -> None:
-        if command.fence is not None and not command.fence():
-            self._unfenced.append(command)
-        elif isinstance(command, commands.ComputedTokens):
-            self._computed(command)
-        else:
-            self._computing(command)
+        self._unfenced.append(command)
+        self.look_at_device()
 
     def look_at_device(self) -> None:
-        unfenced, self._unfenced = self._unfenced, []
-        for command in unfenced:
-            self.take(command)
+        while self._unfenced:
+            command = self._unfenced[0]
+            if command.fence is not None and not command.fence():
+                return
+            self._unfenced.popleft()
+            if isinstance(command, commands.ComputedTokens):
+                self._computed(command)
+            else:
+                self._computing(command)
 
     def preempted(self, command: commands.PreemptedRequests) -> None:
         for unfenced in self._unfenced:

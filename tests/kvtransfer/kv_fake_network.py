@@ -7,7 +7,9 @@ given back while a handle touches it, a request that ends twice, an answer made 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -291,6 +293,8 @@ class Node:
         self.receives: dict[str, Receive] = {}
         self.unwanted: list[str] = []  # requests that the engine need not go on with
         self.frozen = False
+        self.line: deque[Callable[[], None]] = deque()  # what the device was given and has not done
+        self.num_given = 0
         self.process = ProcessIdentity(f"machine of {name}", 1, epoch, 0)
         memory = CacheMemory(
             name.encode(), "DRAM", 0, 4096, NUM_BLOCKS, self.memory.cells_per_block * CELL_BYTES
@@ -356,6 +360,30 @@ class Node:
         self.free += blocks
         blocks.clear()
 
+    # ── the device ──
+
+    def on_device(self, work: Callable[[], None]) -> None:
+        self.line.append(work)
+        self.num_given += 1
+        if self.world.device_does is None:
+            self.wait_for_device()
+
+    def fence(self) -> Callable[[], bool] | None:
+        """Whether the device has done all that it has been given so far; each look takes some time."""
+        pace, place = self.world.device_does, self.num_given
+        if pace is None:
+            return None
+
+        def reached() -> bool:
+            self.wait_for_device(pace())
+            return self.num_given - len(self.line) >= place
+
+        return reached
+
+    def wait_for_device(self, most: int | None = None) -> None:
+        for _ in range(len(self.line) if most is None else min(most, len(self.line))):
+            self.line.popleft()()
+
     # ── producing ──
 
     def start_send(self, send: Send) -> None:
@@ -389,35 +417,47 @@ class Node:
             send.blocks += new
             self.endpoint.execute(commands.ExtendSend(send.request_id, [new]))
         send.computing = upto
-        self.memory.write(send.blocks, send.tokens, range(send.computed, upto), range(1))
+        self._write_layers(send, range(1))
 
     def tell_of_first_layer(self, send: Send) -> None:
         assert send.computing is not None
-        self.endpoint.execute(commands.LayersComputed({send.request_id: send.computing}, 1))
+        self.endpoint.execute(
+            commands.LayersComputed({send.request_id: send.computing}, 1, fence=self.fence())
+        )
 
     def end_computing(self, send: Send) -> None:
         upto = send.computing
         assert upto is not None
-        self.memory.write(send.blocks, send.tokens, range(send.computed, upto), range(1, SLOTS))
+        self._write_layers(send, range(1, SLOTS))
         send.computed, send.computing = upto, None
-        self.endpoint.execute(commands.ComputedTokens({send.request_id: upto}, self.clock()))
+        self.endpoint.execute(
+            commands.ComputedTokens({send.request_id: upto}, self.clock(), fence=self.fence())
+        )
+
+    def _write_layers(self, send: Send, layers: range) -> None:
+        assert send.computing is not None
+        blocks, tokens, positions = list(send.blocks), send.tokens, range(send.computed, send.computing)
+        self.on_device(lambda: self.memory.write(blocks, tokens, positions, layers))
 
     def preempt(self, send: Send) -> None:
+        """What runs next on the device overwrites its blocks."""
         at = self.clock()
         for block in send.blocks:
-            self.memory.scribble(block)
+            self.on_device(functools.partial(self.memory.scribble, block))
         self.free += send.blocks
         send.blocks = []
         send.computed = 0
         self.endpoint.execute(commands.PreemptedRequests([send.request_id], at))
 
     def finish_send(self, send: Send) -> None:
+        self.wait_for_device()  # as an engine does, which knows the first token
         send.ended = send.kept = True
         self.endpoint.execute(
             commands.FinishSend(send.request_id, first_token_of(send.tokens), [list(send.blocks)])
         )
 
     def abandon_send(self, send: Send) -> None:
+        self.wait_for_device()
         send.ended, send.kept = True, send.planned
         if not send.kept:
             self.release(send.blocks)
@@ -503,6 +543,8 @@ class World:
         self.ways_can_be_closed = True
         self.late_writes_are_refused = False
         self.same_machine = False
+        # How much of its line a device does between two looks at it. None: all, at once.
+        self.device_does: Callable[[], int] | None = None
         self.checksum_policy = checksum_policy
         self.corrupts: Callable[[], bool] = lambda: False  # a write that arrives as something else
         self.nodes: dict[str, Node] = {}

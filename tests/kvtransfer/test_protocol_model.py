@@ -7,6 +7,7 @@ near what is worth testing. `World` watches what must never happen; `settle` at 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -40,6 +41,7 @@ class History:
         skew: float,
         block_sizes: tuple[int, int],
         moves_can_be_taken_back: bool,
+        device: random.Random | None,
         choose: Callable[[int], int],
     ) -> None:
         self.world = World(direction)
@@ -48,6 +50,8 @@ class History:
         leases = [0.05, 0.3, 1.0, SETTINGS.lease_s, 3 * SETTINGS.lease_s]
         self.world.move_s = lambda: self.pick_within(leases)
         self.world.corrupts = lambda: self.pick_within([False] * 30 + [True])
+        if device is not None:
+            self.world.device_does = lambda: device.choice([0, 0, 1, 1, 2, 100])
         self.producer: Node = self.world.add("p", 11, block_size=block_sizes[0])
         self.consumer: Node = self.world.add("c", 22, skew, block_size=block_sizes[1])
         self._choose = choose
@@ -236,6 +240,9 @@ class History:
         self.world.closed_addresses.clear()
         self.world.move_s = lambda: 0.05
         self.world.corrupts = lambda: False
+        if self.world.device_does is not None:
+            self.world.device_does = lambda: 100
+            self.producer.wait_for_device()
         for send in self.open_sends():
             if send.computing is not None:
                 self.producer.end_computing(send)
@@ -264,14 +271,24 @@ def check(direction: Direction, examples: int) -> None:
         skew=st.sampled_from([0.0, -500.0, 12345.6]),
         block_sizes=st.sampled_from([(4, 4), (4, 8), (8, 4)]),
         moves_can_be_taken_back=st.booleans(),
+        late_device=st.one_of(st.none(), st.integers(0, 1 << 30)),
         choices=st.lists(st.integers(0, 1 << 30), min_size=40, max_size=160),
     )
     def histories(
-        skew: float, block_sizes: tuple[int, int], moves_can_be_taken_back: bool, choices: list[int]
+        skew: float,
+        block_sizes: tuple[int, int],
+        moves_can_be_taken_back: bool,
+        late_device: int | None,
+        choices: list[int],
     ) -> None:
         drawn = iter(choices)
         history = History(
-            direction, skew, block_sizes, moves_can_be_taken_back, lambda options: next(drawn) % options
+            direction,
+            skew,
+            block_sizes,
+            moves_can_be_taken_back,
+            random.Random(late_device) if late_device is not None else None,
+            lambda options: next(drawn) % options,
         )
         try:
             while True:

@@ -232,6 +232,26 @@ def test_finished_blocks_are_written_while_the_prompt_is_still_being_computed(pu
     assert stats.bytes_overlapped * 3 == stats.bytes_sent
 
 
+def test_the_end_of_a_chunk_is_not_taken_for_that_of_the_next_one(push: Pair) -> None:
+    """The device ends both between the look at the first chunk and the one at the next chunk's first layer."""
+    receive, send = push.receive(), push.send()
+    push.world.deliver_all()
+    steps = iter([0, 2, 0])
+    push.world.device_does = lambda: next(steps, 1)
+    push.producer.begin_computing(send, 9)
+    push.producer.wait_for_device()
+    push.producer.end_computing(send)  # looked at: not done
+    push.producer.begin_computing(send, len(TOKENS))
+    push.producer.tell_of_first_layer(send)  # looked at: both are done
+    push.move_everything()
+    assert push.producer.recorder.snapshot(0).blocks_sent == 2
+    push.producer.end_computing(send)
+    push.producer.finish_send(send)
+    push.world.settle(0.5)
+    assert receive.finished
+    assert not push.producer.line
+
+
 @pytest.mark.parametrize("arrived", [True, False])
 def test_a_block_that_was_given_up_while_it_was_read_makes_the_transfer_worthless(
     push: Pair, arrived: bool
