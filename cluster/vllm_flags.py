@@ -176,8 +176,8 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--max-loras",), sets("scheduler.max_loras")),
     Flag(("--max-lora-rank",), sets("model.max_lora_rank")),
     Flag(("--lora-modules",), SettingFlag(("model.adapters",), _adapters, "`NAME=FOLDER`, with `--max-loras`"), "+"),
-    Flag(("--limit-mm-per-prompt",), UnsupportedFlag("models are served with text alone: there are no images or sound yet")),
-    Flag(("--language-model-only",), StandingFlag("models are served with text alone"), 0),
+    Flag(("--limit-mm-per-prompt",), UnsupportedFlag("`router.limits.images_per_request` says how many images; there is no sound")),
+    Flag(("--language-model-only",), StandingFlag("the tower of a model that reads images is loaded, and costs nothing but its memory"), 0),
     # memory and the scheduler
     Flag(
         ("--gpu-memory-utilization", "--mem-fraction-static"),

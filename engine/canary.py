@@ -79,8 +79,8 @@ class Canary:
         """The KV of its whole prompt is here, from a peer. A newer prompt replaces one that still waits for idle time: its
         blocks stay cached for longer."""
         hasher = self._scheduler.block_hasher
-        if hasher is None or request.num_prompt_tokens < hasher.block_size:
-            return  # no block of it can be found again
+        if hasher is None or request.num_prompt_tokens < hasher.block_size or request.media:
+            return  # no block of it can be found again, or what its images become is not here
         if (self._check is None or self._check.own is None) and self._draw() < self._share:
             peer = request.transfer.peer.node_id if request.transfer is not None else "a connector"
             self._check = _Check(

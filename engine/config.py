@@ -144,6 +144,13 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "bits after the point. All nodes of a cluster have the same"
         ),
     ] = "auto"
+    encoder_tokens: Annotated[
+        AtLeastOne,
+        about(
+            "of a model that reads images: so many tokens' worth of what its vision tower made of them is kept, for the prompts that they are in "
+            "and for later ones; at least as many as one part of an image has"
+        ),
+    ] = 16384
     prefix_caching: Annotated[bool, about("blocks of earlier prompts are found again")] = True
     checkpoint_tokens: Annotated[
         NotNegative,
@@ -243,6 +250,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[
         AtLeastOne | None, about("longest prompt and answer together; `null`: what the model was trained for")
     ] = None
+    max_encoder_tokens: Annotated[
+        AtLeastOne,
+        about(
+            "of a model that reads images: tokens of images that one step's vision tower makes; a part of an image that has more is made in a step "
+            "without others"
+        ),
+    ] = 2048
     long_prefill_token_threshold: Annotated[
         NotNegative, about("most tokens of one prompt in a step; 0: no limit of its own")
     ] = 0

@@ -6,9 +6,8 @@ import enum
 import time
 from collections.abc import Sequence
 
-import msgspec
-
 from tandem.engine.cache.hashing import BlockHasher
+from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import Pooling, PoolingKind
 from tandem.wire.requests import CachePeers, KVTransferParams
 from tandem.wire.sampling import FinishReason, SamplingParams
@@ -50,14 +49,6 @@ _FINISH_REASONS = {
 }
 
 
-class MediaFeature(msgspec.Struct, frozen=True):
-    """A run of placeholder tokens in the prompt that stands for an image or a sound."""
-
-    identifier: str  # a hash of the content
-    offset: int
-    length: int
-
-
 def _reads_history(sampling: SamplingParams) -> bool:
     return bool(
         sampling.grammar is not None
@@ -86,6 +77,7 @@ class Request:
         "cache_peers",
         "cache_salt",
         "eos_token_ids",
+        "images",
         "is_last_step",
         "job_id",
         "length_limit",
@@ -126,6 +118,7 @@ class Request:
         cache_salt: str | None = None,
         lora: str | None = None,
         media: Sequence[MediaFeature] = (),
+        images: Sequence[bytes] = (),
         transfer: KVTransferParams | None = None,
         cache_peers: CachePeers | None = None,
         pooling: Pooling | None = None,
@@ -141,7 +134,8 @@ class Request:
         self.sort_key = (priority, self.arrival_time, request_id)
         self.cache_salt = cache_salt
         self.lora = lora
-        self.media = media
+        self.media = media  # in the prompt's order
+        self.images = images  # the files that `media` are parts of
         self.transfer = transfer
         self.cache_peers = cache_peers
         self.pooling = pooling  # it ends with a vector of its prompt, and samples nothing

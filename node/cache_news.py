@@ -22,7 +22,7 @@ from tandem.wire.kv_events import (
     ExtraKeys,
     KVEvent,
 )
-from tandem.wire.prefix_hashes import block_hashes, root_hash
+from tandem.wire.prefix_hashes import beside_media, block_hashes, root_hash
 from tandem.wire.requests import CacheChange, CacheNews
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class NamedBlocks:
             return True
         for i, block_hash in enumerate(event.block_hashes):
             if media := _media_of(keys[i]):
-                parent = root_hash(repr((parent, media)))
+                parent = beside_media(parent, media)
             (parent,) = block_hashes(tokens[i * size : (i + 1) * size], size, parent)
             self._names[block_hash] = parent
         return True

@@ -139,6 +139,7 @@ class Node:
             if config.transfer
             else LoadFailurePolicy.RECOMPUTE,
             trace=StepTrace(config.node_id, self._trace_file.write) if self._trace_file is not None else None,
+            reads_images=info.images is not None,
         )
         self._engine = Engine(
             scheduler,

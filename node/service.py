@@ -416,6 +416,7 @@ class NodeService:
         self._check_vocabulary(submit)
         self._check_pooling(submit)
         self._check_adapter(submit)
+        self._check_images(submit)
         self._canary.stand_aside()
         now = self._clock()
         request = Request(
@@ -427,6 +428,8 @@ class NodeService:
             arrival_time=now,
             cache_salt=submit.cache_salt,
             lora=submit.lora,
+            media=submit.media,
+            images=submit.images,
             transfer=submit.transfer,
             cache_peers=submit.cache_peers,
             pooling=submit.pooling,
@@ -494,6 +497,23 @@ class NodeService:
                 f"node {self._config.node_id} does not have the adapter {name_of(submit.lora)!r} with the weights that the request "
                 "is for"
             )
+
+    def _check_images(self, submit: Submit) -> None:
+        """What a router has found in its own copy of the model's folder may not be what is here."""
+        if not submit.media and not submit.images:
+            return
+        rules, prompt = self._engine.runner.info.images, submit.prompt_token_ids
+        if rules is None:
+            raise InvalidRequest("this node's model reads no images")
+        end = 0
+        for feature in submit.media:
+            begin, end, before = feature.offset, feature.offset + feature.length, end
+            if not (
+                before <= begin < end <= len(prompt)
+                and 0 <= feature.image < len(submit.images)
+                and prompt[begin:end] == [rules.token_id] * feature.length
+            ):
+                raise InvalidRequest("the prompt's placeholders are not where its images are said to be")
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])

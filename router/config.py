@@ -125,6 +125,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "of nodes' caches that a router knows of, each about 150 bytes: of further nodes it goes by what it sent there"
         ),
     ] = 4_000_000
+    image_bytes: Annotated[AtLeastOne, about("of one image's file")] = 8 << 20
+    image_pixels: Annotated[
+        Annotated[int, Meta(ge=1, le=89_000_000)],
+        about("of one image: it is decoded to be checked, at 3 or 4 bytes a pixel, two at a time"),
+    ] = 40_000_000
+    images_per_request: Annotated[AtLeastOne, about("images in the messages of one request")] = 16
     json_depth: Annotated[AtLeastOne, about("how deep a body may nest")] = 64
     json_containers: Annotated[AtLeastOne, about("objects and arrays in its body")] = 100_000
     json_items: Annotated[AtLeastOne, about("items in those: a token id is one")] = 1_000_000

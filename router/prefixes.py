@@ -10,8 +10,9 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.prefix_hashes import block_hashes, root_hash
+from tandem.wire.prefix_hashes import block_hashes, hashes_with_media, root_hash
 
 DEFAULT_BLOCKS = 4096
 
@@ -19,19 +20,32 @@ DEFAULT_BLOCKS = 4096
 class PromptHashes:
     """One prompt's block hashes, by block size, each computed once."""
 
-    def __init__(self, token_ids: Sequence[int], salt: str | None, lora: str | None = None) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        salt: str | None,
+        lora: str | None = None,
+        media: Sequence[MediaFeature] = (),
+    ) -> None:
         self._token_ids = token_ids
+        self._media = media
         self._root = root_hash(salt, lora)
         self._by_size: dict[int, list[int]] = {}
 
     def of(self, block_size: int) -> list[int]:
         hashes = self._by_size.get(block_size)
         if hashes is None:
-            hashes = self._by_size[block_size] = block_hashes(self._token_ids, block_size, self._root)
+            if self._media:
+                hashes = hashes_with_media(self._token_ids, block_size, self._root, self._media)
+            else:
+                hashes = block_hashes(self._token_ids, block_size, self._root)
+            self._by_size[block_size] = hashes
         return hashes
 
     def with_output(self, block_size: int, output: Sequence[int]) -> list[int]:
         """Those of the prompt and what was answered to it."""
+        if self._media:
+            return hashes_with_media([*self._token_ids, *output], block_size, self._root, self._media)
         known = self.of(block_size)
         rest = [*self._token_ids[len(known) * block_size :], *output]
         return known + block_hashes(rest, block_size, known[-1] if known else self._root)

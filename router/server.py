@@ -21,6 +21,7 @@ from tandem.router.http.app import make_app
 from tandem.router.http.memory import BodyBudget, KeptMemory
 from tandem.router.http.services import ClusterControl, Services
 from tandem.router.http.serving import HttpServer, listen
+from tandem.router.images.reader import ImageReader
 from tandem.router.keys import KeyRing, load_keys
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
@@ -100,7 +101,8 @@ class RouterServer:
             template = await asyncio.to_thread(
                 ChatTemplate.from_folder, config.tokenizer_path, config.chat_template
             )
-            self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template)
+            images = ImageReader.from_folder(config.tokenizer_path, tokenizer, config.limits)
+            self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template, images)
             self._listen_to_nodes()
             await self._serve(listener)
         except BaseException:
@@ -114,7 +116,13 @@ class RouterServer:
         )
         return self.base_url
 
-    def _assemble(self, keys: KeyRing, tokenizer: Tokenizer, template: ChatTemplate | None) -> Services:
+    def _assemble(
+        self,
+        keys: KeyRing,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        images: ImageReader | None,
+    ) -> Services:
         config, supervisor = self._config, TaskSupervisor()
         metrics = RouterMetrics(config.model_name)
         clock = time.monotonic
@@ -152,6 +160,7 @@ class RouterServer:
                 int(time.time()),
                 pool.vectors,
                 pool.adapters,
+                images,
             ),
             dispatcher=dispatcher,
             pool=pool,

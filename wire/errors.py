@@ -3,6 +3,7 @@
 TandemError
 ├── RequestError            the request's fault; retrying it unchanged will not help
 │   ├── InvalidRequest          400
+│   │   └── InvalidImage            an image that is none, or not what it says, or too large
 │   ├── ContextLengthExceeded   400
 │   └── UnknownModel            404
 ├── Unavailable             no node can take it now; retry later                    503
@@ -43,6 +44,10 @@ class InvalidRequest(RequestError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class InvalidImage(InvalidRequest):
+    code = "invalid_image"
 
 
 class ContextLengthExceeded(RequestError):

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import xxhash
 
+from tandem.wire.images import MediaFeature
+
 _TOKEN_BYTES = 4
 
 
@@ -20,6 +22,30 @@ def root_hash(salt: str | None, lora: str | None = None) -> int:
     if salt is None and lora is None:
         return 0
     return xxhash.xxh3_64_intdigest(repr((salt, lora)).encode("utf-8", "surrogatepass"))
+
+
+def beside_media(parent: int, keys: Sequence[str]) -> int:
+    """What stands for the block before one that images lie in. `keys`: as its events name them."""
+    return root_hash(repr((parent, list(keys))))
+
+
+def hashes_with_media(
+    token_ids: Sequence[int], block_size: int, parent: int, media: Sequence[MediaFeature]
+) -> list[int]:
+    """As `block_hashes`, of a prompt with images."""
+    hashes: list[int] = []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        end = start + block_size
+        keys = [
+            f"media:{each.identifier}:{each.offset}"
+            for each in media
+            if each.offset < end and each.offset + each.length > start
+        ]
+        hashes += block_hashes(
+            token_ids[start:end], block_size, beside_media(parent, keys) if keys else parent
+        )
+        parent = hashes[-1]
+    return hashes
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list[int]:

@@ -14,6 +14,7 @@ import enum
 import msgspec
 
 from tandem.wire.errors import WireError
+from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import NodeState, PeerAddress, Role
 from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
@@ -62,6 +63,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     priority: int = 0  # lower runs first, under the priority policy
     cache_salt: str | None = None
     lora: str | None = None  # its adapter's identity: wire.adapters
+    media: list[MediaFeature] = []  # where images stand in the prompt, in order
+    images: list[bytes] = []  # their files
     trace: bool = False  # send a NodeTrace when it is over
     keep: KeepAnswer | None = None
     cache_peers: CachePeers | None = None
@@ -215,6 +218,8 @@ class NodeCounters(msgspec.Struct, frozen=True):
     loads_failed: int = 0  # requests whose KV from outside did not come as it was promised
     output_tokens: int = 0
     preemptions: int = 0
+    encoder_tokens: int = 0  # tokens of images that the vision tower made here
+    encoder_tokens_reused: int = 0  # that prompts found made already
     pins_made: int = 0  # turns that kept their blocks for their job's next turn
     pins_met: int = 0  # of these: the next turn came in time, and began as they did
     pins_ended: dict[str, int] = {}  # by why

@@ -8,5 +8,6 @@ events          which hashes appeared and vanished, for routers
 group_manager   the block tables of one group; attention_kinds: full, with a sliding window, chunked; state_slots: recurrent,
                 and checkpoints says which states are kept
 coordinator     one answer from several groups
+encoder_cache   which images the vision tower has encoded, and for whom
 manager         what the scheduler calls: find a prefix, get slots, give them back
 """

@@ -11,6 +11,7 @@ general, probe, check, attention/, transformers_forward
                 are what their code gets in place of its own cache, and of the whole step
 recurrent/      of those, the modules that keep a state in place of keys and values
 quantized/      matrices of fewer bits
+vision/         of models that read images, the towers that encode them
 lora/           low-rank updates of its linear layers, many in one batch
 fused/          the same models with fewer, larger operations
 decode_graphs, decode_inputs, cuda

@@ -64,6 +64,9 @@ class Batch:
     # int64 [T], the slot of each row's adapter, -1 for rows of the model itself; None where no row has one
     adapter_slots: torch.Tensor | None = None
     adapter_slots_used: int = 0  # only slots below this are among them
+    # int64 [I]: rows that are no token's embedding, but a part of an image; and what they are, [I, hidden size]
+    image_rows: torch.Tensor | None = None
+    image_states: torch.Tensor | None = None
     # What the tensors were made from, for who plans on the host; a batch made by hand may lack it.
     host: HostBatch | None = None
 

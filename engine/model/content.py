@@ -15,6 +15,7 @@ import msgspec
 from tandem.engine.model.source import ModelSource
 from tandem.machine.digests import digest_of, digests_of
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.images import image_rules, processor_settings
 
 # Raise it when the same weights and tokens give other bytes in a KV block than they did before.
 KV_VERSION = 1
@@ -31,6 +32,7 @@ class ModelContent(msgspec.Struct, frozen=True):
 
 def content_of(source: ModelSource) -> ModelContent:
     """Reads every byte of the weights the first time, and is quick after that. Raises ConfigurationError."""
+    settings = processor_settings(source.read_json) if source.gguf_file is None else {}
     try:
         tokenizer = _digest(source.folder / "tokenizer.json")
         parts = {
@@ -41,6 +43,8 @@ def content_of(source: ModelSource) -> ModelContent:
             # Names are left out: they say how the weights are split, and that is in the files.
             "weights": sorted(digests_of(weight_files(source))),
         }
+        if source.gguf_file is None and image_rules(source.read_json("config.json"), settings) is not None:
+            parts["images"] = settings  # other pixels make other KV
     except OSError as error:
         raise ConfigurationError(f"{source.name} cannot be read: {error}") from error
     return ModelContent(hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest(), tokenizer)

@@ -21,6 +21,7 @@ from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.recurrent.own_states import take_states_out
 from tandem.engine.model.source import ModelSource, Progress
+from tandem.engine.model.vision.tower import loader_of
 from tandem.wire.errors import ConfigurationError
 
 
@@ -47,7 +48,7 @@ def load_model(
 
         options |= loading.loading_options(config, quantized)
     load = functools.partial(
-        AutoModelForCausalLM.from_pretrained,
+        (loader_of(config) or AutoModelForCausalLM).from_pretrained,
         source.folder,
         dtype=dtype,
         device_map={"": str(device)} if device.type != "cpu" else None,

@@ -122,6 +122,7 @@ def load_runner(
         head_dim=plan.head_dim,
         groups=plan.all_groups,
         num_blocks=num_blocks,
+        images=loaded.tower.rules if loaded.tower is not None else None,
         vectors=VectorModel(pooling, loaded.vector_size, loaded.generates) if pooling is not None else None,
     )
     runner = TorchRunner(
@@ -133,6 +134,7 @@ def load_runner(
         num_speculative_tokens=scheduler.num_speculative_tokens,
         grammars=Grammars(functools.partial(tokenizer_json, source), info.vocab_size, info.eos_token_ids),
         adapters=loaded.adapters,
+        tower=loaded.tower,
     )
     tell("ready", 1.0)
     return runner

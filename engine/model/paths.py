@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tandem.engine.model.lora.slots import AdapterSlots
     from tandem.engine.model.recurrent.layout import StateLayout
     from tandem.engine.model.transformers_forward import ModelParts
+    from tandem.engine.model.vision.tower import VisionTower
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class LoadedModel:
     vector_size: int = 0  # numbers in a hidden state
     generates: bool = True  # False: its checkpoint has no head, so its logits mean nothing
     adapters: AdapterSlots | None = None  # None: none are served
+    tower: VisionTower | None = None  # None: it reads no images
 
 
 def load_native(
@@ -151,6 +153,7 @@ def load_general(
     from tandem.engine.model.probe import probe_attention
     from tandem.engine.model.recurrent.layout import LayerStates
     from tandem.engine.model.transformers_forward import TransformersForward
+    from tandem.engine.model.vision.tower import find_tower
 
     model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head)
     generates = not may_lack_head or holds_head(source, model)
@@ -245,6 +248,7 @@ def load_general(
         vector_size=int(model.config.get_text_config().hidden_size),
         generates=generates,
         adapters=adapters,
+        tower=find_tower(source, model),
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.wire.images import ImageRules
 from tandem.wire.pooling import VectorModel
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     content: str = ""  # what identifies the model: engine.model.content
     tokenizer: str = ""
     vectors: VectorModel | None = None  # None: it makes none
+    images: ImageRules | None = None  # None: it reads none
 
     @property
     def keeps_tokens(self) -> bool:

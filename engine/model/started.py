@@ -49,6 +49,9 @@ class StepOnDevice:
     unread: UnreadTokens | None = None  # the same tokens, for the next step
     pieces: list[PromptPiece] = dataclasses.field(default_factory=list)
     vectors: list[PooledVector] = dataclasses.field(default_factory=list)
+    errors: dict[str, TandemError] = dataclasses.field(
+        default_factory=dict
+    )  # requests that were computed in vain
     # Where the step ends on the device, if reading its tokens does not wait for that: it has none to read.
     end: DeviceMark | None = None
 

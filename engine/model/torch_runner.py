@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,16 +21,19 @@ from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
 from tandem.engine.model.started import PromptPiece, SampledTokens, StepOnDevice
 from tandem.engine.model.states import RequestRows
+from tandem.engine.model.vision.rows import ImageRows
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.errors import InternalError, InvalidLogits
+from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from tandem.engine.model.lora.slots import AdapterSlots
     from tandem.engine.model.prefault import PageMaker
+    from tandem.engine.model.vision.tower import VisionTower
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class _Preempted:
     sampling: SamplingParams
     pooling: Pooling | None
     lora: str | None
+    media: Sequence[MediaFeature]
     num_prompt_tokens: int
 
 
@@ -57,6 +62,7 @@ class TorchRunner:
         num_speculative_tokens: int,
         grammars: Grammars | None = None,
         adapters: AdapterSlots | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
@@ -74,6 +80,7 @@ class TorchRunner:
         self._grammars = grammars
         self._adapters = adapters
         self._loras: dict[int, str] = {}  # by row: the identities of requests' adapters
+        self._images = ImageRows(tower, self._device)
         masks = GrammarMasks(grammars) if grammars is not None else None
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._pooler = Pooler()
@@ -107,10 +114,13 @@ class TorchRunner:
             self._forget(req_id)
         self._preempted.clear()
         self._prompt_logprobs.clear()
+        self._images.forget_all()
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> StepOnDevice:
         with on(self._device), torch.inference_mode():
             self._update(step)
+            if step.encoder_inputs or step.forgotten_media:
+                self._images.update(step)
             started = StepOnDevice(self._finish)
             if not step.num_scheduled_tokens:
                 return started
@@ -138,6 +148,9 @@ class TorchRunner:
                 )
                 if self._loras:
                     batch = self._with_adapters(batch, scheduled)
+                if self._images:
+                    batch, errors = self._images.placed(batch, scheduled)
+                    started.errors |= errors
                 logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
                 if scheduled.pooled:
                     started.vectors += self._pooled(batch, scheduled)
@@ -180,6 +193,7 @@ class TorchRunner:
             self._table.set(row, new.sampling)
             self._pooler.set(row, new.pooling)
             self._set_lora(row, new.lora)
+            self._images.set(row, new.media)
         cached = step.cached_reqs
         for req_id, num_computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -201,6 +215,7 @@ class TorchRunner:
         self._table.set(row, kept.sampling)
         self._pooler.set(row, kept.pooling)
         self._set_lora(row, kept.lora)
+        self._images.set(row, kept.media)
         self._prompt_logprobs.pop(req_id, None)
         return row
 
@@ -209,6 +224,7 @@ class TorchRunner:
             self._table.params[row],
             self._pooler.pooling(row),
             self._loras.get(row),
+            self._images.media(row),
             int(self._requests.num_prompt_tokens[row]),
         )
 
@@ -242,6 +258,7 @@ class TorchRunner:
             self._table.clear(row)
             self._pooler.clear(row)
             self._loras.pop(row, None)
+            self._images.set(row, ())
         self._prompt_logprobs.pop(req_id, None)
 
     def _sample(
@@ -290,6 +307,7 @@ class TorchRunner:
         self._read_vectors(started.vectors, output)
         if started.sampled is not None:
             self._read_sampled(started.sampled, output)
+        output.errors |= started.errors
         return output
 
     def _read_sampled(self, sampled: SampledTokens, output: ModelOutput) -> None:

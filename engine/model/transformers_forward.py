@@ -94,7 +94,23 @@ class TransformersForward:
             own_attention_through(attending),
             self._noting_hidden(batch.hidden_rows),
         ):
-            return self.compute(batch.token_ids, batch.positions, step, hooks, batch.logit_rows, cache)
+            return self.compute(
+                batch.token_ids,
+                batch.positions,
+                step,
+                hooks,
+                batch.logit_rows,
+                cache,
+                self._embeddings(batch) if batch.image_rows is not None else None,
+            )
+
+    def _embeddings(self, batch: Batch) -> torch.Tensor:
+        """The tokens', and in the place of placeholders what the vision tower made."""
+        embed: Any = self._model.get_input_embeddings()
+        rows: torch.Tensor = embed(batch.token_ids)
+        if batch.image_rows is not None and batch.image_states is not None:
+            rows[batch.image_rows] = batch.image_states.to(rows.dtype)
+        return rows
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -127,6 +143,7 @@ class TransformersForward:
         hooks: LayerHooks | None = None,
         logit_rows: torch.Tensor | None = None,  # None: all
         cache: OwnCache | StepCache | None = None,
+        embeddings: torch.Tensor | None = None,  # None: the tokens'
     ) -> torch.Tensor:
         picks = self._picks_rows and logit_rows is not None
         options: dict[str, Any] = {"logits_to_keep": logit_rows} if picks else {}
@@ -138,7 +155,11 @@ class TransformersForward:
             options[self._cache_name] = cache
         hooked = _HookedStep(step, hooks, cache, self._own, self._readers, self.parts.expansions.keys())
         with attention_through(hooked.attention), without_expanding(step):
-            output = self._model(input_ids=token_ids[None], use_cache=False, **options)
+            if embeddings is None:
+                options["input_ids"] = token_ids[None]
+            else:
+                options["inputs_embeds"] = embeddings[None]
+            output = self._model(use_cache=False, **options)
         logits: torch.Tensor = output.logits[0]
         return logits if picks or logit_rows is None else logits[logit_rows]
 

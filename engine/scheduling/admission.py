@@ -133,10 +133,18 @@ class AdmissionPhase:
                 step.held_back = (request.request_id, "no prompt tokens are left in this step")
                 return _Verdict.FULL
             num_new = budget
+        if state.encoded is not None and request.media:
+            encodable = state.encoded.cap(request, num_computed, num_new)
+            if encodable < num_new and not (encodable and config.chunked_prefill):
+                step.held_back = (request.request_id, "no images can be encoded in this step")
+                return _Verdict.FULL
+            num_new = encodable
         if not self._allocate(request, num_new, prefix, step):
             step.held_back = (request.request_id, "too few free blocks")
             return _Verdict.FULL
 
+        if state.encoded is not None and request.media:
+            state.encoded.take(request, num_computed, num_new)
         state.waiting.take(request)
         state.running.append(request)
         (step.resumed if request.status is RequestStatus.PREEMPTED else step.new).append(request)

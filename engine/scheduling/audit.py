@@ -15,6 +15,8 @@ def check_integrity(state: SchedulerState) -> None:
         _check_placeholders(state, request)
     _check_queued_tokens(state)
     state.cache.check_integrity(_owners(state))
+    if state.encoded is not None:
+        state.encoded.check_integrity({request.request_id: request for request in state.running})
 
 
 def _check_places(state: SchedulerState) -> None:

@@ -50,6 +50,8 @@ class Lifecycle:
                 f"has {request.num_output_tokens} output tokens already",
                 "max_tokens",
             )
+        if request.media:
+            self._check_media(request)
         if request.pooling is not None:
             self._check_pooled(request)
             return
@@ -77,6 +79,24 @@ class Lifecycle:
                 "prompt",
             )
 
+    def _check_media(self, request: Request) -> None:
+        encoded, config = self._state.encoded, self._state.config
+        if encoded is None:
+            raise InvalidRequest("this node's model reads no images")
+        largest = max(feature.length for feature in request.media)
+        if not config.chunked_prefill and (largest := sum(each.length for each in request.media)) > (
+            most := min(encoded.tokens_per_step, encoded.capacity)
+        ):
+            raise InvalidRequest(
+                f"images of {largest} tokens are more than the {most} of one step, and prompts are not cut: raise "
+                "scheduler.max_encoder_tokens and cache.encoder_tokens, or set scheduler.chunked_prefill"
+            )
+        if largest > encoded.capacity:
+            raise InvalidRequest(
+                f"an image takes {largest} tokens, more than the {encoded.capacity} that this node keeps of images "
+                "(cache.encoder_tokens)"
+            )
+
     def preempt(self, request: Request) -> None:
         """A running request, already out of `running`, gives up its blocks and is computed again later."""
         self._state.cache.free(request)
@@ -98,6 +118,8 @@ class Lifecycle:
         state.totals.preemptions += 1
         state.preempted_req_ids.add(request.request_id)
         leave_steps(state, request)
+        if state.encoded is not None:
+            state.encoded.release(request.request_id)
         state.waiting.put_back(request)
 
     def take_blocks_of_waiting(self, besides: Request) -> bool:
@@ -144,6 +166,8 @@ class Lifecycle:
         # No other request may begin from what may turn out void, and no event may announce it.
         request.num_computed_tokens = max(request.num_computed_tokens - leave_steps(state, request), 0)
         state.cache.forget_uncomputed(request)
+        if state.encoded is not None:
+            state.encoded.release(request_id)
         del state.requests[request_id]
         state.finished_req_ids.add(request_id)
         state.settled = False

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.kvtransfer.base import ConnectorMetadata
 from tandem.wire.errors import TandemError
+from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
@@ -32,6 +34,7 @@ class NewRequestData:
     num_computed_tokens: int  # before this step
     lora: str | None = None
     pooling: Pooling | None = None  # its vector is wanted, and no token
+    media: Sequence[MediaFeature] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,6 +63,9 @@ class SchedulerOutput:
     state_copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     # Those of them that are checkpoints: nothing else uses them before the step is booked.
     checkpoint_blocks: list[int] = dataclasses.field(default_factory=list)
+    # Parts of images: those that are encoded before anything is computed, and those whose rows are forgotten before that.
+    encoder_inputs: list[EncoderInput] = dataclasses.field(default_factory=list)
+    forgotten_media: list[str] = dataclasses.field(default_factory=list)
     num_prompt_tokens: int = 0  # of all, for requests that are more than one token behind
     # A connector writes to blocks of this plan as soon as it gets it: to those of a request that waits for its load.
     begins_loads: bool = False

@@ -8,7 +8,7 @@ from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.state import SchedulerState
 from tandem.engine.scheduling.step import leave_steps
 from tandem.kvtransfer.base import NULL_BLOCK_ID
-from tandem.wire.errors import InternalError, InvalidLogits, TandemError
+from tandem.wire.errors import InternalError, InvalidImage, InvalidLogits, TandemError
 from tandem.wire.requests import TokenChunk
 
 _RUNNING = RequestStatus.RUNNING
@@ -107,8 +107,8 @@ class ModelResults:
 
     def _fail(self, request: Request, error: TandemError) -> TokenChunk:
         state = self._state
-        if isinstance(error, InvalidLogits):
-            state.totals.model_errors += 1
+        if isinstance(error, InvalidLogits | InvalidImage):
+            state.totals.model_errors += isinstance(error, InvalidLogits)
             # Whatever spoilt it may lie in its KV. No other request may begin from that.
             tables = state.cache.block_ids(request.request_id)
             state.forget_blocks({block for table in tables for block in table if block != NULL_BLOCK_ID})

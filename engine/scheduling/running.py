@@ -19,6 +19,7 @@ class RunningPhase:
         running = self._state.running
         scheduled, num_scheduled = step.running, step.num_scheduled
         token_budget = step.token_budget
+        encoded = self._state.encoded
         index = 0
         while index < len(running) and token_budget > 0:
             request = running[index]
@@ -37,6 +38,9 @@ class RunningPhase:
                     continue
                 if not request.spec_token_ids:
                     step.prompt_budget -= num_new
+            elif encoded is not None and request.media and not encoded.cap(request, num_computed, 1):
+                index += 1
+                continue
             if num_computed + num_new > request.allocation_horizon:
                 blocks, index, regained = self._allocate(request, num_new, index, step)
                 token_budget += regained
@@ -44,6 +48,8 @@ class RunningPhase:
                     break
                 if any(blocks):
                     step.new_blocks[request.request_id] = blocks
+            if encoded is not None and request.media:
+                encoded.take(request, num_computed, num_new)
             if request.spec_token_ids:
                 self._pack_drafts(request, num_new, step)
             num_scheduled[request.request_id] = num_new
@@ -64,7 +70,10 @@ class RunningPhase:
             num_new = self._state.cache.checkpoints.cap(request, request.num_computed_tokens, num_new)
         # The last position of the context is never an input, but for a vector's: no token can follow it.
         room = self._state.max_model_len - (request.pooling is None) - request.num_computed_tokens
-        return min(num_new, token_budget, room)
+        num_new = min(num_new, token_budget, room)
+        if self._state.encoded is not None and request.media:
+            num_new = self._state.encoded.cap(request, request.num_computed_tokens, num_new)
+        return num_new
 
     def _allocate(
         self, request: Request, num_new: int, index: int, step: StepPlan

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from tandem.engine.cache.coordinator import Tables, hash_block_size
+from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.cache.events import CacheEvents
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
@@ -60,6 +61,7 @@ class Scheduler:
         *,
         zero_new_blocks: bool = False,
         trace: StepTrace | None = None,
+        reads_images: bool = False,
     ) -> None:
         """`zero_new_blocks` is for attention kernels that read past a request's last token: the runner is told
         which blocks hold something stale."""
@@ -102,6 +104,7 @@ class Scheduler:
             clock=clock,
             waiting=WaitingRequests(policy),
             pins=pins,
+            encoded=EncoderCache(cache.encoder_tokens, config.max_encoder_tokens) if reads_images else None,
         )
         self._trace = trace  # None: nothing is noted
         if trace is not None:
@@ -162,6 +165,8 @@ class Scheduler:
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
         if self._trace is not None:
             self._trace.snapshot(state)
+        if state.encoded is not None:
+            state.encoded.begin_step()
         self._running_phase.plan(step)
         # A request admitted while others lose their blocks would keep its own only for a moment.
         if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
@@ -245,6 +250,8 @@ class Scheduler:
         if state.cache.checkpoints is not None:
             state.cache.checkpoints.keep(state.requests, step.num_scheduled)
             output.state_copies, output.checkpoint_blocks = state.cache.take_state_copies()
+        if state.encoded is not None:
+            output.encoder_inputs, output.forgotten_media = state.encoded.take_step()
         # The output keeps the sets, so new ones are begun.
         state.finished_req_ids, state.preempted_req_ids = set(), set()
         fresh = state.cache.take_fresh_blocks()
@@ -262,17 +269,20 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             lora=request.lora,
             pooling=request.pooling,
+            media=request.media,
         )
 
     def _advance(self, step: StepPlan) -> None:
         """The step's tokens count as computed from here on. Drafts that turn out wrong are taken back later."""
-        requests, of_prompts = self._state.requests, 0
+        requests, of_prompts, encoded = self._state.requests, 0, self._state.encoded
         for request_id, num_tokens in step.num_scheduled.items():
             request = requests[request_id]
             left = request.num_prompt_tokens - request.num_computed_tokens
             if left > 0:
                 of_prompts += min(left, num_tokens)
             request.num_computed_tokens += num_tokens
+            if encoded is not None and request.media:
+                encoded.passed(request)
         self._state.totals.prompt_tokens_computed += of_prompts
 
     def leave_open(self, step: SchedulerOutput) -> bool:
@@ -282,7 +292,8 @@ class Scheduler:
 
     def took(self, step: SchedulerOutput, seconds: float) -> None:
         """How long the model needed for a step: what the next ones are given of prompts follows from it."""
-        if step.num_prompt_tokens:
+        # What the vision tower took says nothing of prompts' tokens.
+        if step.num_prompt_tokens and not step.encoder_inputs:
             self._pace.took(step.num_prompt_tokens, seconds)
             if self._state.connector is not None:
                 self._state.connector.step_took(step.num_prompt_tokens, seconds)
@@ -411,6 +422,9 @@ class Scheduler:
         uncomputed = sum(
             max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in state.running
         )
+        if state.encoded is not None:
+            totals.encoder_tokens = state.encoded.encoded_tokens
+            totals.encoder_tokens_reused = state.encoded.reused_tokens
         return SchedulerStats(
             **totals.values(),
             running=len(state.running),

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Iterator
 
+from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
@@ -41,6 +42,7 @@ class SchedulerState:
     running: list[Request] = dataclasses.field(default_factory=list)  # in order of admission
     held: dict[str, Request] = dataclasses.field(default_factory=dict)
     pins: Pins | None = None  # None: the policy makes none
+    encoded: EncoderCache | None = None  # None: the model reads no images
     pause: PauseState = PauseState.UNPAUSED
     totals: Totals = dataclasses.field(default_factory=Totals)
     answers: AnswerLengths = dataclasses.field(default_factory=AnswerLengths)

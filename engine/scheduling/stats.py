@@ -36,6 +36,8 @@ class Totals(msgspec.Struct):
     speculative_accepted: int = 0
     speculative_accepted_at: list[int] = []  # by position in the draft
     loads_failed: int = 0
+    encoder_tokens: int = 0  # tokens of images that the vision tower made
+    encoder_tokens_reused: int = 0  # that were there from an earlier request
     pins_made: int = 0
     pins_met: int = 0  # the next turn came in time, and began as expected
     pins_ended: dict[str, int] = {}  # by why

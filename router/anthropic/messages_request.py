@@ -12,6 +12,7 @@ from tandem.router.formats.lark import JsonObject
 from tandem.router.openai.chat_request import (
     ChatMessage,
     ChatRequest,
+    ContentPart,
     FunctionCall,
     FunctionDefinition,
     NamedFunction,
@@ -25,6 +26,13 @@ from tandem.router.openai.grammar import JsonSchemaFormat, ResponseFormat
 from tandem.wire.errors import InvalidRequest
 
 
+class ImageSource(msgspec.Struct, frozen=True):
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class Block(msgspec.Struct, frozen=True):
     """Part of a message, of any type. What it holds besides is dropped: clients send back what they were given."""
 
@@ -36,6 +44,7 @@ class Block(msgspec.Struct, frozen=True):
     input: JsonObject | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
+    source: ImageSource | None = None
 
 
 Content = str | list[Block]
@@ -173,7 +182,25 @@ def _chat_messages(message: Message, at: int) -> Iterable[ChatMessage]:
         result = _text(block.content or "", f"{where}[{index}].content")
         yield ChatMessage("tool", result, tool_call_id=block.tool_use_id)
     if said or not message.content:
-        yield ChatMessage(message.role, _text(said, where))
+        yield ChatMessage(message.role, _said(said, where))
+
+
+def _said(blocks: Sequence[Block], where: str) -> str | list[ContentPart]:
+    if not any(block.type == "image" for block in blocks):
+        return _text(blocks, where)
+    parts: list[ContentPart] = []
+    for index, block in enumerate(blocks):
+        if block.type != "image":
+            parts.append(ContentPart("text", _text([block], where, index)))
+            continue
+        source = block.source or ImageSource("none")
+        url = f"data:{source.media_type};base64,{source.data}" if source.type == "base64" else source.url
+        if url is None:
+            raise InvalidRequest(
+                f"{where}[{index}].source: must have a type 'base64', a media_type and data", where
+            )
+        parts.append(ContentPart("image_url", image_url=url))
+    return parts
 
 
 def _assistant(blocks: Sequence[Block], where: str) -> ChatMessage:
@@ -198,10 +225,10 @@ def _assistant(blocks: Sequence[Block], where: str) -> ChatMessage:
     )
 
 
-def _text(content: Content, where: str) -> str:
+def _text(content: str | Sequence[Block], where: str, first: int = 0) -> str:
     if isinstance(content, str):
         return content
-    for index, block in enumerate(content):
+    for index, block in enumerate(content, first):
         if block.type != "text" or block.text is None:
             raise InvalidRequest(
                 f"{where}[{index}]: must be a block of type 'text' with a text; this model reads no "

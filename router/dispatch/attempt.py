@@ -92,6 +92,8 @@ class Attempt:
                 priority=spec.priority,
                 cache_salt=spec.cache_salt,
                 lora=spec.lora,
+                media=spec.media,
+                images=spec.images,
                 trace=spec.trace is not None,
                 keep=keep,
                 cache_peers=cache_peers,

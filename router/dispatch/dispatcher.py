@@ -177,7 +177,7 @@ class Dispatcher:
         hashes: dict[_Prompt, PromptHashes] = {}
         for spec in specs:
             if _prompt_of(spec) not in hashes:
-                made = PromptHashes(spec.prompt_token_ids, spec.cache_salt, spec.lora)
+                made = PromptHashes(spec.prompt_token_ids, spec.cache_salt, spec.lora, spec.media)
                 hashes[_prompt_of(spec)] = made
                 if len(spec.prompt_token_ids) > HASHED_INLINE_TOKENS:
                     for size in self._pool.block_sizes:

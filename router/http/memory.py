@@ -153,6 +153,7 @@ def inputs_size(plan: GenerationPlan) -> int:
     sampling = plan.specs[0].sampling
     return (
         TOKEN_BYTES * plan.prompt_tokens
+        + sum(map(len, plan.specs[0].images))
         + sum(map(len, plan.prompt_texts))
         + SEQUENCE_BYTES * len(plan.specs)
         + len(sampling.grammar or "")

@@ -20,7 +20,7 @@ from tandem.router.openai.chat_prompt import render_chat
 from tandem.router.openai.chat_request import ChatMessage, Tool
 from tandem.router.openai.fields import TokenId
 from tandem.router.openai.pieces import json_pieces
-from tandem.router.openai.plan import ServedModel, chat_prompt
+from tandem.router.openai.plan import ChatPrompt, ServedModel, chat_prompt, check_images, with_images
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
 
@@ -74,8 +74,8 @@ async def _tokenized(model: ServedModel, request: TokenizeRequest) -> dict[str, 
         special = request.add_special_tokens is not False
         ids = await model.tokenizer.encode_async(request.prompt, special=special)
     else:
-        text = await _rendered(model, request)
-        ids = await model.tokenizer.encode_async(text, special=bool(request.add_special_tokens))
+        prompt = await _rendered(model, request)
+        ids = await model.tokenizer.encode_async(prompt.text, special=bool(request.add_special_tokens))
     pieces = await asyncio.to_thread(_pieces, ids, model.tokenizer) if request.return_token_strs else None
     return {
         "count": len(ids),
@@ -85,11 +85,12 @@ async def _tokenized(model: ServedModel, request: TokenizeRequest) -> dict[str, 
     }
 
 
-async def _rendered(model: ServedModel, request: TokenizeRequest) -> str:
+async def _rendered(model: ServedModel, request: TokenizeRequest) -> ChatPrompt:
     if model.template is None or request.messages is None:
         raise InvalidRequest("messages: this model has no chat template", "messages")
+    check_images(request.messages, model)
     continues = bool(request.continue_final_message)
-    return await render_chat(
+    text = await render_chat(
         model.template,
         model.guard,
         request.messages,
@@ -98,6 +99,7 @@ async def _rendered(model: ServedModel, request: TokenizeRequest) -> str:
         continue_final_message=continues,
         extra=request.chat_template_kwargs,
     )
+    return await with_images(text, request.messages, model)
 
 
 def _pieces(token_ids: list[int], tokenizer: Tokenizer) -> list[str]:
@@ -123,5 +125,5 @@ async def count_tokens(services: Services, exchange: HttpExchange) -> None:
         request = await read_body(exchange, CountRequest, services.config, share)
         services.model.check_name(request.model)
         prompt = await chat_prompt(as_chat(request), services.model)
-        ids = await services.model.tokenizer.encode_async(prompt, special=False)
+        ids = await services.model.tokenizer.encode_async(prompt.text, special=False)
     await send_pieces(exchange.send, json_pieces({"input_tokens": len(ids)}))

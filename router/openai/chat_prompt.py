@@ -55,4 +55,13 @@ def _render(
     offered = [tool_for_template(tool) for tool in tools]
     if offered and not template.mentions_tools:
         plain, offered = told_in_words(plain, offered, has_system=template.takes_system), []
+    if not template.takes_text:
+        plain = [_in_parts(message) for message in plain]
     return template.render(plain, tools=offered or None, **options)
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message["content"]
+    return (
+        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    )

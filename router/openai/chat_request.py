@@ -19,10 +19,22 @@ ReasoningEffort = Annotated[
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
+class ImageUrl(msgspec.Struct, frozen=True):
+    """`detail` says how fine an image is to be read; here each model's own settings do."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
+
+    @property
+    def url(self) -> str | None:
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
@@ -102,13 +114,31 @@ def template_variables(request: ChatRequest) -> JsonObject:
     return variables | (request.chat_template_kwargs or {})
 
 
+class ImagePart(msgspec.Struct, frozen=True):
+    """An image as a message has it."""
+
+    url: str
+    where: str
+
+
 def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Plain dictionaries with text content, as chat templates expect them."""
+    """Plain dictionaries as chat templates expect them: contents are text, or lists of parts where there are images among them."""
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
+def image_parts(messages: Sequence[ChatMessage]) -> list[ImagePart]:
+    """In the order in which a template comes to them."""
+    return [
+        ImagePart(part.url, f"messages[{index}].content[{at}]")
+        for index, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for at, part in enumerate(message.content)
+        if part.type == "image_url" and part.url is not None
+    ]
+
+
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
-    content = _text(message.content, where)
+    content = _content(message, where)
     if content is None and not message.tool_calls:
         raise InvalidRequest(
             f"{where}.content: must be text, unless an assistant's message has tool_calls", where
@@ -140,11 +170,31 @@ def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
     return plain
 
 
-def _text(content: str | list[ContentPart] | None, where: str) -> str | None:
+def _content(message: ChatMessage, where: str) -> str | list[dict[str, Any]] | None:
+    content = message.content
     if content is None or isinstance(content, str):
         return content
-    pieces: list[str] = []
+    if not any(part.type == "image_url" for part in content):
+        return _text(content, where)
+    if message.role != "user":
+        raise InvalidRequest(f"{where}.content: only a user's message has images", f"{where}.content")
+    parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
+        if part.type != "image_url":
+            parts.append({"type": "text", "text": _text([part], where, index)})
+        elif part.url is None:
+            raise InvalidRequest(
+                f"{where}.content[{index}].image_url: must be an object with a url",
+                f"{where}.content[{index}]",
+            )
+        else:
+            parts.append({"type": "image"})
+    return parts
+
+
+def _text(content: Sequence[ContentPart], where: str, first: int = 0) -> str:
+    pieces: list[str] = []
+    for index, part in enumerate(content, first):
         text = part.refusal if part.type == "refusal" else part.text if part.type == "text" else None
         if text is None:
             raise InvalidRequest(

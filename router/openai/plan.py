@@ -11,8 +11,9 @@ from tandem.router.dispatch import ReadableLives, SequenceSpec
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.detection import format_of
 from tandem.router.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
+from tandem.router.images.reader import ImageReader, PromptImages
 from tandem.router.openai.chat_prompt import render_chat
-from tandem.router.openai.chat_request import ChatRequest, Tool, template_variables
+from tandem.router.openai.chat_request import ChatMessage, ChatRequest, Tool, image_parts, template_variables
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.constraint import chat_grammar, completion_grammar, grammar_of_tokens
@@ -26,6 +27,7 @@ from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.trace import RequestTrace
 from tandem.wire.adapters import identity_of
 from tandem.wire.errors import InvalidRequest, UnknownModel
+from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import VectorModel
 from tandem.wire.sampling import SamplingParams
 
@@ -44,7 +46,9 @@ class ServedModel:
         created: int,
         vectors: Callable[[], VectorModel | None] = lambda: None,
         adapters: Callable[[], Mapping[str, str]] = dict,
+        images: ImageReader | None = None,
     ) -> None:
+        """`images`: None where the model reads none."""
         self.config = config
         self.tokenizer = tokenizer
         self.template = template
@@ -56,6 +60,7 @@ class ServedModel:
         self._max_model_len = max_model_len
         self._vectors = vectors
         self._adapters = adapters
+        self.images = images
 
     @property
     def max_model_len(self) -> int | None:
@@ -217,8 +222,32 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
     )
 
 
-async def chat_prompt(request: ChatRequest, model: ServedModel) -> str:
+class ChatPrompt(msgspec.Struct, frozen=True):
+    text: str
+    images: PromptImages = PromptImages()
+
+
+async def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> ChatPrompt:
+    """A rendered prompt, and what stands for its messages' images."""
+    parts = image_parts(messages)
+    if not parts or model.images is None:
+        return ChatPrompt(text)
+    images = await model.images.read(parts)
+    return ChatPrompt(model.images.expanded(text, images), images)
+
+
+def check_images(messages: Sequence[ChatMessage], model: ServedModel) -> None:
+    """Before anything is made of them."""
+    if model.images is None and (parts := image_parts(messages)):
+        where = parts[0].where
+        raise InvalidRequest(
+            f"{where}: must be a part of type 'text' with a text; this model reads no 'image_url'", where
+        )
+
+
+async def chat_prompt(request: ChatRequest, model: ServedModel) -> ChatPrompt:
     """What the model's template makes of a chat."""
+    check_images(request.messages, model)
     if model.template is None:
         raise InvalidRequest("messages: this model has no chat template; use /v1/completions", "messages")
     continues = bool(request.continue_final_message)
@@ -226,7 +255,7 @@ async def chat_prompt(request: ChatRequest, model: ServedModel) -> str:
         raise InvalidRequest(
             "continue_final_message: contradicts add_generation_prompt", "continue_final_message"
         )
-    return await render_chat(
+    text = await render_chat(
         model.template,
         model.guard,
         request.messages,
@@ -236,6 +265,7 @@ async def chat_prompt(request: ChatRequest, model: ServedModel) -> str:
         documents=request.documents,
         extra=template_variables(request),
     )
+    return await with_images(text, request.messages, model)
 
 
 def _tools_to_call(request: ChatRequest) -> list[Tool] | None:
@@ -260,7 +290,13 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     tools = _tools_to_call(request)
     _check_tools(request, model)
     grammar = await chat_grammar(request, tools, model.format, model.tokenizer)
-    text = await chat_prompt(request, model)
+    prompt = await chat_prompt(request, model)
+    text, images = prompt.text, prompt.images
+    if images.files and request.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens: not with images, of which a part would be cut off",
+            "truncate_prompt_tokens",
+        )
     if grammar is not None:
         grammar = model.format.after_reasoning(grammar, text, model.tokenizer)
     # The template writes the special tokens itself.
@@ -271,6 +307,9 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     )
     token_ids = _truncated(token_ids, request, max_tokens, model)
+    media: list[MediaFeature] = []
+    if model.images is not None and images.files:
+        media = model.images.features(token_ids, images)
     return _plan(
         request,
         model,
@@ -284,6 +323,8 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         show_logprobs=bool(request.logprobs),
         answer_format=model.format,
         chat_prompt=text,
+        media=media,
+        images=[file.data for file in images.files],
         tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
         grammar=grammar,
         bad_words=await bad_word_ids(request.bad_words, model.tokenizer),
@@ -305,6 +346,8 @@ def _plan(
     show_logprobs: bool,
     answer_format: AnswerFormat | None = None,
     chat_prompt: str = "",
+    media: list[MediaFeature] | None = None,
+    images: list[bytes] | None = None,
     tools: ToolSchemas | None = None,
     grammar: str | None = None,
     bad_words: list[list[int]],
@@ -354,6 +397,8 @@ def _plan(
                     priority=caller.priority(request.priority),
                     cache_salt=caller.cache_salt(request.cache_salt),
                     lora=model.adapter_of(request.model),
+                    media=media or [],
+                    images=images or [],
                     session=caller.session,
                     job_id=job_id,
                     is_last_step=caller.is_last_step,

@@ -12,6 +12,7 @@ from tandem.router.formats.lark import JsonObject
 from tandem.router.openai.chat_request import (
     ChatMessage,
     ChatRequest,
+    ContentPart,
     FunctionCall,
     FunctionDefinition,
     FunctionName,
@@ -32,6 +33,7 @@ class InputPart(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
 
 
 class InputItem(msgspec.Struct, frozen=True):
@@ -208,7 +210,7 @@ def _messages(items: Sequence[InputItem]) -> Iterable[ChatMessage]:
         elif item.type == "message":
             if item.role is None:
                 raise InvalidRequest(f"{where}.role: is required", f"{where}.role")
-            yield ChatMessage(item.role, _text(item.content, f"{where}.content"))
+            yield ChatMessage(item.role, _said(item.content, f"{where}.content"))
         else:
             raise InvalidRequest(
                 f"{where}.type: must be message, function_call, function_call_output or reasoning, not "
@@ -232,13 +234,27 @@ def _add(turn: _Turn, item: InputItem, where: str) -> None:
         turn.said.append(_text(item.content, f"{where}.content"))
 
 
-def _text(content: str | Sequence[InputPart] | None, where: str) -> str:
+def _said(content: str | Sequence[InputPart] | None, where: str) -> str | list[ContentPart]:
+    if content is None or isinstance(content, str) or not any(part.type == "input_image" for part in content):
+        return _text(content, where)
+    parts: list[ContentPart] = []
+    for at, part in enumerate(content):
+        if part.type != "input_image":
+            parts.append(ContentPart("text", _text([part], where, at)))
+        elif part.image_url is None:
+            raise InvalidRequest(f"{where}[{at}].image_url: is required, as a data URL", f"{where}[{at}]")
+        else:
+            parts.append(ContentPart("image_url", image_url=part.image_url))
+    return parts
+
+
+def _text(content: str | Sequence[InputPart] | None, where: str, first: int = 0) -> str:
     if content is None:
         raise InvalidRequest(f"{where}: is required", where)
     if isinstance(content, str):
         return content
     texts: list[str] = []
-    for at, part in enumerate(content):
+    for at, part in enumerate(content, first):
         text = part.refusal if part.type == "refusal" else part.text
         if text is None or not (part.type == "refusal" or part.type.endswith("text")):
             raise InvalidRequest(

@@ -138,6 +138,18 @@ class ChatTemplate:
         except InvalidRequest:
             return False
 
+    @functools.cached_property
+    def takes_text(self) -> bool:
+        """Whether it renders a message whose content is text. Some of models that read images look for a list of parts, and would leave it
+        out."""
+        words = "Take care."
+        try:
+            as_text = self.render([{"role": "user", "content": words}])
+            as_parts = self.render([{"role": "user", "content": [{"type": "text", "text": words}]}])
+        except InvalidRequest:
+            return True
+        return words in as_text or words not in as_parts
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -200,12 +212,17 @@ def _read_text(file: Path) -> str:
 def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     """With a mark at the end of its text that no client can guess: the text itself may also stand in what the
     template writes after it."""
-    content = str(message.get("content") or "")
-    if not content.strip():
+    content = message.get("content") or ""
+    parts: list[Mapping[str, Any]] = content if isinstance(content, list) else [{"text": content}]
+    text = str(parts[-1].get("text") or "")
+    if not text.strip():
         raise InvalidRequest(
             "messages: with continue_final_message the last must have text to go on with", "messages"
         )
-    return {**message, "content": content + mark + " "}
+    text += mark + " "
+    if isinstance(content, list):
+        return {**message, "content": [*parts[:-1], {**parts[-1], "text": text}]}
+    return {**message, "content": text}
 
 
 def _cut_at(text: str, mark: str) -> str:

@@ -103,6 +103,11 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(text)
         return found
 
+    def text_of(self, token_id: int) -> str | None:
+        """What a token is called in the vocabulary."""
+        found: str | None = self._backend.id_to_token(token_id)
+        return found
+
     def most_characters(self, num_tokens: int) -> int:
         """No text with more than these has so few tokens, unless most of it is nothing that a token stands for, such
         as white space that the tokenizer drops."""

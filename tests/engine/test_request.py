@@ -8,8 +8,9 @@ import pytest
 
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.config import HashAlgorithm
-from tandem.engine.request import MediaFeature, Request, RequestStatus
+from tandem.engine.request import Request, RequestStatus
 from tandem.kvtransfer.base import TransferRequest
+from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams

@@ -16,6 +16,7 @@ from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, TierConfig, TransferConfig, TransferStats
 from tandem.kvtransfer.multi import create_connector
+from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers, KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
@@ -46,6 +47,8 @@ class OneEngine:
         tiers: Sequence[TierConfig] = (),
         shares: bool = False,
         adapters: Mapping[str, str] | None = None,
+        encoder_tokens: int = 1024,
+        num_blocks: int | None = None,
     ) -> OneEngine:
         """`shares`: its tier in host memory reads those of others, and mirrors."""
         woken, epoch = threading.Event(), next(epochs)
@@ -55,6 +58,7 @@ class OneEngine:
             prefix_caching=prefix_caching,
             checkpoint_tokens=checkpoint_tokens,
             hash_seed="t",
+            encoder_tokens=encoder_tokens,
         )
         scheduler = scheduler or SchedulerConfig()
         config = ModelConfig(path=str(model), dtype="float32", threads=1, adapters=dict(adapters or {}))
@@ -77,7 +81,13 @@ class OneEngine:
             )
             scheduler_half, worker_half = create_connector(context)
         made = Scheduler(
-            scheduler, cache, info.groups, info.num_blocks, info.max_model_len, connector=scheduler_half
+            scheduler,
+            cache,
+            info.groups,
+            num_blocks or info.num_blocks,
+            info.max_model_len,
+            connector=scheduler_half,
+            reads_images=info.images is not None,
         )
         address = PeerAddress(name, epoch, worker_half.peer_endpoint) if worker_half is not None else None
         ahead = scheduler.plans_ahead(info.device)
@@ -96,6 +106,8 @@ class OneEngine:
         output: Sequence[int] = (),
         cache_peers: CachePeers | None = None,
         lora: str | None = None,
+        media: Sequence[MediaFeature] = (),
+        images: Sequence[bytes] = (),
     ) -> None:
         sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         request = Request(
@@ -106,6 +118,8 @@ class OneEngine:
             transfer=transfer,
             cache_peers=cache_peers,
             lora=lora,
+            media=media,
+            images=images,
             block_hasher=self.engine.scheduler.block_hasher,
         )
         self.engine.add_request(request)
@@ -147,6 +161,8 @@ def hand_over(
     *,
     produced: int = 1,
     loras: tuple[str | None, str | None] = (None, None),
+    media: Sequence[MediaFeature] = (),
+    images: Sequence[bytes] = (),
 ) -> list[int]:
     """What `consumer` answers to a prompt that `producer` reads. Returns when nothing of it is held any more."""
     assert producer.address
@@ -156,9 +172,9 @@ def hand_over(
     produce = KVTransferParams(f"t-{name}", TransferRole.PRODUCE, consumer.address)
     tokens: list[int] = []
     first: list[int] = []
-    consumer.add(name, prompt, count, consume, lora=loras[1])
+    consumer.add(name, prompt, count, consume, lora=loras[1], media=media, images=images)
     consumer.run(name, tokens, until)
-    producer.add(name, prompt, produced, produce, lora=loras[0])
+    producer.add(name, prompt, produced, produce, lora=loras[0], media=media, images=images)
     while not consumer.run(name, tokens, until):
         producer.run(name, first, until)
     while producer.engine.scheduler.stats().held_blocks:

@@ -15,8 +15,10 @@ from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
 from tandem.router.cached_blocks import CachedBlocks
 from tandem.router.prefixes import NodeBits, PromptHashes
 from tandem.wire.errors import NodeLost
+from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tandem.wire.requests import CacheChange, CacheNews, ListCache
+from tandem.wire.sampling import SamplingParams
 from tests.engine.cache.tables import BLOCK, FULL, admit, manager, request
 from tests.wire.test_lines import World
 
@@ -124,6 +126,24 @@ def test_the_router_and_the_node_name_blocks_alike_with_salts_and_adapters_apart
     media = BlockStored([b"d"], b"b", [5, 6], 2, extra_keys=[("media:m:4",)])
     ((_, _, with_media),) = cached.apply(media)
     assert with_media != PromptHashes([1, 2, 3, 4, 5, 6], "s").of(2)[2:]
+
+
+@given(st.integers(0, 9), st.integers(1, 6), st.integers(0, 5))
+def test_the_router_and_the_node_name_blocks_with_images_alike(
+    offset: int, length: int, answered: int
+) -> None:
+    media = [MediaFeature("m/0", offset, length), MediaFeature("m/1", offset + length + 1, 2)]
+    tokens = [7] * (offset + length + 6 + answered)
+    events = CacheEvents(1)
+    each = Request("r", tokens, SamplingParams(), media=media)
+    hashes = [bytes([place]) for place in range(len(tokens) // BLOCK)]
+    if not hashes:
+        return
+    events.stored(each, 0, BLOCK, range(len(hashes)), hashes, None)
+    ((_, _, names),) = NamedBlocks(BLOCK).apply(events.take()[0])
+    prompt = PromptHashes(tokens[: len(tokens) - answered], None, None, media)
+    assert prompt.with_output(BLOCK, tokens[len(tokens) - answered :]) == names
+    assert names[: len(prompt.of(BLOCK))] == prompt.of(BLOCK)
 
 
 def test_a_block_that_left_the_device_is_known_as_long_as_a_tier_has_it() -> None:

@@ -20,6 +20,7 @@ from tandem.node.service import NodeService
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.adapters import identity_of
 from tandem.wire.errors import InvalidLogits, NodeLost
+from tandem.wire.images import MediaFeature, TiledImages
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, PeerAddress, Role
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
@@ -545,3 +546,35 @@ def test_a_node_without_adapters_refuses_them(node: Node) -> None:
     (chunk,) = node.outgoing.until_finished("r")
     assert chunk.error is not None
     assert chunk.error.code == "adapter_missing"
+
+
+RUN = MediaFeature("m/0", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"media": [MediaFeature("m/0", 1, 1)]}, "placeholders"),  # not there
+        ({"media": [MediaFeature("m/0", 2, 2)]}, "placeholders"),  # and another token
+        ({"media": [MediaFeature("m/0", 2, 1, 1)]}, "placeholders"),  # no such file
+        ({"media": [MediaFeature("m/0", -3, 1)]}, "placeholders"),
+        ({"media": [MediaFeature("m/0", 2, 0)]}, "placeholders"),
+        ({"media": [MediaFeature("m/0", 4, 9)]}, "placeholders"),
+        ({"media": [RUN, RUN]}, "placeholders"),
+        ({"reads": False}, "reads no images"),
+    ],
+)
+def test_a_node_takes_a_routers_word_for_no_placeholder(fields: dict, why: str) -> None:
+    reads = fields.pop("reads", True)
+    node = Node(DecodeRules(Role.DECODE))
+    rules = TiledImages(tile=16, longest=48, is_cut=True, tokens=2, token_id=12)
+    node.runner.info = msgspec.structs.replace(node.runner.info, images=rules if reads else None)
+    try:
+        # Of its five tokens the third is a placeholder.
+        node.submit(**({"media": [RUN], "images": [b""]} | fields))
+        (chunk,) = node.outgoing.until_finished("r")
+        assert chunk.error is not None
+        assert chunk.error.code == "invalid_request"
+        assert why in chunk.error.message
+    finally:
+        node.service.stop()

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from tandem.engine.cache.hashing import BlockHasher, extra_keys, make_block_hasher
 from tandem.engine.config import HashAlgorithm
-from tandem.engine.request import MediaFeature, Request
+from tandem.engine.request import Request
 from tandem.kvtransfer.protocol.identity import token_hash
+from tandem.router.prefixes import PromptHashes
 from tandem.wire.adapters import identity_of
 from tandem.wire.errors import InvalidRequest
+from tandem.wire.images import MediaFeature
 from tandem.wire.prefix_hashes import block_hashes, root_hash
 from tandem.wire.sampling import SamplingParams
 
@@ -160,3 +162,31 @@ def test_kv_of_different_adapters_never_has_one_name(tokens, one, other, algorit
         assert not chains[0] & chains[1]
         assert not set(routed[0]) & set(routed[1])
         assert handed[0] != handed[1]
+
+
+@st.composite
+def prompts_with_images(draw):
+    """Tokens, and the runs of some images among them."""
+    media, at = [], draw(st.integers(0, 6))
+    for place in range(draw(st.integers(1, 4))):
+        length = draw(st.integers(1, 9))
+        media.append(MediaFeature(f"{place}", at, length))
+        at += length + draw(st.integers(0, 6))
+    return [1] * (at + draw(st.integers(0, 12))), media
+
+
+@given(prompts_with_images(), st.data(), st.sampled_from(ALGORITHMS))
+def test_equal_placeholders_of_different_images_share_no_block(prompt, data, algorithm):
+    tokens, media = prompt
+    hasher = make_block_hasher(algorithm, 4, "seed")
+    place = data.draw(st.integers(0, len(media) - 1))
+    other = [*media]
+    other[place] = MediaFeature("other", media[place].offset, media[place].length)
+    ours, theirs = (chain(tokens, hasher, media=each) for each in (media, other))
+    first = media[place].offset // 4
+    assert ours[:first] == theirs[:first]
+    assert not set(ours[first:]) & set(theirs[first:])
+    # Routers tell them apart in the same places.
+    ours, theirs = (PromptHashes(tokens, None, None, each).of(4) for each in (media, other))
+    assert ours[:first] == theirs[:first]
+    assert not set(ours[first:]) & set(theirs[first:])

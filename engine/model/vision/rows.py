@@ -1,0 +1,94 @@
+"""Which outputs of the vision tower the runner keeps, and where a step's rows want them.
+
+The scheduler says what is encoded and what is forgotten (`engine.cache.encoder_cache`), by the parts' identifiers, so that equal images are
+encoded once. A part that could not be encoded is kept as the reason: each request that comes to it ends with that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tandem.engine.model.staging import to_device
+from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.wire.errors import InternalError, TandemError
+from tandem.wire.images import MediaFeature
+
+if TYPE_CHECKING:
+    from tandem.engine.model.batch import Batch
+    from tandem.engine.model.batching import ScheduledTokens
+    from tandem.engine.model.vision.tower import VisionTower
+
+
+class ImageRows:
+    def __init__(self, tower: VisionTower | None, device: torch.device) -> None:
+        self._tower = tower
+        self._device = device
+        self._kept: dict[str, torch.Tensor | TandemError] = {}
+        self._media: dict[int, Sequence[MediaFeature]] = {}  # by row: of requests with images
+
+    def __bool__(self) -> bool:
+        """Whether any request has images."""
+        return bool(self._media)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def set(self, row: int, media: Sequence[MediaFeature]) -> None:
+        if media:
+            self._media[row] = media
+        else:
+            self._media.pop(row, None)
+
+    def media(self, row: int) -> Sequence[MediaFeature]:
+        return self._media.get(row, ())
+
+    def forget_all(self) -> None:
+        self._kept.clear()
+        self._media.clear()
+
+    def update(self, step: SchedulerOutput) -> None:
+        for identifier in step.forgotten_media:
+            del self._kept[identifier]
+        if not step.encoder_inputs:
+            return
+        if self._tower is None:
+            raise InternalError("a request has images, and the model was loaded without its tower")
+        made = self._tower.encode(step.encoder_inputs)
+        for one, rows in zip(step.encoder_inputs, made, strict=True):
+            if isinstance(rows, torch.Tensor) and rows.shape[0] != one.length:
+                raise InternalError(
+                    f"{one.length} tokens stand for a part of an image that is {rows.shape[0]} rows"
+                )
+            self._kept[one.identifier] = rows
+
+    def placed(self, batch: Batch, scheduled: ScheduledTokens) -> tuple[Batch, dict[str, TandemError]]:
+        """The batch with the rows that stand in the place of tokens; and the requests for which some could not be had."""
+        rows: list[np.ndarray] = []
+        states: list[torch.Tensor] = []
+        errors: dict[str, TandemError] = {}
+        for index, row in enumerate(scheduled.rows.tolist()):
+            media = self._media.get(row)
+            if media is None:
+                continue
+            begin, end = (int(at) for at in scheduled.query_start[index : index + 2])
+            last = int(batch.host_context_lens[index])
+            first = last - (end - begin)
+            for feature in media:
+                start, stop = max(feature.offset, first), min(feature.offset + feature.length, last)
+                if start >= stop:
+                    continue
+                made = self._kept[feature.identifier]
+                if isinstance(made, TandemError):
+                    errors[scheduled.req_ids[index]] = made
+                    break
+                states.append(made[start - feature.offset : stop - feature.offset])
+                rows.append(np.arange(start, stop) - first + begin)
+        if not rows:
+            return batch, errors
+        places = to_device(np.concatenate(rows), self._device)
+        return dataclasses.replace(batch, image_rows=places, image_states=torch.cat(states)), errors

@@ -1,0 +1,111 @@
+"""The images of one request, and their place in its prompt.
+
+A chat template writes one placeholder for each image. How many tokens stand for it depends on its size, and so does what stands between
+them: that is written here, as the model's own processor writes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tandem.router.config import Limits
+from tandem.router.images.files import ImageFile, read_file
+from tandem.router.openai.chat_request import ImagePart
+from tandem.router.text.tokenizer import Tokenizer, read_json
+from tandem.wire.errors import ConfigurationError, InvalidImage, InvalidRequest
+from tandem.wire.images import (
+    ImageRules,
+    MediaFeature,
+    digest_of_image,
+    image_rules,
+    media_features,
+    processor_settings,
+)
+
+# Files that are decoded at once: each takes its pixels' memory, and a core.
+_AT_ONCE = 2
+
+
+class PromptImages(msgspec.Struct, frozen=True):
+    files: list[ImageFile] = []
+    digests: list[str] = []
+
+
+class ImageReader:
+    def __init__(self, rules: ImageRules, tokenizer: Tokenizer, limits: Limits) -> None:
+        self._rules = rules
+        self._limits = limits
+        self._decoding = asyncio.Semaphore(_AT_ONCE)
+        placeholder = tokenizer.text_of(rules.token_id)
+        if placeholder is None or tokenizer.token_id(placeholder) != rules.token_id:
+            raise ConfigurationError(
+                f"the tokenizer has no placeholder for images: token {rules.token_id} is none"
+            )
+        self._placeholder = placeholder
+
+    @classmethod
+    def from_folder(cls, folder: str, tokenizer: Tokenizer, limits: Limits) -> ImageReader | None:
+        """None: the model reads no images, or in a way that is not known here."""
+        path = Path(folder)
+        rules = image_rules(
+            read_json(path / "config.json"), processor_settings(lambda name: read_json(path / name))
+        )
+        return cls(rules, tokenizer, limits) if rules is not None else None
+
+    async def read(self, parts: Sequence[ImagePart]) -> PromptImages:
+        """Raises InvalidImage for the first that cannot be read."""
+        if len(parts) > self._limits.images_per_request:
+            raise InvalidRequest(
+                f"messages: at most {self._limits.images_per_request} images in one request "
+                f"(router.limits.images_per_request), not {len(parts)}",
+                "messages",
+            )
+        found = PromptImages()
+        for part in parts:
+            async with self._decoding:
+                file, digest = await asyncio.to_thread(self._read, part)
+            found.files.append(file)
+            found.digests.append(digest)
+        return found
+
+    def _read(self, part: ImagePart) -> tuple[ImageFile, str]:
+        file = read_file(part, self._limits)
+        return file, digest_of_image(file.data)
+
+    def expanded(self, text: str, images: PromptImages) -> str:
+        """The prompt with all that stands for its images."""
+        pieces = text.split(self._placeholder)
+        if len(pieces) != len(images.files) + 1:
+            raise InvalidRequest(
+                f"messages: the model's chat template has a place for {len(pieces) - 1} of the {len(images.files)} images",
+                "messages",
+            )
+        written = [pieces[0]]
+        for file, after in zip(images.files, pieces[1:], strict=True):
+            written += self._written(file), after
+        return "".join(written)
+
+    def _written(self, file: ImageFile) -> str:
+        around, run = "<fake_token_around_image>", self._placeholder * self._rules.tokens
+        rows, columns = self._rules.grid(file.width, file.height)
+        tiles = "".join(
+            "".join(f"{around}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        return (
+            f"{tiles}\n{around}<global-img>{run}{around}" if tiles else f"{around}<global-img>{run}{around}"
+        )
+
+    def features(self, token_ids: Sequence[int], images: PromptImages) -> list[MediaFeature]:
+        """Where the images stand in the prompt."""
+        parts = [self._rules.parts(file.width, file.height) for file in images.files]
+        found = media_features(token_ids, self._rules.token_id, parts, images.digests)
+        if found is None:
+            raise InvalidImage(
+                "messages: the prompt has other placeholders than those of its images", "messages"
+            )
+        return found

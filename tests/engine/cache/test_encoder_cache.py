@@ -1,0 +1,163 @@
+"""The encoder cache: what is promised to a request is there until its tokens are computed, within the room and the budget that there are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tandem.engine.cache.encoder_cache import EncoderCache
+from tandem.engine.request import Request
+from tandem.wire.images import MediaFeature
+from tandem.wire.sampling import SamplingParams
+
+CAPACITY, PER_STEP = 12, 6
+LENGTHS = {
+    name: 1 + index % 4 * 2 for index, name in enumerate("abcdefgh")
+}  # 1, 3, 5, 7: the last more than a step's
+
+
+def made(request_id: str, names: str, gap: int = 2) -> Request:
+    media, at = [], gap
+    for name in names:
+        media.append(MediaFeature(name, at, LENGTHS[name]))
+        at += LENGTHS[name] + gap
+    return Request(request_id, [0] * at, SamplingParams(), media=media, images=[b"file"])
+
+
+@dataclasses.dataclass
+class FakeRunner:
+    """What a runner would have."""
+
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def step(self, cache: EncoderCache) -> int:
+        begun, forgotten = cache.take_step()
+        for identifier in forgotten:
+            del self.kept[identifier]
+        for one in begun:
+            assert one.identifier not in self.kept, "encoded again"
+            self.kept[one.identifier] = one.length
+        return sum(one.length for one in begun)
+
+
+class EncoderCacheMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = EncoderCache(CAPACITY, PER_STEP)
+        self.runner = FakeRunner()
+        self.requests: dict[str, Request] = {}
+        self.count = 0
+
+    @rule(names=st.text("abcdefgh", min_size=1, max_size=5))
+    def begin(self, names: str) -> None:
+        self.count += 1
+        request = made(f"r{self.count}", names)
+        self.requests[request.request_id] = request
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """Some requests get some tokens; some of these lose them within the step, as the preempted do."""
+        self.cache.begin_step()
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.requests)), unique=True, min_size=1))
+        planned: dict[str, int] = {}
+        for request_id in chosen:
+            request = self.requests[request_id]
+            left = request.num_tokens - request.num_computed_tokens
+            wanted = data.draw(st.integers(1, left))
+            count = self.cache.cap(request, request.num_computed_tokens, wanted)
+            assert 0 <= count <= wanted
+            if count:
+                self.cache.take(request, request.num_computed_tokens, count)
+                planned[request_id] = count
+            if planned and data.draw(st.integers(0, 3)) == 0:
+                victim = data.draw(st.sampled_from(sorted(planned)))
+                del planned[victim]
+                self.requests[victim].num_computed_tokens = 0
+                self.cache.release(victim)
+        encoded = self.runner.step(self.cache)
+        assert encoded <= PER_STEP or encoded in LENGTHS.values()
+        for request_id, count in planned.items():
+            request = self.requests[request_id]
+            begin = request.num_computed_tokens
+            for feature in request.media:
+                if feature.offset < begin + count and feature.offset + feature.length > begin:
+                    assert self.runner.kept[feature.identifier] == feature.length
+            request.num_computed_tokens += count
+            self.cache.passed(request)
+            if request.num_computed_tokens == request.num_tokens:
+                self.cache.release(request_id)
+                del self.requests[request_id]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        self.cache.release(request_id)
+        del self.requests[request_id]
+
+    @invariant()
+    def holds_together(self) -> None:
+        self.cache.check_integrity(self.requests)
+        assert sum(self.runner.kept.values()) <= CAPACITY
+        assert len(self.cache) == len(self.runner.kept)
+
+    def teardown(self) -> None:
+        """All that is left comes to its end when each goes on as far as it can."""
+        for _ in range(200):
+            if not self.requests:
+                break
+            self.cache.begin_step()
+            for request in list(self.requests.values()):
+                begin = request.num_computed_tokens
+                count = self.cache.cap(request, begin, request.num_tokens - begin)
+                self.cache.take(request, begin, count)
+                request.num_computed_tokens += count
+                self.cache.passed(request)
+                if request.num_computed_tokens == request.num_tokens:
+                    del self.requests[request.request_id]
+            self.runner.step(self.cache)
+        assert not self.requests
+
+
+TestEncoderCacheRules = EncoderCacheMachine.TestCase
+TestEncoderCacheRules.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_what_is_larger_than_a_step_has_one_of_its_own() -> None:
+    cache = EncoderCache(CAPACITY, PER_STEP)
+    cache.begin_step()
+    small, large = made("small", "a"), made("large", "d")
+    cache.take(small, 0, cache.cap(small, 0, small.num_tokens))
+    assert cache.cap(large, 0, large.num_tokens) == large.media[0].offset
+    cache.take_step()
+    cache.begin_step()
+    assert cache.cap(large, 0, large.num_tokens) == large.num_tokens
+
+
+def test_the_longest_unused_makes_room() -> None:
+    cache = EncoderCache(CAPACITY, 100)
+    for names in ("c", "b", "c", "d"):  # 5, 3, 5 again, 7
+        request = made(names, names)
+        cache.begin_step()
+        cache.take(request, 0, request.num_tokens)
+        cache.release(names)
+        begun, forgotten = cache.take_step()
+    assert [one.identifier for one in begun] == ["d"]
+    assert forgotten == ["b"]
+
+
+@pytest.mark.parametrize("computed", [0, 3, 4, 5])
+def test_a_request_holds_what_its_next_tokens_need(computed: int) -> None:
+    cache = EncoderCache(CAPACITY, 100)
+    request = made("r", "b")  # its tokens 2 to 4
+    cache.take(request, 0, 3)
+    request.num_computed_tokens = computed
+    cache.passed(request)
+    cache.check_integrity({"r": request})
+    other = made("other", "dc")  # both need the room of all
+    assert (cache.cap(other, 0, other.num_tokens) == other.num_tokens) == (computed in (0, 5))

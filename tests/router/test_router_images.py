@@ -1,0 +1,189 @@
+"""Images in messages: what a client may send, what it is told of everything else, and what reaches the nodes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tandem.router.config import Limits
+from tandem.wire.images import digest_of_image
+from tests.pictures import RULES, TOKENS, data_url, picture, save_config, save_words, tokenizer
+from tests.router.conftest import RunningRouter, StartRouter
+
+LIMITS = Limits(image_bytes=20_000, image_pixels=10_000, images_per_request=3)
+
+
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("images")
+    save_words(folder)
+    save_config(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def router(start_router: StartRouter, image_folder: str) -> RunningRouter:
+    return start_router(prefill=1, decode=1, tokenizer_path=image_folder, limits=LIMITS)
+
+
+def ask(router: RunningRouter, *parts: Any, **fields: Any) -> Any:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    body = {"model": "fake", "messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
+    return router.client.post("/v1/chat/completions", json=body)
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def written(*parts: str | bytes) -> str:
+    """The user's turn as SmolVLM's own processor writes it."""
+    text = ""
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+            continue
+        rows, columns = RULES.grid(*Image.open(io.BytesIO(part)).size)
+        run, around = "<image>" * TOKENS, "<fake_token_around_image>"
+        for row in range(1, rows + 1):
+            text += "".join(f"{around}<row_{row}_col_{at}>{run}" for at in range(1, columns + 1)) + "\n"
+        text += ("\n" if rows else "") + f"{around}<global-img>{run}{around}"
+    colon = ":" if isinstance(parts[0], bytes) else ": "
+    return f"<|im_start|>User{colon}{text}<end_of_utterance>\nAssistant:"
+
+
+def test_both_nodes_get_the_prompt_the_files_and_where_they_stand(router: RunningRouter) -> None:
+    one, two = picture(1), picture(2, 48, 20, "JPEG")
+    answer = ask(router, "Compare ", image(data_url(one)), image(data_url(two, "image/jpeg")), "!")
+    assert answer.status_code == 200, answer.text
+    prompt = tokenizer().encode(written("Compare ", one, two, "!"), add_special_tokens=False).ids
+    assert answer.json()["usage"]["prompt_tokens"] == len(prompt)
+    submits = [submit for node in router.nodes.values() for submit in node.submits]
+    assert len(submits) == 2
+    for submit in submits:
+        assert submit.prompt_token_ids == prompt
+        assert submit.images == [one, two]
+        tiles = [RULES.parts(*Image.open(io.BytesIO(each)).size) for each in (one, two)]
+        assert [each.length for each in submit.media] == tiles[0] + tiles[1]
+        for each in submit.media:
+            run = prompt[each.offset : each.offset + each.length]
+            assert run == [RULES.token_id] * each.length
+            assert each.identifier == f"{digest_of_image([one, two][each.image])}/{each.part}"
+
+
+def test_text_alone_reaches_a_template_that_knows_parts_alone(router: RunningRouter) -> None:
+    assert router.chat("Hello").status_code == 200
+    (submit,) = router.nodes["d0"].submits[-1:]
+    assert tokenizer().decode(submit.prompt_token_ids, skip_special_tokens=False) == written("Hello")
+    assert not submit.media
+
+
+def test_words_that_look_like_placeholders_are_words(router: RunningRouter) -> None:
+    answer = ask(router, "I write <image> and <fake_token_around_image>", image(data_url(picture(1))))
+    assert answer.status_code == 200, answer.text
+    (submit,) = router.nodes["d0"].submits[-1:]
+    assert submit.prompt_token_ids.count(RULES.token_id) == sum(each.length for each in submit.media)
+
+
+def test_the_other_apis_have_their_own_words_for_it(router: RunningRouter) -> None:
+    file = picture(4)
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file).decode()}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    message = {"messages": [{"role": "user", "content": content}]}
+    answer = router.client.post("/v1/messages", json={"model": "fake", "max_tokens": 2, **message})
+    assert answer.status_code == 200, answer.text
+    counted = router.client.post("/v1/messages/count_tokens", json={"model": "fake", **message})
+    parts = [{"type": "input_image", "image_url": data_url(file)}, {"type": "input_text", "text": "What?"}]
+    answer = router.client.post(
+        "/v1/responses",
+        json={"model": "fake", "input": [{"role": "user", "content": parts}], "max_output_tokens": 2},
+    )
+    assert answer.status_code == 200, answer.text
+    prompts = {tuple(submit.prompt_token_ids) for submit in router.nodes["d0"].submits}
+    assert prompts == {tuple(tokenizer().encode(written(file, "What?"), add_special_tokens=False).ids)}
+    assert counted.json()["input_tokens"] == len(next(iter(prompts)))
+    tokenized = router.client.post(
+        "/tokenize",
+        json={
+            "messages": [
+                {"role": "user", "content": [image(data_url(file)), {"type": "text", "text": "What?"}]}
+            ]
+        },
+    )
+    assert tuple(tokenized.json()["tokens"]) == next(iter(prompts))
+
+
+def bomb() -> bytes:
+    """A PNG that says it is far larger than its bytes."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    rows = chunk(b"IDAT", zlib.compress(bytes(10_000)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + rows + chunk(b"IEND", b"")
+
+
+GOOD = picture(1)
+BAD: dict[str, tuple[str, str]] = {
+    "an address": ("https://example.com/a.png", "fetches no addresses"),
+    "an address of this machine": ("http://127.0.0.1:1/a.png", "fetches no addresses"),
+    "a file": ("file:///etc/passwd", "fetches no addresses"),
+    "no url": ("a.png", "must be a data URL"),
+    "empty": ("", "must be a data URL"),
+    "no base64": (data_url(GOOD).replace(";base64", ""), "must be encoded as base64"),
+    "broken base64": (data_url(GOOD)[:-3] + "*==", "is not base64"),
+    "another type": (data_url(GOOD, "image/svg+xml"), "must be of type"),
+    "text": (data_url(b"<html>", "text/html"), "must be of type"),
+    "a type that lies": (data_url(GOOD, "image/jpeg"), "says that it is image/jpeg, and is PNG"),
+    "no image": (data_url(b"not an image at all"), "cannot be read as image/png"),
+    "nothing": (data_url(b""), "cannot be read as image/png"),
+    "cut off": (data_url(GOOD[: len(GOOD) // 2]), "cannot be read as image/png"),
+    "a JPEG cut off": (
+        data_url(picture(1, kind="JPEG")[:-200], "image/jpeg"),
+        "cannot be read as image/jpeg",
+    ),
+    "too many pixels": (data_url(picture(1, 101, 100, "JPEG"), "image/jpeg"), "router.limits.image_pixels"),
+    "a bomb": (data_url(bomb()), "router.limits.image_pixels"),
+    "too many bytes": (data_url(bytes(20_001)), "router.limits.image_bytes"),
+    "a line": (data_url(picture(1, 900, 4)), "at most 200 times"),
+    "too small": (data_url(picture(1, 3, 3)), "at least 4"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_no_image_is_refused_with_the_reason(router: RunningRouter, what: str) -> None:
+    url, why = BAD[what]
+    answer = ask(router, "See", image(url))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert why in error["message"]
+    assert error["message"].startswith("messages[0].content[1]: the image ")
+    assert error["param"] == "messages[0].content[1]"
+    assert not any(node.submits for node in router.nodes.values())
+
+
+def test_further_refusals(router: RunningRouter) -> None:
+    good = image(data_url(GOOD))
+    assert "at most 3 images" in ask(router, *[good] * 4).json()["error"]["message"]
+    assert "truncate_prompt_tokens" in ask(router, good, truncate_prompt_tokens=8).json()["error"]["message"]
+    assert ask(router, {"type": "image_url"}).status_code == 400
+    assert ask(router, {"type": "image_url", "image_url": {"detail": "low"}}).status_code == 400
+    assert "no 'input_audio'" in ask(router, {"type": "input_audio"}).json()["error"]["message"]
+    body = {"model": "fake", "messages": [{"role": "assistant", "content": [good]}]}
+    answer = router.client.post("/v1/chat/completions", json=body)
+    assert "only a user's message has images" in answer.json()["error"]["message"]
+
+
+def test_a_model_without_a_tower_reads_none(start_router: StartRouter) -> None:
+    plain = start_router(prefill=1, decode=1)
+    answer = ask(plain, "See", image(data_url(GOOD)))
+    assert answer.status_code == 400
+    assert "this model reads no 'image_url'" in answer.json()["error"]["message"]

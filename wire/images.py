@@ -1,0 +1,157 @@
+"""What routers and nodes must read alike of images: how many placeholder tokens one takes, and where in a prompt they stand.
+
+A router makes the prompt, with a run of placeholder tokens for each part of an image that the model's vision tower encodes by itself. It
+sends the images' files beside it. A node makes pixels of a file when it encodes it; KV that is there already needs none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tandem.wire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# As Pillow calls them. What else it reads has seen fewer hostile files.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# transformers scales nothing beyond this.
+_LONGEST_SIDE = 4096
+
+
+class MediaFeature(msgspec.Struct, frozen=True, array_like=True):
+    """A run of placeholder tokens in a prompt that stands for a part of an image."""
+
+    identifier: str  # of the part's content
+    offset: int
+    length: int
+    image: int = 0  # which of the request's
+    part: int = 0  # which of that image's
+
+
+class TiledImages(msgspec.Struct, frozen=True):
+    """Idefics3 and SmolVLM: an image is scaled, and cut into tiles of one size; a small copy of the whole image is the last of them."""
+
+    tile: int  # pixels of a side
+    longest: int  # to so many pixels is an image's longer side scaled before it is cut
+    is_cut: bool  # False: one tile, the whole image
+    tokens: int  # of a tile
+    token_id: int  # the placeholder
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles; none where the whole image is one tile."""
+        if not self.is_cut:
+            return 0, 0
+        width, height = self._scaled(width, height)
+        wide, high = self._tiles(width), self._tiles(height)
+        if width >= height:
+            high = self._tiles(int(wide * self.tile / (width / height)))
+        else:
+            wide = self._tiles(int(high * self.tile * (width / height)))
+        return (high, wide) if high > 1 or wide > 1 else (0, 0)
+
+    def _scaled(self, width: int, height: int) -> tuple[int, int]:
+        """The shorter side becomes even by growing."""
+        ratio = width / height
+        if width >= height:
+            width, height = self.longest, int(self.longest / ratio)
+            height += height % 2
+        else:
+            width, height = int(self.longest * ratio), self.longest
+            width += width % 2
+        width, height = max(width, 1), max(height, 1)
+        ratio = width / height
+        if width >= height and width > _LONGEST_SIDE:
+            width, height = _LONGEST_SIDE, int(_LONGEST_SIDE / ratio)
+        elif height > width and height > _LONGEST_SIDE:
+            width, height = int(_LONGEST_SIDE * ratio), _LONGEST_SIDE
+        return max(width, 1), max(height, 1)
+
+    def _tiles(self, side: int) -> int:
+        return math.ceil(side / self.tile)
+
+    def parts(self, width: int, height: int) -> list[int]:
+        """The placeholder tokens of each part of an image, in the prompt's order."""
+        rows, columns = self.grid(width, height)
+        return [self.tokens] * (rows * columns + 1)
+
+
+ImageRules = TiledImages
+
+
+def image_rules(config: Mapping[str, Any], processor: Mapping[str, Any]) -> ImageRules | None:
+    """By a model's config.json and by how its folder says that images are prepared. None: Tandem reads no images for such a model."""
+    kind = config.get("model_type")
+    if kind not in ("smolvlm", "idefics3"):
+        return None
+    vision = config.get("vision_config") or {}
+    tile = _side(processor.get("max_image_size"), 364)
+    per_token = int(vision.get("patch_size") or 32) * int(config.get("scale_factor") or 2)
+    if tile % per_token:
+        raise ConfigurationError(
+            f"a model of type {kind} cannot be served: tiles of {tile} pixels are no whole number of tokens of {per_token}"
+        )
+    if processor.get("do_resize") is False:
+        raise ConfigurationError(f"a model of type {kind} cannot be served: its images are not scaled")
+    return TiledImages(
+        tile=tile,
+        longest=_side(processor.get("size"), 4 * 364),
+        is_cut=processor.get("do_image_splitting") is not False,
+        tokens=(tile // per_token) ** 2,
+        token_id=int(config.get("image_token_id") or 128257),
+    )
+
+
+def _side(size: Any, usual: int) -> int:
+    return int(size.get("longest_edge") or usual) if isinstance(size, Mapping) else usual
+
+
+def processor_settings(read_json: Any) -> dict[str, Any]:
+    """How images are prepared, as a model's folder says. `read_json`: an optional file of it, by name; empty if it is not there."""
+    settings: dict[str, Any] = read_json("preprocessor_config.json")
+    if not settings:
+        settings = read_json("processor_config.json").get("image_processor") or {}
+    return settings
+
+
+def media_features(
+    token_ids: Sequence[int], token_id: int, parts: Sequence[Sequence[int]], digests: Sequence[str]
+) -> list[MediaFeature] | None:
+    """The runs of `token_id`, where they are those of the images' parts; None where they are not."""
+    features: list[MediaFeature] = []
+    wanted = [(image, part, length) for image, of in enumerate(parts) for part, length in enumerate(of)]
+    at, end = 0, len(token_ids)
+    for image, part, length in wanted:
+        while at < end and token_ids[at] != token_id:
+            at += 1
+        if token_ids[at : at + length] != [token_id] * length:
+            return None
+        features.append(MediaFeature(f"{digests[image]}/{part}", at, length, image, part))
+        at += length
+    return None if token_id in token_ids[at:] else features
+
+
+def digest_of_image(file: bytes) -> str:
+    return hashlib.sha256(file).hexdigest()[:40]
+
+
+def open_image(file: bytes) -> Image.Image:
+    """Of an animation its first picture. What is wrong with a file is raised as Pillow raises it, some of it only when pixels are asked for."""
+    # Imported here because most models need nothing of it.
+    from PIL import Image
+
+    return Image.open(io.BytesIO(file), formats=FORMATS)
+
+
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """As transformers reads an image for a chat: turned as its camera was held, without transparency."""
+    from PIL import ImageOps
+
+    turned: Image.Image = ImageOps.exif_transpose(image)
+    return turned.convert("RGB")
