@@ -134,6 +134,16 @@ def _describe_replay(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
 
 
+def _describe_why(parser: argparse.ArgumentParser) -> None:
+    from tandem.simulator.options import add_costs
+
+    parser.add_argument("request", metavar="REQUEST_ID", help="its id, or its answer's")
+    _add_server(parser)
+    add_costs(parser, "also say what it would have taken in other clusters, from these", required=False)
+    _add_settings(parser)
+    add_output(parser)
+
+
 def _describe_simulate(parser: argparse.ArgumentParser) -> None:
     from tandem.simulator.command import add_arguments
 
@@ -223,10 +233,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_output(trace)
     trace.set_defaults(run=_trace)
 
-    why = commands.add_parser("why", help="every millisecond of one request: what it waited for")
-    why.add_argument("request", metavar="REQUEST_ID", help="its id, or its answer's")
-    _add_server(why)
-    add_output(why)
+    why = commands.add_parser(
+        "why", help="every millisecond of one request: what it waited for", describe=_describe_why
+    )
     why.set_defaults(run=_why)
 
     top = commands.add_parser("top", help="the cluster as it is now, and its slowest requests by cause")
@@ -515,6 +524,12 @@ def _why(options: argparse.Namespace) -> int:
     client = TraceClient(options.url, key_from_environment())
     try:
         explanation = explained(client, options.request)
+        if options.costs is not None:
+            from tandem.simulator.options import costs_of
+            from tandem.simulator.what_if import compared
+
+            config, costs = read_settings(options).config, costs_of(options)
+            explanation = compared(explanation, client.state(), config, costs, Console(stderr=True))
     finally:
         client.close()
     if wants_json(options):

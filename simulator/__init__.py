@@ -13,5 +13,6 @@ a transfer and a request take comes from a file of costs, which was measured on 
     simulation  one run of it all
     profile     the costs, measured on a cluster that serves; profile_command: `tandem profile`
     planner     the least of what is enough, by simulations; picture: goodput against cost; plan_command: `tandem plan`
+    what_if     one request in other clusters, for `tandem why`
     command     `tandem simulate`; options: what it and its like are told; show: what they print
 """

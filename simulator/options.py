@@ -17,10 +17,14 @@ from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
 
-def add_costs(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("nodes")
+def add_costs(parser: argparse.ArgumentParser, title: str = "nodes", *, required: bool = True) -> None:
+    group = parser.add_argument_group(title)
     group.add_argument(
-        "--costs", type=Path, required=True, metavar="FILE", help="of a node, as `tandem profile` writes them"
+        "--costs",
+        type=Path,
+        required=required,
+        metavar="FILE",
+        help="of a node, as `tandem profile` writes them",
     )
     group.add_argument("--prefill-costs", type=Path, metavar="FILE", help="of prefill nodes, if they differ")
     group.add_argument("--decode-costs", type=Path, metavar="FILE", help="of decode nodes, if they differ")

@@ -180,7 +180,8 @@ class AnswerLog:
             times.last_at = last_at
             times.tokens += last - first
 
-    def on_end(self, request_id: str, cached_tokens: int) -> None:
+    def on_end(self, request_id: str, cached_tokens: int) -> tuple[float, float]:
+        """Its seconds to the first token and to the last."""
         times = self.live.pop(request_id)
         if times.first_at is None:
             raise InternalError(f"{request_id} has ended and no token of it was seen")
@@ -200,6 +201,7 @@ class AnswerLog:
         self.good += not missed
         for name in missed:
             self.misses[name] += 1
+        return ttft, e2e
 
     def _kept(self, times: AnswerTimes, ttft: float, tpot: float, e2e: float) -> Iterator[tuple[str, bool]]:
         slo = self._slo

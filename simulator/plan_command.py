@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.config import TandemConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
 from tandem.simulator.costs import CostModel
@@ -119,9 +119,7 @@ def evaluator(
     say: Callable[[str], OnProgress],
 ) -> Evaluate:
     def evaluate(layout: PoolSizes, settings: Mapping[str, str], faster: float) -> SimulationReport:
-        prefill, decode, aggregated = (PoolConfig(nodes=layout.of(role)) for role in Role)
-        pools = PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated)
-        config = msgspec.structs.replace(configure(settings), pools=pools)
+        config = msgspec.structs.replace(configure(settings), pools=layout.pools())
         rows = [
             TraceRow(row.arrival_s / faster, row.input_tokens, row.output_tokens, row.blocks)
             for row in traffic.rows

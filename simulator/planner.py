@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from tandem.cluster.config import PoolConfig, PoolsConfig
 from tandem.simulator.outcome import SimulationReport
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
@@ -48,6 +49,10 @@ class PoolSizes(msgspec.Struct, frozen=True, order=True):
 
     def with_size(self, role: Role, size: int) -> PoolSizes:
         return msgspec.structs.replace(self, **{role.value: size})
+
+    def pools(self) -> PoolsConfig:
+        prefill, decode, aggregated = (PoolConfig(nodes=self.of(role)) for role in Role)
+        return PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated)
 
     def cost(self, money: Mapping[str, float]) -> float:
         return math.fsum(self.of(role) * money[role.value] for role in Role)

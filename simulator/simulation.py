@@ -29,6 +29,8 @@ from tandem.wire.sampling import SamplingParams
 TENANT = "simulation"
 OnProgress = Callable[[float, float, int], None]
 """Share of the requests that have come, the simulated seconds, requests under way."""
+OnAnswer = Callable[[int, float, float], None]
+"""Which request of the traffic, its seconds to the first token and to the last."""
 PROGRESS_S = 0.2
 # Simulated seconds between two looks at whether the run is worth going on with.
 LOOK_S = 10.0
@@ -124,20 +126,25 @@ class SimulationSetup(msgspec.Struct, frozen=True):
                 raise ConfigurationError(f"{costs.name} has no room for two blocks of {size} tokens")
 
 
-def simulate(setup: SimulationSetup, on_progress: OnProgress | None = None) -> SimulationReport:
+def simulate(
+    setup: SimulationSetup, on_progress: OnProgress | None = None, on_answer: OnAnswer | None = None
+) -> SimulationReport:
     setup.check()
     loop = VirtualLoop()
     try:
-        return loop.run_until_complete(_Simulation(setup, on_progress).run())
+        return loop.run_until_complete(_Simulation(setup, on_progress, on_answer).run())
     finally:
         loop.close()
 
 
 class _Simulation:
-    def __init__(self, setup: SimulationSetup, on_progress: OnProgress | None) -> None:
+    def __init__(
+        self, setup: SimulationSetup, on_progress: OnProgress | None, on_answer: OnAnswer | None
+    ) -> None:
         self._setup = setup
         self._config = setup.config
         self._on_progress = on_progress
+        self._on_answer = on_answer
         self._shown_at = 0.0
         self._came = 0
 
@@ -256,7 +263,9 @@ class _Simulation:
         if life.error is not None:
             self._outcome.on_failed(life.request_ids[-1], life.error.code)
         else:
-            self._outcome.on_end(life.request_ids[-1], life.cached_tokens or 0)
+            first_s, whole_s = self._outcome.on_end(life.request_ids[-1], life.cached_tokens or 0)
+            if self._on_answer is not None:
+                self._on_answer(index, first_s, whole_s)
 
     # --- between the router and the nodes
 

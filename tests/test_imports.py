@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cluster.pools",
         "cluster.saving",
         "cluster.tasks",
+        "cluster.trace.why",
         "decode_node",
         "engine",
         "kvtransfer.base",

@@ -72,6 +72,25 @@ class Reason(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+class OtherCluster(msgspec.Struct, frozen=True):
+    """What the request would have taken there: more, or less, than in a simulation of the cluster as it was."""
+
+    what: str
+    first_token_s: float
+    total_s: float
+
+
+class OtherClusters(msgspec.Struct, frozen=True):
+    requests: int  # that were played
+    first_token_s: float  # of this one, in the cluster as it was
+    total_s: float
+    first_token_error: (
+        float  # of the simulation for all that were played: the median, as a share of what was measured
+    )
+    total_error: float
+    others: list[OtherCluster]
+
+
 class Explanation(msgspec.Struct, frozen=True):
     request_id: str
     total_s: float
@@ -83,6 +102,7 @@ class Explanation(msgspec.Struct, frozen=True):
     alternatives: list[str]
     remarks: list[str]
     traced: bool
+    would_have_been: OtherClusters | None = None  # None: not asked for, or it cannot be said
 
 
 def explain(record: TraceRecord) -> Explanation:

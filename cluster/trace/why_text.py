@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cluster.trace.why import Explanation, Reason
+from tandem.cluster.trace.why import Explanation, OtherClusters, Reason
 
 _BAR = 24
 
@@ -25,8 +25,33 @@ def show_explanation(console: Console, why: Explanation) -> None:
         console.print(f"decided: {escape(decision)}", highlight=False, soft_wrap=True)
     for alternative in why.alternatives:
         console.print(f"  {escape(alternative)}", highlight=False, soft_wrap=True)
+    if why.would_have_been is not None:
+        _show_others(console, why.would_have_been)
     for remark in why.remarks:
         console.print(f"[yellow]![/] {escape(remark)}", highlight=False, soft_wrap=True)
+
+
+def _show_others(console: Console, would: OtherClusters) -> None:
+    console.print(
+        f"would have been, by a simulation of {would.requests} requests around it (its first tokens are "
+        f"{would.first_token_error:.0%} off in the median, whole answers {would.total_error:.0%}; this request as it is: "
+        f"{_ms(would.first_token_s)} and {_ms(would.total_s)}):",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for other in would.others:
+        first = _change(other.first_token_s, would.first_token_error * would.first_token_s)
+        total = _change(other.total_s, would.total_error * would.total_s)
+        console.print(
+            f"  {escape(other.what)}: {first} to the first token, {total} to the last",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _change(seconds: float, error_s: float) -> str:
+    sign = "−" if seconds < 0 else "+"
+    return f"{sign}{_ms(abs(seconds))}" + (" (less than the error)" if abs(seconds) < error_s else "")
 
 
 def _table(title: str, reasons: Sequence[Reason], total_s: float) -> Table:
