@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -33,6 +34,9 @@ class OperatedCluster(Protocol):
     async def pause(self, names: list[str]) -> list[str]: ...
     async def resume(self, names: list[str]) -> list[str]: ...
     async def reset_cache(self, names: list[str]) -> list[str]: ...
+    async def adapters(
+        self, load: Mapping[str, str], unload: Sequence[str], timeout_s: float
+    ) -> dict[str, str]: ...
     async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange: ...
     async def go_back(self) -> None: ...
 
@@ -106,6 +110,17 @@ class ResetCacheAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"reset": await cluster.reset_cache(self.names)}
 
 
+class AdaptersAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """LoRA adapters. `load`: where each is, by name: a folder's whole path, or owner/name on the hub. Neither: what there is."""
+
+    load: dict[str, str] = {}
+    unload: list[str] = []
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        patience_s = adapters_patience(await cluster.timeouts())
+        return {"adapters": await cluster.adapters(self.load, self.unload, patience_s)}
+
+
 class ApplyAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`config`: every setting that is not the default, as in tandem.yaml, and what follows from the model."""
 
@@ -129,6 +144,11 @@ def role_patience(timeouts: ClusterTimeouts) -> float:
     return timeouts.nodes.drain_s + MAX_START_FAILURES * timeouts.start_s
 
 
+def adapters_patience(timeouts: ClusterTimeouts) -> float:
+    """Nodes read what is new, or take back what another one refuses; then routers hear of it."""
+    return 2 * timeouts.start_s + timeouts.unresponsive_s
+
+
 AdminAction = (
     ViewAction
     | TimeoutsAction
@@ -139,6 +159,7 @@ AdminAction = (
     | PauseAction
     | ResumeAction
     | ResetCacheAction
+    | AdaptersAction
     | ApplyAction
     | GoBackAction
 )
@@ -153,6 +174,7 @@ ACTIONS: dict[str, type[AdminAction]] = {
     "pause": PauseAction,
     "resume": ResumeAction,
     "reset_prefix_cache": ResetCacheAction,
+    "adapters": AdaptersAction,
     "apply": ApplyAction,
     "go_back": GoBackAction,
 }

@@ -4,6 +4,7 @@ them, its actor carries them as msgspec bytes, the commands show them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -136,6 +137,11 @@ class Control(Protocol):
     async def reset_cache(self, names: list[str]) -> list[str]:
         """Nodes of these pools, or by their own names, empty their prefix caches, in every tier; no name: all. Requests that run keep
         their blocks. Returns the nodes that did; raises Unavailable when one did not answer."""
+        ...
+
+    async def adapters(self, load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
+        """Adapters that clients may name besides or no longer, on every node or on none: where each is, by name. Returns all that there
+        are then, once routers serve it; nothing to do: what there is. Raises ConfigurationError for one that a node cannot serve."""
         ...
 
     async def change_role(self, node_id: str, role: Role) -> None:

@@ -9,7 +9,7 @@ Every method raises errors of `wire.errors` only; `stop` raises nothing.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -61,6 +61,11 @@ class NodeHandle(Handle[NodeInfo], Protocol):
 
     async def reset_cache(self, timeout_s: float) -> bool:
         """No request that comes from now on begins from KV that is cached there now, in any tier. False: not in time."""
+        ...
+
+    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+        """All adapters that new requests may name: where each is. Answers with their digests, by name. Raises ConfigurationError for one
+        that cannot be served there, and nothing has changed then."""
         ...
 
     async def change_role(self, config: NodeConfig) -> NodeInfo:

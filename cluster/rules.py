@@ -17,12 +17,12 @@ Broken = tuple[Path, str]
 def broken_rules(config: TandemConfig) -> Iterator[Broken]:
     if not config.model.path.strip():
         yield ("model", "path"), f"must not be empty, not {config.model.path!r}"
-    yield from _adapters(config)
+    yield from broken_adapters(config)
     yield from _pools(config)
     yield from _together(config)
 
 
-def _adapters(config: TandemConfig) -> Iterator[Broken]:
+def broken_adapters(config: TandemConfig) -> Iterator[Broken]:
     path, adapters = ("model", "adapters"), config.model.adapters
     if adapters and not config.scheduler.max_loras:
         yield path, "needs scheduler.max_loras: how many different ones a step may have, such as 4"

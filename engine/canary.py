@@ -75,6 +75,11 @@ class Canary:
     def has_work(self) -> bool:
         return self._check is not None
 
+    @property
+    def lora(self) -> str | None:
+        """The adapter of the prompt that is checked, or will be."""
+        return self._check.lora if self._check is not None else None
+
     def loaded(self, request: Request) -> None:
         """The KV of its whole prompt is here, from a peer. A newer prompt replaces one that still waits for idle time: its
         blocks stay cached for longer."""

@@ -150,6 +150,17 @@ class NodeHost:
     def reset_cache(self, timeout_s: float) -> bool:
         return self._node.reset_cache(timeout_s)
 
+    def set_adapters(self, wanted: dict[str, str], timeout_s: float) -> dict[str, str]:
+        """All adapters that new requests may name: where each is. What is here from the same place stays as it is. Answers with the
+        digests, by name. Raises ConfigurationError for one that cannot be served, and nothing has changed then."""
+        with self._starting:
+            new = {name: where for name, where in wanted.items() if self._adapters.get(name) != where}
+            digests = self._node.set_adapters(
+                self._adapter_folders(new), wanted.keys() - new.keys(), timeout_s
+            )
+            self._adapters = dict(wanted)
+            return digests
+
     def stop(self) -> None:
         self._node.stop()
         self._stopped.set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -283,6 +283,23 @@ class Node:
     def reset_cache(self, timeout_s: float) -> bool:
         """As `NodeService.reset_cache`. A node that has not started has nothing cached."""
         return self._service.reset_cache(timeout_s) if self._service is not None else True
+
+    def set_adapters(
+        self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
+    ) -> dict[str, str]:
+        """The adapters of new requests: those in `folders`, by name, and of those that are served the ones with the names `kept`. Answers
+        with the digests of all, by name. Raises ConfigurationError, and nothing has changed then."""
+        if self._service is None or self._engine is None:
+            raise Unavailable(f"{self.config.node_id} has not started")
+        slots = self._engine.runner.adapters
+        if slots is None:
+            if folders:
+                raise ConfigurationError("it serves no adapters: scheduler.max_loras is 0")
+            return {}
+        read = [slots.read(name, Path(folder)) for name, folder in folders.items()]
+        if not self._service.set_adapters(read, frozenset(kept), timeout_s):
+            raise Unavailable(f"{self.config.node_id} is in a step that takes longer than {timeout_s:.0f} s")
+        return dict(slots.served)
 
     def stop(self) -> None:
         """Idempotent. A request that has not ended gets no answer: drain first."""

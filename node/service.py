@@ -22,7 +22,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tandem.engine.canary import Canary
 from tandem.engine.core import Engine
@@ -72,6 +72,9 @@ from tandem.wire.requests import (
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tandem.wire.tracing import ClockReading, NodeTrace
 
+if TYPE_CHECKING:
+    from tandem.engine.model.lora.folder import Adapter
+
 logger = logging.getLogger(__name__)
 
 _STATS_PERIOD_S = 0.1
@@ -117,7 +120,16 @@ class ResetCache:
     done: threading.Event
 
 
-Item = ToNode | RouterLost | ListRequests | Drain | ResetCache | GrammarReady
+@dataclasses.dataclass(slots=True, frozen=True)
+class SetAdapters:
+    """Serve these adapters, and those that are served under the names `kept`; no others."""
+
+    read: list[Adapter]
+    kept: frozenset[str]
+    done: threading.Event
+
+
+Item = ToNode | RouterLost | ListRequests | Drain | ResetCache | SetAdapters | GrammarReady
 
 
 class NodeService:
@@ -283,6 +295,13 @@ class NodeService:
         self._mailbox.put(ResetCache(done))
         return done.wait(timeout_s)
 
+    def set_adapters(self, read: list[Adapter], kept: frozenset[str], timeout_s: float) -> bool:
+        """New requests find these adapters, and those that are served under the names `kept`. What runs keeps its own. False: the step
+        under way takes longer; it happens all the same."""
+        done = threading.Event()
+        self._mailbox.put(SetAdapters(read, kept, done))
+        return done.wait(timeout_s)
+
     def stop(self) -> None:
         if not self.loop.stop():
             logger.error("%s: the step thread did not end in time", self._config.node_id)
@@ -332,6 +351,8 @@ class NodeService:
             case ResetCache():
                 self._engine.scheduler.reset_prefix_cache()
                 item.done.set()
+            case SetAdapters():
+                self._set_adapters(item)
             case Ping() | Ask() | ListCache():
                 pass  # a turn of the loop follows, and that is all they ask for
 
@@ -387,6 +408,7 @@ class NodeService:
         if progressed and now - self._stats_taken < _STATS_PERIOD_S:
             return
         self._stats_taken = now
+        self._forget_adapters()
         self._scheduler_stats = stats = self._engine.scheduler.stats()
         if not self._live and stats.free_blocks == stats.total_blocks:
             self._quiet.set()
@@ -489,10 +511,26 @@ class NodeService:
         if submit.transfer is not None or submit.output_token_ids or submit.keep is not None:
             raise InvalidRequest("a vector is made of a prompt alone, on one node")
 
+    def _set_adapters(self, item: SetAdapters) -> None:
+        if self._adapters is not None:
+            self._adapters.serve(item.read, item.kept)
+            self._forget_adapters()
+        item.done.set()
+        self._routers.tell_all_status()
+
+    def _forget_adapters(self) -> None:
+        """Those that were dropped, when no request uses them any more."""
+        if self._adapters is not None and self._adapters.has_others:
+            used = {live.submit.lora for live in self._live if live.submit.lora is not None}
+            if self._canary.lora is not None:
+                used.add(self._canary.lora)
+            self._adapters.forget_others(used)
+
     def _check_adapter(self, submit: Submit) -> None:
+        """One that was dropped is still taken for a request that goes on, from another node."""
         if submit.lora is None:
             return
-        if self._adapters is None or not self._adapters.serves(submit.lora):
+        if self._adapters is None or not self._adapters.has(submit.lora):
             raise AdapterMissing(
                 f"node {self._config.node_id} does not have the adapter {name_of(submit.lora)!r} with the weights that the request "
                 "is for"

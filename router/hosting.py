@@ -89,8 +89,11 @@ class RouterHost:
         name. Answers with its RouterQueue."""
         serving = self._serving()
         serving.set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]), paused)
-        admission = serving.services.dispatcher.admission
-        return msgspec.msgpack.encode(RouterQueue(admission.queued, admission.oldest_wait_s()))
+        services = serving.services
+        admission, adapters = services.dispatcher.admission, services.model.adapters
+        return msgspec.msgpack.encode(
+            RouterQueue(admission.queued, admission.oldest_wait_s(), dict(adapters))
+        )
 
     async def forget_prefixes(self, node_ids: list[str]) -> None:
         """These nodes have nothing cached any more."""

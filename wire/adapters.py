@@ -13,6 +13,7 @@ from tandem.wire.errors import ConfigurationError
 MISTAKES_SHOWN = 3
 MOST_ADAPTERS = 1000  # of one cluster: each node says in every status which it has
 _NAME = re.compile(r"[\w.:/-]{1,128}")
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+(?:@[\w.-][\w./-]*)?")
 _DIGITS = 32  # of the digest, in hexadecimal: two contents never share them
 
 
@@ -29,4 +30,18 @@ def check_name(name: str) -> None:
     if _NAME.fullmatch(name) is None:
         raise ConfigurationError(
             f"an adapter cannot be called {name[:200]!r}: a name is of letters, digits and . : / _ -, at most 128 of them"
+        )
+
+
+def may_be_on_hub(where: str) -> bool:
+    """Whether it is in the shape of owner/name, with a revision or without."""
+    return _ON_HUB.fullmatch(where) is not None
+
+
+def check_place(name: str, where: str) -> None:
+    """Of a place that nodes look up, whatever machine and folder they run in: nothing is read here. Raises ConfigurationError."""
+    if not where.startswith("/") and (where.startswith((".", "~")) or not may_be_on_hub(where)):
+        raise ConfigurationError(
+            f"the adapter {name[:200]!r}: {where[:200]!r} must be a folder's whole path, as every node can read it, or owner/name on the "
+            "Hugging Face hub"
         )

@@ -69,10 +69,11 @@ class RouterInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterQueue(msgspec.Struct, frozen=True):
-    """What a router has in line, for the controller, which decides how many nodes there are."""
+    """What a router has in line, for the controller, which decides how many nodes there are; and what it serves."""
 
     queued: int = 0  # sequences that no node has room for
     oldest_wait_s: float = 0.0  # of these, how long ago the first came
+    adapters: dict[str, str] = {}  # that requests may name: their digests, by name
 
 
 class NodeSighting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
 from tandem.cluster.admin import (
+    AdaptersAction,
     ApplyAction,
     DrainAction,
     EvacuateAction,
@@ -68,6 +70,13 @@ class HttpControl:
     async def reset_cache(self, names: list[str]) -> list[str]:
         asked = ResetCacheAction(names)
         return (await self._act("reset_prefix_cache", asked, dict[str, list[str]], _DECIDE_S))["reset"]
+
+    async def adapters(
+        self, load: Mapping[str, str], unload: Sequence[str], timeout_s: float
+    ) -> dict[str, str]:
+        asked = AdaptersAction(dict(load), list(unload))
+        answer = await self._act("adapters", asked, dict[str, dict[str, str]], timeout_s + _DECIDE_S)
+        return answer["adapters"]
 
     async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
         return await self._act("apply", ApplyAction(config, dry_run), AppliedChange, _DECIDE_S)

@@ -7,9 +7,10 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tandem.cluster.admin import OperatedCluster, role_patience
+from tandem.cluster.admin import OperatedCluster, adapters_patience, role_patience
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.commands.address import choose_address
 from tandem.cluster.commands.http_control import HttpControl
@@ -219,6 +220,37 @@ def reset_cache(
         else "no node serves: there was nothing to empty"
     )
     return done
+
+
+def adapters(
+    address: str | None,
+    load: Sequence[str],
+    unload: Sequence[str],
+    say: Say = say_line,
+    url: str | None = None,
+) -> dict[str, str]:
+    """`load`: NAME=FOLDER, or NAME=OWNER/NAME on the hub. A folder of this machine is named to nodes by its whole path."""
+    places = dict(map(_adapter_of, load))
+
+    async def work(cluster: OperatedCluster) -> dict[str, str]:
+        return await cluster.adapters(places, unload, adapters_patience(await cluster.timeouts()))
+
+    there = with_controller(address, work, url)
+    for name, where in sorted(there.items()):
+        say(f"{name}: {where}")
+    if not there:
+        say("no adapters are served")
+    return there
+
+
+def _adapter_of(word: str) -> tuple[str, str]:
+    name, _, where = word.partition("=")
+    if not name or not where:
+        raise ConfigurationError(
+            f"{word!r} must be NAME=FOLDER, or NAME=OWNER/NAME on the Hugging Face hub, such as sql=./adapters/sql"
+        )
+    folder = Path(where).expanduser()
+    return name, str(folder.resolve()) if folder.is_dir() else where
 
 
 def down(address: str | None, *, now: bool, say: Say = say_line) -> bool:

@@ -82,6 +82,24 @@ def add_commands(commands: Any) -> None:
         add_output(command)
         command.set_defaults(run=run)
 
+    adapters = commands.add_parser(
+        "adapters", help="LoRA adapters of a running cluster: list, load and unload them"
+    )
+    adapters.add_argument(
+        "--load",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="that clients may name from now on; or NAME=OWNER/NAME on the Hugging Face hub",
+    )
+    adapters.add_argument(
+        "--unload", nargs="+", default=[], metavar="NAME", help="that clients may no longer name"
+    )
+    add_address(adapters)
+    add_router(adapters)
+    add_output(adapters)
+    adapters.set_defaults(run=_adapters)
+
     down = commands.add_parser("down", help="end everything that `tandem serve` started on a Ray cluster")
     down.add_argument("--now", action="store_true", help="without finishing what is running")
     add_address(down)
@@ -252,6 +270,15 @@ def _reset_cache(options: argparse.Namespace) -> int:
     done = reset_cache(options.address, options.names, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"reset": done})
+    return 0
+
+
+def _adapters(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import adapters
+
+    there = adapters(options.address, options.load, options.unload, url=options.url, **_aside(options))
+    if wants_json(options):
+        print_json({"adapters": there})
     return 0
 
 

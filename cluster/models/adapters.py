@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tandem.cluster.models.store import Report, fetch_named
+from tandem.wire.adapters import may_be_on_hub
 from tandem.wire.errors import ConfigurationError
 
-_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+(?:@[\w.-][\w./-]*)?")
 FETCH_ADAPTER_S = 300.0
 
 
@@ -23,7 +22,7 @@ def adapter_place(name: str, where: str) -> str:
         raise ConfigurationError(f"the adapter {name!r}: {where[:200]!r} cannot be read: {error}") from error
     if is_there:
         raise ConfigurationError(f"the adapter {name!r}: {where!r} is a file: name the folder it is in")
-    if where.startswith((".", "/", "~")) or not _ON_HUB.fullmatch(where):
+    if where.startswith((".", "/", "~")) or not may_be_on_hub(where):
         raise ConfigurationError(
             f"the adapter {name!r}: there is no folder {where[:200]!r}; name one that PEFT's save_pretrained wrote, or owner/name on "
             "the Hugging Face hub"

@@ -202,6 +202,9 @@ class RayNode(RayHandle):
     async def reset_cache(self, timeout_s: float) -> bool:
         return bool(await answer((await self.actor()).reset_cache.remote(timeout_s)))
 
+    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+        return dict(await answer((await self.actor()).set_adapters.remote(dict(wanted), timeout_s)))
+
     async def change_role(self, config: NodeConfig) -> NodeInfo:
         changed = (await self.actor()).change_role.remote(msgspec.msgpack.encode(config))
         return msgspec.msgpack.decode(await answer(changed), type=NodeInfo)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -226,6 +226,16 @@ class RemoteController:
         return list(
             await self._ask(_RESET_S, "empty the prefix cache", lambda actor: actor.reset_cache.remote(names))
         )
+
+    async def adapters(
+        self, load: Mapping[str, str], unload: Sequence[str], timeout_s: float
+    ) -> dict[str, str]:
+        changed = await self._ask(
+            timeout_s,
+            "change the adapters",
+            lambda actor: actor.adapters.remote(dict(load), list(unload)),
+        )
+        return dict(changed)
 
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         await self._ask(

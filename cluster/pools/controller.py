@@ -22,6 +22,7 @@ from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
 from tandem.cluster.pools import plan
+from tandem.cluster.pools.adapter_desk import AdapterDesk
 from tandem.cluster.pools.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling import PoolBounds, Resize
 from tandem.cluster.pools.fleet import HEAD_ROUTER
@@ -73,6 +74,7 @@ class Controller:
             self._pools.note,
         )
         self._pools.on_config = self._autoscaler.configure
+        self.adapters = AdapterDesk(self._pools, self._clock).change
 
     @property
     def _config(self) -> TandemConfig:

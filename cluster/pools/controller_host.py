@@ -9,6 +9,7 @@ import asyncio
 import enum
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -119,6 +120,12 @@ class _Operated:
 
     async def timeouts(self) -> ClusterTimeouts:
         return self._timeouts
+
+    async def adapters(
+        self, load: Mapping[str, str], unload: Sequence[str], timeout_s: float
+    ) -> dict[str, str]:
+        changing = self._control.adapters(load, unload)
+        return await self._clock.within(timeout_s, changing, "changing the adapters")
 
     async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
         return await self._control.apply(config, dry_run=dry_run)
@@ -273,6 +280,9 @@ class ControllerHost:
 
     async def reset_cache(self, names: list[str]) -> list[str]:
         return await self._control().reset_cache(names)
+
+    async def adapters(self, load: dict[str, str], unload: list[str]) -> dict[str, str]:
+        return await self._control().adapters(load, unload)
 
     async def change_role(self, node_id: str, role: str) -> None:
         await self._control().change_role(node_id, Role(role))

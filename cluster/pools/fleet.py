@@ -12,6 +12,7 @@ import msgspec
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Host, Launcher
+from tandem.cluster.pools.adapters import WantedAdapters
 from tandem.cluster.pools.node_supervisor import Admit, KeepLeftOut, NodeSupervisor
 from tandem.cluster.pools.placement import node_config, router_config
 from tandem.cluster.pools.router_supervisor import AdmitRouter, RouterSupervisor
@@ -37,6 +38,7 @@ class Fleet:
         admit: Admit,
         keep_left_out: KeepLeftOut,
         admit_router: AdmitRouter,
+        adapters: WantedAdapters,
     ) -> None:
         # The model's name in them may become one commit, before anything is launched.
         self.config = config
@@ -48,6 +50,7 @@ class Fleet:
         self._keep_left_out = keep_left_out
         self._unseen: dict[str, asyncio.Event] = {}  # machines that were never seen, and when they are
         self._admit_router = admit_router
+        self._adapters = adapters
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
@@ -87,20 +90,23 @@ class Fleet:
         for router in self.routers.values():
             router.config = self._router_config(router.host)
 
+    def config_of(self, revision: int) -> TandemConfig:
+        """What nodes of this revision are made with."""
+        return self._configs.get(revision, self.config)
+
     # --- nodes
 
     def launch_node(
         self, record: NodeRecord, placement: NodePlacement, host: Host, *, is_seen: bool = True
     ) -> None:
         supervisor = NodeSupervisor(
-            node_config(
-                self._configs.get(record.revision, self.config), record.node_id, record.role, placement
-            ),
+            node_config(self.config_of(record.revision), record.node_id, record.role, placement),
             host,
             placement.slot,
             self._around,
             self._admit,
             self._keep_left_out,
+            self._adapters,
             record.info,
             None if is_seen else self._unseen.setdefault(host.name, asyncio.Event()),
         )

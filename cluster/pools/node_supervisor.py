@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable
 
 from tandem.cluster.describe import ranges
 from tandem.cluster.launcher import Host, NodeHandle
+from tandem.cluster.pools.adapters import AdapterPlaces, WantedAdapters
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.cluster.pools.unseen_node import UnseenNode
 from tandem.cluster.tasks import first_of
 from tandem.node.config import NodeConfig
-from tandem.wire.errors import TandemError, Unavailable
+from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeStatus
 
@@ -38,6 +39,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         around: Surroundings,
         admit: Admit,
         keep_left_out: KeepLeftOut,
+        adapters: WantedAdapters,
         info: NodeInfo | None = None,  # what an earlier controller announced
         seen: asyncio.Event | None = None,  # its machine, which was never seen so far
     ) -> None:
@@ -51,6 +53,10 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._vouched = ""  # what was said of its silence
         self._admit = admit
         self._keep_left_out = keep_left_out
+        self._adapters = adapters
+        self._adapters_told: AdapterPlaces | None = (
+            None  # those that it has taken or refused; None: not known
+        )
         self._unseen = UnseenNode(info, seen, self._launch_now) if info and seen else None
         self._told = -1  # the revision of the membership whose keys it has
         self._offered = -1  # the last one that it was told, whether or not it answered
@@ -75,6 +81,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             if not await handle.drain(self._timeouts.nodes.drain_s):
                 raise Unavailable(f"it still works as a {info.role.value} node")
             info = await handle.change_role(self.config)
+        await self._tell_adapters(handle, is_member=info == self.info)
         with contextlib.suppress(TandemError):  # it is told again when it answers
             await self._tell_keys(handle)  # before a router or another node speaks to it
         return await self._announce(info)
@@ -83,6 +90,35 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         revision = self._offered = self._around.membership.revision
         await handle.admit(self._around.membership.keys)
         self._told = revision
+
+    async def _tell_adapters(self, handle: NodeHandle, *, is_member: bool) -> None:
+        """One that routers know already serves on, whatever it says of it."""
+        self._adapters_told = None
+        wanted = self._adapters.of(self.name)
+        if wanted is not None and not is_member:
+            await self._set_adapters(handle, wanted, self._timeouts.start_s)
+
+    async def _set_adapters(
+        self, handle: NodeHandle, wanted: AdapterPlaces, limit_s: float
+    ) -> dict[str, str]:
+        self._adapters_told = None
+        telling = handle.set_adapters(wanted, limit_s)
+        digests = await self._clock.within(limit_s, telling, f"telling {self.name} its adapters")
+        self._adapters_told = dict(wanted)
+        return digests
+
+    async def _mend_adapters(self, handle: NodeHandle) -> None:
+        """Tells it what is wanted where that is not known to have reached it: a change was not finished, or it started meanwhile."""
+        wanted = self._adapters.of(self.name)
+        if wanted is None or wanted == self._adapters_told or self._adapters.changing.locked():
+            return
+        try:
+            await self._set_adapters(handle, wanted, self._timeouts.silence_s)
+        except ConfigurationError as error:
+            self._adapters_told = dict(wanted)
+            self._events.trouble(self.name, f"lacks an adapter that others have: {error}")
+        except TandemError as error:
+            logger.warning("%s: %s", self.name, error)
 
     async def _announce(self, info: NodeInfo) -> NodeInfo:
         await self._admit(info)
@@ -138,6 +174,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
                 if reason is not None:
                     return reason
                 self.status = status
+                await self._mend_adapters(handle)
             await self._beat()
 
     async def _as_routers_see_it(self, info: NodeInfo, silent_s: float) -> str | None:
@@ -236,6 +273,12 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         await self.settled()
         if self.phase is not ProcessPhase.READY:
             raise Unavailable(f"{self.name} did not start as a {config.role.value} node: {self.detail}")
+
+    async def set_adapters(self, wanted: AdapterPlaces, limit_s: float) -> dict[str, str]:
+        """The digests of what it serves then. Raises errors of `wire.errors`; what it has is not known then, but after ConfigurationError."""
+        if self.handle is None:
+            raise Unavailable("it does not run")
+        return await self._set_adapters(self.handle, wanted, limit_s)
 
     async def reset_cache(self) -> bool:
         """False when it does not answer, or not in time."""

@@ -200,7 +200,10 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
         engine=replace(
             engine,
             model=replace(
-                engine.model, device=placement.device, threads=engine.model.threads or len(placement.cores)
+                engine.model,
+                device=placement.device,
+                threads=engine.model.threads or len(placement.cores),
+                adapters={},  # which may be others by now: each node is told before it is announced
             ),
             cache=replace(engine.cache, memory_share=placement.memory_share),
         ),

@@ -18,6 +18,7 @@ from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, StateStore
 from tandem.cluster.pools import plan, rollout, state
+from tandem.cluster.pools.adapters import AdapterPlaces, WantedAdapters
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.state import ClusterState, NodeRecord
@@ -69,6 +70,7 @@ class Reconciler:
         self._unseen: set[str] = set()  # those of them that cannot be seen, and what runs there is heard
         self.has_looked = False  # at the whole, once
         self.retiring: dict[str, asyncio.Task[bool]] = {}
+        self.adapters = WantedAdapters(self._adapters_of)
         self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
         self.fleet = Fleet(
             config,
@@ -80,6 +82,7 @@ class Reconciler:
             self._admit,
             self._keep_left_out,
             self._admit_router,
+            self.adapters,
         )
 
     async def take_over(self) -> None:
@@ -207,11 +210,17 @@ class Reconciler:
             logger.warning("%s serves, but that could not be kept: %s", info.node_id, error)
 
     def _kept_content(self, number: int) -> str:
-        known = [
-            self.state.revision,
-            *([self.state.rollout.before] if self.state.rollout is not None else []),
-        ]
-        return next((each.content for each in known if each.number == number), "")
+        revision = self.state.revision_of(number)
+        return revision.content if revision is not None else ""
+
+    def _adapters_of(self, node_id: str) -> AdapterPlaces | None:
+        record = self.state.find(node_id)
+        number = self.state.revision.number if record is None else record.revision
+        config, revision = self.fleet.config_of(number), self.state.revision_of(number)
+        if not config.scheduler.max_loras:
+            return None
+        loaded = revision.adapters if revision is not None else None
+        return config.model.adapters if loaded is None else loaded
 
     def _check_tokenizer(self, info: NodeInfo, number: int) -> None:
         """A node of the new revision must have the tokenizer of the one before: routers have that, and would send it nothing."""
@@ -316,7 +325,9 @@ class Reconciler:
             config, "" if replaces and config.model != self.config.model else self.state.revision.commit
         )
         if replaces:
-            new = self.state.beginning(config, commit, time.time())
+            stays = config.model.adapters == self.config.model.adapters
+            adapters = self.state.revision.adapters if stays else None
+            new = self.state.beginning(config, commit, time.time(), adapters)
         else:
             new = msgspec.structs.replace(
                 self.state, revision=msgspec.structs.replace(self.state.revision, config=config)

@@ -63,6 +63,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         said = ""
         while True:
             revision = membership.revision
+            before = self.load.adapters
             try:
                 self.load = await self._clock.within(
                     timeouts.silence_s,
@@ -85,6 +86,8 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
                 continue
             silence.answered()
             said = ""
+            if self.load.adapters != before:
+                self._around.on_change()
             await self._change_or_heartbeat(revision)
 
     async def _change_or_heartbeat(self, revision: int) -> None:

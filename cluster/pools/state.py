@@ -62,6 +62,7 @@ class Revision(msgspec.Struct, frozen=True):
     content: str = (
         ""  # the model's, as the first node announced it: no node of this revision with another one joins
     )
+    adapters: dict[str, str] | None = None  # all that were loaded since; None: the configuration's
 
 
 class Rollout(msgspec.Struct, frozen=True):
@@ -89,6 +90,11 @@ class ClusterState(msgspec.Struct, frozen=True):
     def find(self, node_id: str) -> NodeRecord | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)
 
+    def revision_of(self, number: int) -> Revision | None:
+        """None: of an earlier rollout."""
+        known = [self.revision, *([self.rollout.before] if self.rollout is not None else [])]
+        return next((each for each in known if each.number == number), None)
+
     def unseen_machines(self, seen: Container[str]) -> list[Host]:
         """Those on which nodes served, with places for them and for nothing else."""
         placements = [
@@ -104,12 +110,14 @@ class ClusterState(msgspec.Struct, frozen=True):
         """Those that stay until another one takes their place."""
         return [node for node in self.staying(role) if node.revision != self.revision.number]
 
-    def beginning(self, config: TandemConfig, commit: str, unix_time: float) -> ClusterState:
-        """Nodes are made with this configuration from now on, and all others are to go."""
+    def beginning(
+        self, config: TandemConfig, commit: str, unix_time: float, adapters: dict[str, str] | None = None
+    ) -> ClusterState:
+        """Nodes are made with this configuration from now on, and all others are to go. `adapters`: if not the configuration's."""
         number = self.last_number + 1
         return msgspec.structs.replace(
             self,
-            revision=Revision(number, config, commit),
+            revision=Revision(number, config, commit, adapters=adapters),
             last_number=number,
             rollout=Rollout(self.revision, unix_time),
         )

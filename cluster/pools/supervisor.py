@@ -50,7 +50,7 @@ class Surroundings:
     timeouts: ClusterTimeouts
     events: Events
     clock: Clock
-    on_change: Callable[[], None]  # hears of every new phase
+    on_change: Callable[[], None]  # hears of every new phase, and of other adapters
 
 
 class ProcessSupervisor(abc.ABC, Generic[H, Ready]):

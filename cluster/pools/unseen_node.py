@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tandem.cluster.launcher import NodeHandle, Report
 from tandem.node.config import NodeConfig
@@ -43,6 +43,9 @@ class UnseenNode:
 
     async def reset_cache(self, timeout_s: float) -> bool:
         return await (await self._node()).reset_cache(timeout_s)
+
+    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+        return await (await self._node()).set_adapters(wanted, timeout_s)
 
     async def change_role(self, config: NodeConfig) -> NodeInfo:
         return await (await self._node()).change_role(config)

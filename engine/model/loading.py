@@ -72,9 +72,11 @@ def load_runner(
     if loaded is None:
         loaded = load_general(source, config, dtype, device, threads, tell, headless, room)
     if loaded.adapters is not None:
+        read = []
         for place, (name, folder) in enumerate(model.adapters.items()):
             tell(f"reading the adapter {name}", place / len(model.adapters))
-            loaded.adapters.put(loaded.adapters.read(name, Path(folder)))
+            read.append(loaded.adapters.read(name, Path(folder)))
+        loaded.adapters.serve(read)
     if loaded.states is not None and scheduler.num_speculative_tokens:
         raise ConfigurationError(
             f"{source.name} keeps recurrent states, and a state cannot go back to the token before a wrong draft: set "

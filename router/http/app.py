@@ -101,6 +101,8 @@ def make_app(services: Services) -> ASGIApp:
         ("/metrics", status_routes.metrics, ["GET"]),
         ("/cluster", status_routes.cluster, ["GET"]),
         ("/admin/{action}", admin_routes.admin, ["POST"]),
+        ("/v1/load_lora_adapter", admin_routes.load_adapter, ["POST"]),
+        ("/v1/unload_lora_adapter", admin_routes.unload_adapter, ["POST"]),
         ("/traces", status_routes.traces, ["GET"]),
         ("/traces/{request_id}", status_routes.trace, ["GET"]),
         ("/openapi.json", api_document.document, ["GET"]),

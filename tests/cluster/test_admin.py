@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -70,6 +71,12 @@ class FakeCluster:
         self._note("reset", names)
         return ["decode-0"]
 
+    async def adapters(
+        self, load: Mapping[str, str], unload: Sequence[str], timeout_s: float
+    ) -> dict[str, str]:
+        self._note("adapters", load, unload, timeout_s)
+        return dict(load)
+
     async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
         self._note("apply", config, dry_run)
         return AppliedChange(["slo.ttft_s"], [], [], [], 3)
@@ -104,6 +111,8 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
     assert acted(cluster, "pause", {"names": ["decode"]}) == {"paused": ["decode"]}
     assert acted(cluster, "resume") == {"paused": []}
     assert acted(cluster, "reset_prefix_cache", {}) == {"reset": ["decode-0"]}
+    sql = {"load": {"sql": "/sql"}, "unload": ["law"]}
+    assert acted(cluster, "adapters", sql) == {"adapters": {"sql": "/sql"}}
     assert acted(cluster, "apply", {"config": {"slo": {"ttft_s": 1}}, "dry_run": True})["revision"] == 3
     assert acted(cluster, "go_back") == {}
     assert cluster.asked == [
@@ -114,6 +123,7 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
         ("pause", ["decode"]),
         ("resume", []),
         ("reset", []),
+        ("adapters", {"sql": "/sql"}, ["law"], 2 * 7.0 + ClusterTimeouts().unresponsive_s),
         ("apply", TandemConfig(slo=SloConfig(ttft_s=1)), True),
         ("back",),
     ]
@@ -177,6 +187,7 @@ def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
         assert await control.pause(["decode"]) == ["decode"]
         assert await control.resume([]) == []
         assert await control.reset_cache([]) == ["decode-0"]
+        assert await control.adapters({"sql": "/sql"}, [], 9.0) == {"sql": "/sql"}
         wanted = TandemConfig(debug=True)
         assert (await control.apply(wanted, dry_run=False)).at_once == ["slo.ttft_s"]
         assert cluster.asked[-1] == ("apply", wanted, False)
@@ -195,6 +206,7 @@ def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
         "pause",
         "resume",
         "reset",
+        "adapters",
         "apply",
         "back",
     ]

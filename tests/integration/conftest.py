@@ -38,6 +38,7 @@ _replace = msgspec.structs.replace
 
 # These start clusters of their own, one after the other, and put them under load: minutes each.
 OWN_CLUSTERS = {
+    "test_adapters_at_run_time.py",
     "test_cluster_on_ray.py",
     "test_guides_run.py",
     "test_head_away.py",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from typing import ClassVar
 
 import msgspec
 import pytest
+import torch
 
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
+from tandem.engine.model.lora.folder import Adapter
+from tandem.engine.model.lora.layers import AdaptedLayers, _StepRows
+from tandem.engine.model.lora.slots import AdapterSlots
 from tandem.engine.structured.grammars import Grammars
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
@@ -106,7 +109,7 @@ class Node:
         grammar_s: float = 10.0,
         ahead: bool = False,
         scheduler: SchedulerConfig | None = None,
-        adapters: FewAdapters | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         # A context so long that a request without an end of its own outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
@@ -512,13 +515,11 @@ def test_a_pin_ends_while_the_node_sleeps() -> None:
         made.service.stop()
 
 
-class FewAdapters:
-    """What a node asks of its runner's adapters."""
-
-    served: ClassVar[dict[str, str]] = {"sql": "d" * 64}
-
-    def serves(self, identity: str) -> bool:
-        return identity == identity_of("sql", "d" * 64)
+def few_adapters() -> AdapterSlots:
+    """A runner's adapters: one is served."""
+    slots = AdapterSlots(AdaptedLayers({}, {}, _StepRows(), 1, 1), torch.float32, torch.device("cpu"))
+    slots.serve([Adapter("sql", "d" * 64, {})])
+    return slots
 
 
 @pytest.mark.parametrize(
@@ -527,7 +528,7 @@ class FewAdapters:
     ids=["other weights", "unknown", "name"],
 )
 def test_a_request_for_an_adapter_that_is_not_here_is_refused_by_its_name(lora: str) -> None:
-    node = Node(DecodeRules(Role.DECODE), adapters=FewAdapters())
+    node = Node(DecodeRules(Role.DECODE), adapters=few_adapters())
     try:
         node.submit(lora=lora)
         (chunk,) = node.outgoing.until_finished("r")
@@ -537,6 +538,29 @@ def test_a_request_for_an_adapter_that_is_not_here_is_refused_by_its_name(lora: 
         node.submit("s", lora=identity_of("sql", "d" * 64))
         assert node.outgoing.until_finished("s")[-1].finish is FinishReason.LENGTH
         assert node.service.status().adapters == {"sql": "d" * 64}
+    finally:
+        node.service.stop()
+
+
+def test_an_adapter_that_is_dropped_stays_for_the_requests_that_use_it() -> None:
+    slots = few_adapters()
+    node = Node(DecodeRules(Role.DECODE), adapters=slots)
+    try:
+        old, law = identity_of("sql", "d" * 64), Adapter("law", "1" * 64, {})
+        node.submit(lora=old, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+        node.outgoing.batches.get(timeout=PATIENCE_S)
+        assert node.service.set_adapters([law, Adapter("sql", "e" * 64, {})], frozenset(), PATIENCE_S)
+        status = node.outgoing.status_where(lambda s: "law" in s.adapters)
+        assert status.adapters == {"law": "1" * 64, "sql": "e" * 64}
+        assert slots.has(old)
+        node.submit("s", lora=identity_of("sql", "e" * 64))
+        assert node.outgoing.until_finished("s")[-1].finish is FinishReason.LENGTH
+        node.service.receive(Cancel(reply_to=ROUTER, request_ids=["r"]))
+        until(lambda: not slots.has(old))
+        node.submit("t", lora=old)
+        assert node.outgoing.until_finished("t")[-1].error.code == "adapter_missing"
+        assert node.service.set_adapters([], frozenset(["law"]), PATIENCE_S)
+        assert slots.served == {"law": "1" * 64}
     finally:
         node.service.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import msgspec
 import pytest
 
 from tandem.router.config import ApiKey
@@ -86,6 +87,53 @@ def test_a_body_is_bounded_and_must_be_json(router: RunningRouter, control: Fake
     assert answer.status_code == 415
     assert ask(router, "ops-key", body=b"x" * (router.config.limits.body_bytes + 1)).status_code == 413
     assert control.asked == []
+
+
+class AdapterControl(FakeControl):
+    """A cluster with one adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = {"law": "/law"}
+
+    async def act(self, action: str, body: bytes) -> bytes:
+        asked = msgspec.json.decode(body or b"{}")
+        if asked:
+            self.asked.append((action, body))
+        if "rank" in asked.get("load", {}):
+            raise InvalidRequest("decode-0: it has rank 64")
+        self.adapters |= asked.get("load", {})
+        for name in asked.get("unload", ()):
+            del self.adapters[name]
+        return msgspec.json.encode({"adapters": self.adapters})
+
+
+@pytest.mark.parametrize(
+    ("door", "body", "status", "says"),
+    [
+        ("load", {"lora_name": "sql", "lora_path": "/sql"}, 200, "'sql' added successfully"),
+        ("load", {"lora_name": "law", "lora_path": "/new", "load_inplace": True}, 200, "'law' added"),
+        ("load", {"lora_name": "law", "lora_path": "/new"}, 400, "is loaded already: set load_inplace"),
+        ("load", {"lora_name": "law", "lora_path": "/law", "load_inplace": True}, 400, "another folder"),
+        ("load", {"lora_name": "rank", "lora_path": "/rank"}, 400, "decode-0: it has rank 64"),
+        ("load", {"lora_name": "sql"}, 400, "lora_path"),
+        ("load", [], 400, "Expected `object`"),
+        ("unload", {"lora_name": "law"}, 200, "'law' removed successfully"),
+        ("unload", {"lora_name": "sql"}, 404, "there is no adapter 'sql'; there are: law"),
+        ("unload", {}, 400, "lora_name"),
+    ],
+)
+def test_adapters_come_and_go_as_vllms_clients_ask(
+    router: RunningRouter, door: str, body: object, status: int, says: str
+) -> None:
+    control = router.server.services.control = AdapterControl()
+    asked = f"/v1/{door}_lora_adapter"
+    tenant = router.client.post(asked, json=body, headers={"authorization": "Bearer tenant-key"})
+    assert tenant.status_code == 403
+    answer = router.client.post(asked, json=body, headers={"authorization": "Bearer ops-key"})
+    assert answer.status_code == status
+    assert says in answer.text
+    assert len(control.asked) == (status == 200 or "rank" in says)
 
 
 def test_it_is_asked_by_post_alone(router: RunningRouter) -> None:

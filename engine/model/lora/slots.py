@@ -1,18 +1,19 @@
 """Which adapters a node has, and which of them lie in the slots of the model's layers.
 
-All that are served are kept in host memory. A step may have as many different ones as there are slots (`scheduler.max_loras`); the one
+All that are served are kept in host memory, and those that a request still uses. A step may have as many different ones as there are slots (`scheduler.max_loras`); the one
 that was used least recently makes room. Copies into slots are ordered with the steps on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
 
 from tandem.engine.model.lora.folder import Adapter, read_adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
+from tandem.wire.adapters import identity_of
 from tandem.wire.errors import InternalError
 
 
@@ -33,12 +34,28 @@ class AdapterSlots:
             name, folder, layers.shapes, layers.unfit, max_rank=layers.rank, dtype=self._like.dtype
         )
 
-    def put(self, adapter: Adapter) -> None:
-        self._adapters[adapter.identity] = adapter
-        self.served = {**self.served, adapter.name: adapter.digest}
+    def serve(self, read: Iterable[Adapter], kept: Collection[str] = ()) -> None:
+        """From now on: those that were `read`, and of those that are served the ones with the names `kept`."""
+        served = {name: digest for name, digest in self.served.items() if name in kept}
+        for adapter in read:
+            self._adapters[adapter.identity] = adapter
+            served[adapter.name] = adapter.digest
+        self.served = served
 
-    def serves(self, identity: str) -> bool:
+    def has(self, identity: str) -> bool:
         return identity in self._adapters
+
+    @property
+    def has_others(self) -> bool:
+        """Some are here that are no longer served."""
+        return len(self._adapters) > len(self.served)
+
+    def forget_others(self, used: Collection[str]) -> None:
+        """Those that are neither served nor `used`, by identity."""
+        served = {identity_of(name, digest) for name, digest in self.served.items()}
+        for identity in self._adapters.keys() - served - set(used):
+            del self._adapters[identity]
+            self._slots.pop(identity, None)
 
     def place(self, wanted: Collection[str]) -> dict[str, int]:
         """The slots of a step's adapters, all of them on the device."""

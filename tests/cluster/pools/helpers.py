@@ -8,7 +8,7 @@ import hashlib
 import heapq
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -188,6 +188,12 @@ class FakeNode(FakeProcess):
         self.heard: list[str] = []  # where routers listen
         self.silent_s: float | None = None  # to routers; None: as to the controller
         self.admitted: list[list[str]] = []  # keys, each time that it was told
+        self.adapters: dict[str, str] = {}
+        self.adapter_error: TandemError | None = None
+        self.files = "files"  # what its machine has in every folder
+        self.times_told = 0
+        self.is_routed: Callable[[FakeNode], bool] = lambda node: False
+        self.routed_when_told: bool | None = None
         self._epochs = epochs
         self._begin_epoch()
 
@@ -211,6 +217,19 @@ class FakeNode(FakeProcess):
         await self._answer()
         self.resets += 1
         return True
+
+    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+        await self._answer()
+        self.times_told += 1
+        self.routed_when_told = self.is_routed(self)
+        if self.adapter_error is not None:
+            raise self.adapter_error
+        self.adapters = dict(wanted)
+        return self.digests
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {name: f"{self.files} in {where}" for name, where in self.adapters.items()}
 
     async def change_role(self, config: NodeConfig) -> NodeInfo:
         await self._answer()
@@ -261,6 +280,8 @@ class FakeRouter(FakeProcess):
         self.paused: list[str] = []
         self.forgot: list[list[str]] = []  # nodes that had emptied their caches
         self.on_members: Callable[[], None] = lambda: None
+        self.adapters_of: Callable[[str], dict[str, str]] = lambda node_id: {}
+        self.hears_adapters = True
 
     async def start(self, report: Report) -> RouterInfo:
         await self._begin()
@@ -273,7 +294,8 @@ class FakeRouter(FakeProcess):
         self.memberships.append(members)
         self.paused = list(paused)
         self.on_members()
-        return self.load
+        served = [self.adapters_of(info.node_id).items() for info in members if self.hears_adapters]
+        return msgspec.structs.replace(self.load, adapters=dict(set.intersection(*map(set, served or [()]))))
 
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
         await self._answer()
@@ -310,6 +332,7 @@ class FakeLauncher:
             assert earlier[-1].host == host, "a node cannot be adopted on another machine"
             return earlier[-1]
         node = FakeNode(config, host, slot, self._epochs)
+        node.is_routed = self._is_routed
         self._prepare(config.node_id, node, len(earlier))
         earlier.append(node)
         return node
@@ -320,9 +343,13 @@ class FakeLauncher:
             return earlier[-1]
         router = FakeRouter(name, config, host, len(earlier))
         router.hears = self._heard_by_routers
+        router.adapters_of = lambda node_id: self.node(node_id).digests
         self._prepare(name, router, len(earlier))
         self.routers.append(router)
         return router
+
+    def _is_routed(self, node: FakeNode) -> bool:
+        return any(node.info in router.memberships[-1] for router in self.routers if router.memberships)
 
     def _heard_by_routers(self, info: NodeInfo) -> NodeSighting:
         node = self.node(info.node_id)

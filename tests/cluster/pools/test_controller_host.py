@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
@@ -55,6 +56,9 @@ class FakeControl:
 
     async def resume(self, names: list[str]) -> list[str]:
         return []
+
+    async def adapters(self, load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
+        return dict(load)
 
     async def reset_cache(self, names: list[str]) -> list[str]:
         return names

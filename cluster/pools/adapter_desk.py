@@ -1,0 +1,138 @@
+"""Changes which LoRA adapters nodes have, while the cluster serves, on every node or on none.
+
+A set is kept when every node that serves has taken it. So what is kept can be served, and a controller that dies in the middle of a change
+leaves nodes that the next one tells what was kept before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from tandem.cluster.pools.adapters import AdapterPlaces
+from tandem.cluster.pools.node_supervisor import NodeSupervisor
+from tandem.cluster.pools.reconciler import Reconciler
+from tandem.cluster.rules import broken_adapters
+from tandem.cluster.tasks import Clock
+from tandem.wire.adapters import check_place
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError, Unavailable
+
+
+class AdapterDesk:
+    def __init__(self, pools: Reconciler, clock: Clock) -> None:
+        self._pools = pools
+        self._clock = clock
+
+    async def change(self, load: AdapterPlaces, unload: Sequence[str]) -> dict[str, str]:
+        """All or nothing. Returns what is wanted then, once routers serve it."""
+        pools = self._pools
+        async with pools.adapters.changing:
+            before = self._before()
+            wanted = self._wanted(before, load, unload)
+            if wanted == before:
+                return wanted
+            if pools.state.rollout is not None:
+                raise Unavailable(
+                    "a rollout is under way, which replaces nodes: change adapters when it is done (`tandem status`)"
+                )
+            number = pools.state.revision.number
+            nodes = [node for node in pools.fleet.nodes.values() if node.serves]
+            if not nodes:
+                raise Unavailable("no node serves that could read an adapter: ask again when one does")
+            try:
+                digests = await self._tell(nodes, wanted)
+                await self._keep(wanted, number)
+            except TandemError:
+                await asyncio.gather(*(self._set(node, before) for node in nodes), return_exceptions=True)
+                raise
+        for name in wanted.keys() | before.keys():
+            if wanted.get(name) != before.get(name):
+                pools.note(f"the adapter {name} was {'loaded' if name in wanted else 'unloaded'}, as asked")
+        await self._until_routers_serve(digests, before.keys() - wanted.keys())
+        return wanted
+
+    def _before(self) -> dict[str, str]:
+        state = self._pools.state
+        adapters = state.revision.adapters
+        return dict(self._pools.config.model.adapters if adapters is None else adapters)
+
+    def _wanted(self, before: dict[str, str], load: AdapterPlaces, unload: Sequence[str]) -> dict[str, str]:
+        for name in unload:
+            if name not in before:
+                there = ", ".join(sorted(before)) or "none"
+                raise ConfigurationError(f"there is no adapter {name[:200]!r}; there are: {there}")
+            if name in load:
+                raise ConfigurationError(f"the adapter {name!r} cannot be both loaded and unloaded")
+        for name, where in load.items():
+            check_place(name, where)
+        wanted = {name: where for name, where in before.items() if name not in unload} | dict(load)
+        config = self._pools.config
+        model = config.router.model_name
+        changed = msgspec.structs.replace(
+            config, model=msgspec.structs.replace(config.model, adapters=wanted, served_name=model)
+        )
+        for path, what in broken_adapters(changed):
+            raise ConfigurationError(f"{'.'.join(path)} {what}")
+        return wanted
+
+    async def _tell(self, nodes: Sequence[NodeSupervisor], wanted: AdapterPlaces) -> dict[str, str]:
+        """The digests, which are the same everywhere."""
+        answers = await asyncio.gather(*(self._set(node, wanted) for node in nodes), return_exceptions=True)
+        digests: dict[str, str] = {}
+        for node, answer in zip(nodes, answers, strict=True):
+            if isinstance(answer, ConfigurationError):
+                raise ConfigurationError(f"{node.name}: {answer}") from answer
+        for node, answer in zip(nodes, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise Unavailable(
+                    f"{node.name} did not say that it has the adapters, so no node is to have them: {answer}"
+                ) from answer
+            for name, digest in answer.items():
+                if digests.setdefault(name, digest) != digest:
+                    raise ConfigurationError(
+                        f"the adapter {name!r} is another one on {node.name}'s machine than on {nodes[0].name}'s: put the same files "
+                        "on both"
+                    )
+        return digests
+
+    async def _set(self, node: NodeSupervisor, wanted: AdapterPlaces) -> dict[str, str]:
+        return await node.set_adapters(wanted, self._pools.config.timeouts.start_s)
+
+    async def _keep(self, wanted: dict[str, str], number: int) -> None:
+        pools = self._pools
+        async with pools.writing:
+            revision = pools.state.revision
+            if pools.state.rollout is not None or revision.number != number:
+                raise Unavailable("a rollout began meanwhile: change adapters when it is done")
+            revision = msgspec.structs.replace(revision, adapters=wanted)
+            await pools.keep(msgspec.structs.replace(pools.state, revision=revision))
+
+    async def _until_routers_serve(self, digests: Mapping[str, str], gone: Iterable[str]) -> None:
+        """The routers that work hear of it from the nodes themselves."""
+        pools, gone = self._pools, set(gone)
+
+        def late() -> list[str]:
+            return [
+                router.name
+                for router in pools.fleet.routers.values()
+                if router.serves
+                and (
+                    digests.items() - router.load.adapters.items()
+                    or not gone.isdisjoint(router.load.adapters)
+                )
+            ]
+
+        async def until_served() -> None:
+            while late():
+                await pools.changed.wait()
+
+        try:
+            limit_s = pools.config.timeouts.unresponsive_s
+            await self._clock.within(limit_s, until_served(), "hearing of it")
+        except DeadlineExceeded:
+            if names := late():
+                raise Unavailable(
+                    f"every node has the change, and {', '.join(names)} did not say so yet: a node may be starting; look at /v1/models"
+                ) from None
