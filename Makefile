@@ -7,7 +7,8 @@
 #                    plane away for ten minutes, twice (about 35 minutes). Then every fault of a KV transfer, 100 times for
 #                    each connector and direction (about 15 minutes)
 #                    And the disk tier: 10,000 crashes of a disk that tears, 50 nodes killed while they store (about 2 minutes);
-#                    10,000 steps without a leak, and streams whose connections are reset thirty times (about 3 minutes)
+#                    10,000 steps without a leak, and streams whose connections are reset thirty times (about 3 minutes);
+#                    ten times the examples of the API's fuzzing and the transfer protocol's histories (about 15 minutes)
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it lacks (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
@@ -20,7 +21,8 @@
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which
-# make test-gpu-packages   FlashInfer's own package takes our calls and writes its kernels' sources, Triton interprets ours: no GPU
+# make test-gpu-packages   FlashInfer's own package takes our calls and writes its kernels' sources, Triton interprets ours, the GPU's
+#                    benchmark goes through on a CPU: no GPU
 # make wheel    dist/*.whl with compiled kernels; test-install installs one in an empty environment, dependencies and all
 # make docs     the parts of documents that are written from the code
 # make clean    the environment and everything that tools left here; the model cache stays
@@ -51,7 +53,7 @@ serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
 # The quick ones of these are over in about a minute.
-UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts tests
+UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/benchmarks/test_gpu_dry_run.py tests
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
@@ -74,13 +76,16 @@ test-faults: install
 	TANDEM_CRASHES=10000 TANDEM_KILLS=50 $(BIN)/python -m pytest -q tests/kvtransfer/test_tier_disk.py
 	TANDEM_STEPS=10000 TANDEM_RESETS=30 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow \
 		tests/engine/test_long_run.py tests/router/test_router_resets.py
+	TANDEM_EXAMPLES=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal --timeout 3600 \
+		tests/router/test_router_api_fuzz.py tests/kvtransfer/test_protocol_hostile.py tests/kvtransfer/test_protocol_model.py
 
 # Beside the environment, not in it: with Triton there torch would compile for a GPU that is not there.
 test-gpu-packages: install
 	$(BIN)/python -m pip install -q --no-deps --target build/gpu-packages \
 		'flashinfer-python>=0.7,<0.8' apache-tvm-ffi triton tabulate einops nvidia-ml-py
 	PYTHONPATH=build/gpu-packages $(BIN)/python -m pytest -q \
-		tests/engine/model/test_flashinfer_package.py tests/engine/model/test_triton_ops.py
+		tests/engine/model/test_flashinfer_package.py tests/engine/model/test_triton_ops.py \
+		tests/benchmarks/test_gpu_dry_run.py
 
 test-hosts: install
 	TANDEM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts -v -rs

@@ -21,7 +21,7 @@ from tests.engine.model import tiny
 from tests.idling import idle_share
 from tests.node.test_service import ROUTER, Node
 
-STEPS = int(os.environ.get("TANDEM_STEPS", "4000"))
+STEPS = int(os.environ.get("TANDEM_STEPS", "3000"))
 WARM_UP = 1000
 VARIANTS = [
     SamplingParams(temperature=0.0, max_tokens=20),

@@ -7,6 +7,8 @@ are random, and secrets of the two nodes and the routers.
 
 from __future__ import annotations
 
+import os
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -35,6 +37,7 @@ from tandem.wire.handoff import (
 )
 
 TOKENS = list(range(40, 61))
+EXAMPLES = 100 * int(os.environ.get("TANDEM_EXAMPLES", "1"))
 numbers = st.one_of(st.integers(-3, 60), st.integers(-(2**63), 2**63 - 1))
 transfers = st.sampled_from(["t1", "t2", "", "t-unknown"])
 tables = st.lists(st.lists(numbers, max_size=7), max_size=3)
@@ -92,9 +95,9 @@ messages = st.one_of(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("direction", list(Direction))
 def test_no_message_raises_and_none_makes_a_wrong_answer(direction: Direction) -> None:
-    """Slow: some hundred histories."""
+    """Slow: a hundred histories."""
 
-    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["p", "c"]), messages), max_size=30))
     def histories(hostile: list[tuple[int, str, HandoffMessage]]) -> None:
         world = World(direction)

@@ -6,6 +6,7 @@ collecting this file does not have to wait.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tandem.router.http.api_document import make_document
 from tests.router.conftest import RunningRouter, bombarded
 
+EXAMPLES = 15 * int(os.environ.get("TANDEM_EXAMPLES", "1"))  # of each route
 VALID, INVALID = "positive", "negative"
 ASKED = [
     (path, method, mode)
@@ -58,7 +60,7 @@ def checks() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "method", "mode"), ASKED)
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_an_answer_is_as_documented(
     router: RunningRouter, api: Any, checks: list[Any], path: str, method: str, mode: str, data: st.DataObject
