@@ -10,7 +10,7 @@ import hashlib
 import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -33,9 +33,17 @@ class MediaFeature(msgspec.Struct, frozen=True, array_like=True):
     length: int
     image: int = 0  # which of the request's
     part: int = 0  # which of that image's
+    columns: int = 0  # tokens of a row, where positions are counted by rows and columns; 0: one after the other, as a text's
 
 
-class TiledImages(msgspec.Struct, frozen=True):
+class ImagePlaces(NamedTuple):
+    """The placeholders of one part of an image."""
+
+    length: int
+    columns: int = 0  # see MediaFeature
+
+
+class TiledImages(msgspec.Struct, frozen=True, tag="tiled"):
     """Idefics3 and SmolVLM: an image is scaled, and cut into tiles of one size; a small copy of the whole image is the last of them."""
 
     tile: int  # pixels of a side
@@ -76,20 +84,85 @@ class TiledImages(msgspec.Struct, frozen=True):
     def _tiles(self, side: int) -> int:
         return math.ceil(side / self.tile)
 
-    def parts(self, width: int, height: int) -> list[int]:
-        """The placeholder tokens of each part of an image, in the prompt's order."""
+    def parts(self, width: int, height: int) -> list[ImagePlaces]:
+        """In the prompt's order."""
         rows, columns = self.grid(width, height)
-        return [self.tokens] * (rows * columns + 1)
+        return [ImagePlaces(self.tokens)] * (rows * columns + 1)
+
+    def written(self, placeholder: str, width: int, height: int) -> str:
+        """What takes the place of the one placeholder that a chat template writes for an image, as the model's own processor has it."""
+        around, run = "<fake_token_around_image>", placeholder * self.tokens
+        rows, columns = self.grid(width, height)
+        tiles = "".join(
+            "".join(f"{around}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        return (
+            f"{tiles}\n{around}<global-img>{run}{around}" if tiles else f"{around}<global-img>{run}{around}"
+        )
 
 
-ImageRules = TiledImages
+class GriddedImages(msgspec.Struct, frozen=True, tag="gridded"):
+    """Qwen2-VL and Qwen2.5-VL: an image keeps its shape, and is scaled to a number of pixels between two bounds. It is one part, whose tokens
+    have positions by row and column."""
+
+    side: int  # pixels of a token's side
+    fewest: int  # pixels of an image
+    most: int
+    token_id: int  # the placeholder
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        side = self.side
+        rows, columns = round(height / side), round(width / side)
+        area = rows * columns * side * side
+        if area > self.most:
+            shrunk = math.sqrt(height * width / self.most)
+            return max(1, math.floor(height / shrunk / side)), max(1, math.floor(width / shrunk / side))
+        if area < self.fewest:
+            grown = math.sqrt(self.fewest / (height * width))
+            return math.ceil(height * grown / side), math.ceil(width * grown / side)
+        return rows, columns
+
+    def parts(self, width: int, height: int) -> list[ImagePlaces]:
+        rows, columns = self.grid(width, height)
+        return [ImagePlaces(rows * columns, columns)]
+
+    def written(self, placeholder: str, width: int, height: int) -> str:
+        return placeholder * self.parts(width, height)[0].length
+
+
+ImageRules = TiledImages | GriddedImages
 
 
 def image_rules(config: Mapping[str, Any], processor: Mapping[str, Any]) -> ImageRules | None:
     """By a model's config.json and by how its folder says that images are prepared. None: Tandem reads no images for such a model."""
     kind = config.get("model_type")
-    if kind not in ("smolvlm", "idefics3"):
+    if kind in ("smolvlm", "idefics3"):
+        rules: ImageRules = _tiled(kind, config, processor)
+    elif kind in ("qwen2_vl", "qwen2_5_vl"):
+        rules = _gridded(config, processor)
+    else:
         return None
+    if processor.get("do_resize") is False:
+        raise ConfigurationError(f"a model of type {kind} cannot be served: its images are not scaled")
+    return rules
+
+
+def _gridded(config: Mapping[str, Any], processor: Mapping[str, Any]) -> GriddedImages:
+    size = processor.get("size") or {}
+    fewest, most = (
+        int(processor.get(old) or size.get(new) or usual)
+        for old, new, usual in (
+            ("min_pixels", "shortest_edge", 56 * 56),
+            ("max_pixels", "longest_edge", 28 * 28 * 1280),
+        )
+    )
+    side = int(processor.get("patch_size") or 14) * int(processor.get("merge_size") or 2)
+    return GriddedImages(side, fewest, most, int(config.get("image_token_id") or 151655))
+
+
+def _tiled(kind: str, config: Mapping[str, Any], processor: Mapping[str, Any]) -> TiledImages:
     vision = config.get("vision_config") or {}
     tile = _side(processor.get("max_image_size"), 364)
     per_token = int(vision.get("patch_size") or 32) * int(config.get("scale_factor") or 2)
@@ -97,8 +170,6 @@ def image_rules(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Imag
         raise ConfigurationError(
             f"a model of type {kind} cannot be served: tiles of {tile} pixels are no whole number of tokens of {per_token}"
         )
-    if processor.get("do_resize") is False:
-        raise ConfigurationError(f"a model of type {kind} cannot be served: its images are not scaled")
     return TiledImages(
         tile=tile,
         longest=_side(processor.get("size"), 4 * 364),
@@ -121,18 +192,18 @@ def processor_settings(read_json: Any) -> dict[str, Any]:
 
 
 def media_features(
-    token_ids: Sequence[int], token_id: int, parts: Sequence[Sequence[int]], digests: Sequence[str]
+    token_ids: Sequence[int], token_id: int, parts: Sequence[Sequence[ImagePlaces]], digests: Sequence[str]
 ) -> list[MediaFeature] | None:
     """The runs of `token_id`, where they are those of the images' parts; None where they are not."""
     features: list[MediaFeature] = []
-    wanted = [(image, part, length) for image, of in enumerate(parts) for part, length in enumerate(of)]
+    wanted = [(image, part, *places) for image, of in enumerate(parts) for part, places in enumerate(of)]
     at, end = 0, len(token_ids)
-    for image, part, length in wanted:
+    for image, part, length, columns in wanted:
         while at < end and token_ids[at] != token_id:
             at += 1
         if token_ids[at : at + length] != [token_id] * length:
             return None
-        features.append(MediaFeature(f"{digests[image]}/{part}", at, length, image, part))
+        features.append(MediaFeature(f"{digests[image]}/{part}", at, length, image, part, columns))
         at += length
     return None if token_id in token_ids[at:] else features
 

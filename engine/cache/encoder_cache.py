@@ -26,6 +26,7 @@ class EncoderInput:
     file: bytes  # the whole image's
     part: int
     length: int  # tokens that it becomes
+    columns: int = 0  # see MediaFeature
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,7 +104,11 @@ class EncoderCache:
         self._left -= feature.length
         self.encoded_tokens += feature.length
         self._begun[feature.identifier] = EncoderInput(
-            feature.identifier, request.images[feature.image], feature.part, feature.length
+            feature.identifier,
+            request.images[feature.image],
+            feature.part,
+            feature.length,
+            feature.columns,
         )
 
     def _hold(self, request_id: str, identifier: str) -> None:

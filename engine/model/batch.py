@@ -67,6 +67,8 @@ class Batch:
     # int64 [I]: rows that are no token's embedding, but a part of an image; and what they are, [I, hidden size]
     image_rows: torch.Tensor | None = None
     image_states: torch.Tensor | None = None
+    # int64 [3, T]: time, row and column of each token, in place of `positions`, where a model counts images' so and some are here
+    rope_positions: torch.Tensor | None = None
     # What the tensors were made from, for who plans on the host; a batch made by hand may lack it.
     host: HostBatch | None = None
 

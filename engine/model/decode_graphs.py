@@ -153,7 +153,12 @@ class DecodeGraphs:
 
     def _recorded_for(self, batch: Batch) -> _Recording | None:
         # A recorded step leaves logits, and no hidden states; and it was recorded without adapters, of tokens alone.
-        is_plain = batch.hidden_rows is None and batch.adapter_slots is None and batch.image_rows is None
+        is_plain = (
+            batch.hidden_rows is None
+            and batch.adapter_slots is None
+            and batch.image_rows is None
+            and batch.rope_positions is None
+        )
         if self._gave_up or batch.host is None or not is_plain:
             return None
         size = bucket_of(self._buckets, batch.num_tokens)

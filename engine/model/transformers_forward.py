@@ -102,6 +102,7 @@ class TransformersForward:
                 batch.logit_rows,
                 cache,
                 self._embeddings(batch) if batch.image_rows is not None else None,
+                batch.rope_positions,
             )
 
     def _embeddings(self, batch: Batch) -> torch.Tensor:
@@ -144,11 +145,12 @@ class TransformersForward:
         logit_rows: torch.Tensor | None = None,  # None: all
         cache: OwnCache | StepCache | None = None,
         embeddings: torch.Tensor | None = None,  # None: the tokens'
+        rope_positions: torch.Tensor | None = None,  # None: `positions`
     ) -> torch.Tensor:
         picks = self._picks_rows and logit_rows is not None
         options: dict[str, Any] = {"logits_to_keep": logit_rows} if picks else {}
         if self._takes_positions:
-            options["position_ids"] = positions[None]
+            options["position_ids"] = positions[None] if rope_positions is None else rope_positions[:, None]
         if cache is None:
             cache = self._step_cache(positions)
         if self._cache_name is not None:

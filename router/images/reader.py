@@ -86,19 +86,8 @@ class ImageReader:
             )
         written = [pieces[0]]
         for file, after in zip(images.files, pieces[1:], strict=True):
-            written += self._written(file), after
+            written += self._rules.written(self._placeholder, file.width, file.height), after
         return "".join(written)
-
-    def _written(self, file: ImageFile) -> str:
-        around, run = "<fake_token_around_image>", self._placeholder * self._rules.tokens
-        rows, columns = self._rules.grid(file.width, file.height)
-        tiles = "".join(
-            "".join(f"{around}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1)) + "\n"
-            for row in range(1, rows + 1)
-        )
-        return (
-            f"{tiles}\n{around}<global-img>{run}{around}" if tiles else f"{around}<global-img>{run}{around}"
-        )
 
     def features(self, token_ids: Sequence[int], images: PromptImages) -> list[MediaFeature]:
         """Where the images stand in the prompt."""

@@ -13,9 +13,17 @@ from tandem.engine.config import Reserve, SchedulerConfig
 from tandem.engine.request import RequestStatus
 from tandem.kvtransfer.base import TransferConfig
 from tandem.wire.errors import InvalidRequest
+from tandem.wire.images import MediaFeature
 from tandem.wire.requests import KVTransferParams, TransferRole
-from tests.engine.model import tiny_vision
-from tests.engine.model.tiny_vision import prompt_of
+from tests.engine.model.tiny_vision import (
+    IDEFICS3,
+    QWEN2_5_VL,
+    QWEN2_VL,
+    SMOLVLM,
+    VisionFamily,
+    prompt_of,
+    reference,
+)
 from tests.integration.one_engine import OneEngine, hand_over
 from tests.pictures import picture
 
@@ -33,8 +41,12 @@ PROMPTS: dict[str, list[str | bytes]] = {
 
 @dataclasses.dataclass
 class ImageLab:
+    family: VisionFamily
     path: Path
     answers: dict[str, list[int]]
+
+    def prompt(self, name: str) -> tuple[list[int], list[MediaFeature], list[bytes]]:
+        return prompt_of(PROMPTS[name], self.family)
 
     def start(
         self,
@@ -70,21 +82,22 @@ class ImageLab:
         )
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> ImageLab:
-    return lab_of("SmolVLM", tmp_path_factory.mktemp("images"))
+@pytest.fixture(scope="module", params=["SmolVLM", "Qwen2.5-VL"])
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageLab:
+    family = {"SmolVLM": SMOLVLM, "Qwen2.5-VL": QWEN2_5_VL}[request.param]
+    return lab_of(family, tmp_path_factory.mktemp("images"))
 
 
-def lab_of(kind: str, folder: Path) -> ImageLab:
-    path = tiny_vision.smolvlm(folder, kind)
-    found = tiny_vision.reference(path, list(PROMPTS.values()), NEW_TOKENS)
+def lab_of(family: VisionFamily, folder: Path) -> ImageLab:
+    path = family.save(folder)
+    found = reference(path, list(PROMPTS.values()), NEW_TOKENS, family)
     answers = dict(zip(PROMPTS, found, strict=True))
     assert answers["one"] != answers["other"]
-    return ImageLab(path, answers)
+    return ImageLab(family, path, answers)
 
 
-def add(engine: OneEngine, name: str, request_id: str | None = None) -> None:
-    tokens, media, images = prompt_of(PROMPTS[name])
+def add(engine: OneEngine, lab: ImageLab, name: str, request_id: str | None = None) -> None:
+    tokens, media, images = lab.prompt(name)
     engine.add(request_id or name, tokens, NEW_TOKENS, None, media=media, images=images)
 
 
@@ -106,13 +119,14 @@ def encoded_tokens(engine: OneEngine) -> int:
     return engine.engine.scheduler.stats().encoder_tokens
 
 
-def test_idefics3s_class(tmp_path: Path) -> None:
-    idefics3 = lab_of("Idefics3", tmp_path)
-    engine = idefics3.start(batched=11)
+@pytest.mark.parametrize("family", [IDEFICS3, QWEN2_VL], ids=["Idefics3", "Qwen2-VL"])
+def test_their_sisters(family: VisionFamily, tmp_path: Path) -> None:
+    lab = lab_of(family, tmp_path)
+    engine = lab.start(batched=11)
     try:
         for name in PROMPTS:
-            add(engine, name)
-        assert run_all(engine, len(PROMPTS)) == idefics3.answers
+            add(engine, lab, name)
+        assert run_all(engine, len(PROMPTS)) == lab.answers
     finally:
         engine.engine.shutdown()
 
@@ -122,18 +136,19 @@ def test_any_chunks_beside_any_others(lab: ImageLab, batched: int) -> None:
     engine = lab.start(batched=batched)
     try:
         for name in PROMPTS:
-            add(engine, name)
+            add(engine, lab, name)
         assert run_all(engine, len(PROMPTS)) == lab.answers
     finally:
         engine.engine.shutdown()
 
 
-@pytest.mark.parametrize("kept", [4, 20])
-def test_an_encoder_cache_that_holds_little_delays_and_changes_nothing(lab: ImageLab, kept: int) -> None:
-    engine = lab.start(encoded=4, kept=kept)
+@pytest.mark.parametrize("more", [0, 16])
+def test_an_encoder_cache_that_holds_little_delays_and_changes_nothing(lab: ImageLab, more: int) -> None:
+    largest = max(part.length for name in PROMPTS for part in lab.prompt(name)[1])
+    engine = lab.start(encoded=4, kept=largest + more)
     try:
         for name in PROMPTS:
-            add(engine, name)
+            add(engine, lab, name)
         assert run_all(engine, len(PROMPTS)) == lab.answers
     finally:
         engine.engine.shutdown()
@@ -142,11 +157,11 @@ def test_an_encoder_cache_that_holds_little_delays_and_changes_nothing(lab: Imag
 def test_an_image_that_is_there_is_not_encoded_again(lab: ImageLab) -> None:
     engine = lab.start(kept=1024)
     try:
-        add(engine, "one")
+        add(engine, lab, "one")
         run_all(engine, 1)
         first = encoded_tokens(engine)
-        add(engine, "one", "again")
-        add(engine, "image last")
+        add(engine, lab, "one", "again")
+        add(engine, lab, "image last")
         answers = run_all(engine, 2)
         assert answers == {"again": lab.answers["one"], "image last": lab.answers["image last"]}
         assert encoded_tokens(engine) == first > 0
@@ -158,28 +173,28 @@ def test_an_image_that_is_there_is_not_encoded_again(lab: ImageLab) -> None:
 def test_a_prefix_is_found_by_prompts_with_the_same_image_alone(lab: ImageLab) -> None:
     engine = lab.start(caching=True)
     try:
-        add(engine, "one")
+        add(engine, lab, "one")
         run_all(engine, 1)
         before = encoded_tokens(engine)
-        add(engine, "one", "again")
+        add(engine, lab, "one", "again")
         assert run_all(engine, 1) == {"again": lab.answers["one"]}
-        length = len(prompt_of(PROMPTS["one"])[0])
+        length = len(lab.prompt("one")[0])
         assert engine.engine.scheduler.stats().prompt_tokens_cached == (length - 1) // 4 * 4
         assert encoded_tokens(engine) == before  # what is cached needs no image
-        add(engine, "other")
+        add(engine, lab, "other")
         assert run_all(engine, 1) == {"other": lab.answers["other"]}
-        common = prompt_of(PROMPTS["other"])[1][0].offset // 4 * 4
+        common = lab.prompt("other")[1][0].offset // 4 * 4
         assert engine.engine.scheduler.stats().prompt_tokens_cached == (length - 1) // 4 * 4 + common
     finally:
         engine.engine.shutdown()
 
 
 def test_preempted_prompts_are_computed_again_with_their_images(lab: ImageLab) -> None:
-    longest = max(len(prompt_of(parts)[0]) for parts in PROMPTS.values()) + NEW_TOKENS
+    longest = max(len(prompt_of(parts, lab.family)[0]) for parts in PROMPTS.values()) + NEW_TOKENS
     engine = lab.start(num_blocks=longest // 4 + 6, reserve=Reserve.NONE, kept=24, batched=24)
     try:
         for name in PROMPTS:
-            add(engine, name)
+            add(engine, lab, name)
         assert run_all(engine, len(PROMPTS)) == lab.answers
         assert engine.engine.scheduler.stats().preemptions > 0
     finally:
@@ -190,14 +205,25 @@ def test_prompts_in_one_piece(lab: ImageLab) -> None:
     engine = lab.start(batched=512, encoded=256, kept=256, chunked=False)
     try:
         for name in PROMPTS:
-            add(engine, name)
+            add(engine, lab, name)
         assert run_all(engine, len(PROMPTS)) == lab.answers
     finally:
         engine.engine.shutdown()
     engine = lab.start(batched=512, encoded=16, chunked=False)
     try:
         with pytest.raises(InvalidRequest, match=r"scheduler\.max_encoder_tokens"):
-            add(engine, "one")
+            add(engine, lab, "one")
+    finally:
+        engine.engine.shutdown()
+
+
+def test_an_image_that_the_encoder_cache_cannot_hold_is_refused(lab: ImageLab) -> None:
+    engine = lab.start(kept=3)
+    try:
+        with pytest.raises(InvalidRequest, match=r"cache\.encoder_tokens"):
+            add(engine, lab, "one")
+        add(engine, lab, "text")
+        assert run_all(engine, 1) == {"text": lab.answers["text"]}
     finally:
         engine.engine.shutdown()
 
@@ -205,12 +231,12 @@ def test_prompts_in_one_piece(lab: ImageLab) -> None:
 def test_a_request_that_ends_in_its_prompt_holds_nothing(lab: ImageLab) -> None:
     engine = lab.start(batched=9)
     try:
-        add(engine, "two")
+        add(engine, lab, "two")
         for _ in range(3):
             engine.engine.step()
         engine.engine.scheduler.finish_requests(["two"], RequestStatus.FINISHED_ABORTED)
         engine.engine.scheduler.check_integrity()
-        add(engine, "one")
+        add(engine, lab, "one")
         assert run_all(engine, 1) == {"one": lab.answers["one"]}
     finally:
         engine.engine.shutdown()
@@ -219,9 +245,9 @@ def test_a_request_that_ends_in_its_prompt_holds_nothing(lab: ImageLab) -> None:
 def test_a_file_that_is_no_image_ends_its_request_and_no_other(lab: ImageLab) -> None:
     engine = lab.start(caching=True)
     try:
-        tokens, media, _ = prompt_of(PROMPTS["one"])
+        tokens, media, _ = lab.prompt("one")
         engine.add("broken", tokens, NEW_TOKENS, None, media=media, images=[b"no image"])
-        add(engine, "text")
+        add(engine, lab, "text")
         answers: dict[str, list[int]] = {}
         errors = {}
         while "text" not in answers or len(answers["text"]) < NEW_TOKENS:
@@ -248,7 +274,7 @@ def test_the_other_node_needs_no_image_for_what_is_handed_over(lab: ImageLab, di
     producer, consumer = lab.start(config, "p", batched=12), lab.start(config, "c", batched=12)
     try:
         for name, parts in PROMPTS.items():
-            tokens, media, images = prompt_of(parts)
+            tokens, media, images = prompt_of(parts, lab.family)
             found = hand_over(producer, consumer, name, tokens, NEW_TOKENS, media=media, images=images)
             assert found == lab.answers[name], name
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
@@ -258,35 +284,28 @@ def test_the_other_node_needs_no_image_for_what_is_handed_over(lab: ImageLab, di
         consumer.engine.shutdown()
 
 
-def test_a_decode_node_that_loses_its_kv_has_the_image(lab: ImageLab) -> None:
+def test_a_decode_node_whose_kv_does_not_come_has_the_image(lab: ImageLab) -> None:
     config = TransferConfig(connector="nixl")
-    producer = lab.start(config, "p")
+    producer, consumer = lab.start(config, "p", batched=12), lab.start(config, "c")
     assert producer.address
-    # Room for both prompts, and not for both answers.
-    blocks = 2 + sum(-(-len(prompt_of(PROMPTS[name])[0]) // 4) for name in ("one", "other"))
-    consumer = lab.start(config, "c", num_blocks=blocks, reserve=Reserve.NONE)
     assert consumer.address
+    tokens, media, images = lab.prompt("two")
     try:
-        for name in ("one", "other"):
-            tokens, media, images = prompt_of(PROMPTS[name])
-            for engine, role, peer, count in (
-                (consumer, TransferRole.CONSUME, producer.address, NEW_TOKENS),
-                (producer, TransferRole.PRODUCE, consumer.address, 1),
-            ):
-                transfer = KVTransferParams(f"t-{name}", role, peer)
-                engine.add(name, tokens, count, transfer, media=media, images=images)
-        answers: dict[str, list[int]] = {"one": [], "other": []}
+        for engine, role, peer in (
+            (consumer, TransferRole.CONSUME, producer.address),
+            (producer, TransferRole.PRODUCE, consumer.address),
+        ):
+            transfer = KVTransferParams("t", role, peer)
+            engine.add("two", tokens, NEW_TOKENS, transfer, media=media, images=images)
+            engine.engine.step()
+        producer.engine.abort_requests(["two"])
+        answer: list[int] = []
         until = time.monotonic() + 60
-        while any(len(tokens) < NEW_TOKENS for tokens in answers.values()):
-            for update in consumer.engine.step().updates:
-                answers[update.request_id] += update.token_ids
+        while not consumer.run("two", answer, until):
             consumer.engine.scheduler.check_integrity()
             producer.engine.step()
-            assert time.monotonic() < until
-        assert answers == {name: lab.answers[name] for name in answers}
-        stats = consumer.engine.scheduler.stats()
-        assert stats.preemptions > 0
-        assert stats.encoder_tokens > 0
+        assert answer == lab.answers["two"]
+        assert encoded_tokens(consumer) > 0
     finally:
         producer.engine.shutdown()
         consumer.engine.shutdown()

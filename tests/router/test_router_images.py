@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import struct
 import zlib
 from pathlib import Path
@@ -14,7 +15,18 @@ from PIL import Image
 
 from tandem.router.config import Limits
 from tandem.wire.images import digest_of_image
-from tests.pictures import RULES, TOKENS, data_url, picture, save_config, save_words, tokenizer
+from tests.pictures import (
+    QWEN_RULES,
+    QWEN_SPECIAL,
+    RULES,
+    TOKENS,
+    data_url,
+    picture,
+    save_config,
+    save_qwens_words,
+    save_words,
+    tokenizer,
+)
 from tests.router.conftest import RunningRouter, StartRouter
 
 LIMITS = Limits(image_bytes=20_000, image_pixels=10_000, images_per_request=3)
@@ -70,7 +82,10 @@ def test_both_nodes_get_the_prompt_the_files_and_where_they_stand(router: Runnin
     for submit in submits:
         assert submit.prompt_token_ids == prompt
         assert submit.images == [one, two]
-        tiles = [RULES.parts(*Image.open(io.BytesIO(each)).size) for each in (one, two)]
+        tiles = [
+            [places.length for places in RULES.parts(*Image.open(io.BytesIO(each)).size)]
+            for each in (one, two)
+        ]
         assert [each.length for each in submit.media] == tiles[0] + tiles[1]
         for each in submit.media:
             run = prompt[each.offset : each.offset + each.length]
@@ -187,3 +202,23 @@ def test_a_model_without_a_tower_reads_none(start_router: StartRouter) -> None:
     answer = ask(plain, "See", image(data_url(GOOD)))
     assert answer.status_code == 400
     assert "this model reads no 'image_url'" in answer.json()["error"]["message"]
+
+
+def test_qwens_class_counts_rows_and_columns(start_router: StartRouter, tmp_path: Path) -> None:
+    save_qwens_words(tmp_path)
+    config = {"model_type": "qwen2_5_vl", "image_token_id": QWEN_RULES.token_id}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    router = start_router(prefill=1, decode=1, tokenizer_path=str(tmp_path))
+    answer = ask(router, image(data_url(picture(1, 40, 30))), "What?")
+    assert answer.status_code == 200, answer.text
+    assert router.chat("Hello").status_code == 200
+    with_image, alone = router.nodes["d0"].submits
+    rows, columns = QWEN_RULES.grid(40, 30)
+    (feature,) = with_image.media
+    assert (feature.length, feature.columns) == (rows * columns, columns)
+    words = tokenizer(QWEN_SPECIAL)
+    run = "<|vision_start|>" + "<|image_pad|>" * rows * columns + "<|vision_end|>"
+    said = words.decode(with_image.prompt_token_ids, skip_special_tokens=False)
+    assert said == f"<|im_start|>user\n{run}What?<|im_end|>\n<|im_start|>assistant\n"
+    said = words.decode(alone.prompt_token_ids, skip_special_tokens=False)
+    assert said == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.engine.model.staging import to_device
+from tandem.engine.model.vision.positions import positions_of, rope_positions
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.images import MediaFeature
@@ -68,9 +70,10 @@ class ImageRows:
 
     def placed(self, batch: Batch, scheduled: ScheduledTokens) -> tuple[Batch, dict[str, TandemError]]:
         """The batch with the rows that stand in the place of tokens; and the requests for which some could not be had."""
-        rows: list[np.ndarray] = []
+        rows: list[npt.NDArray[np.int64]] = []
         states: list[torch.Tensor] = []
         errors: dict[str, TandemError] = {}
+        rope: npt.NDArray[np.int64] | None = None
         for index, row in enumerate(scheduled.rows.tolist()):
             media = self._media.get(row)
             if media is None:
@@ -78,6 +81,10 @@ class ImageRows:
             begin, end = (int(at) for at in scheduled.query_start[index : index + 2])
             last = int(batch.host_context_lens[index])
             first = last - (end - begin)
+            if media[0].columns:
+                if rope is None:
+                    rope = np.tile(positions_of(batch), (3, 1))
+                rope[:, begin:end] = rope_positions(media, first, last)
             for feature in media:
                 start, stop = max(feature.offset, first), min(feature.offset + feature.length, last)
                 if start >= stop:
@@ -88,6 +95,8 @@ class ImageRows:
                     break
                 states.append(made[start - feature.offset : stop - feature.offset])
                 rows.append(np.arange(start, stop) - first + begin)
+        if rope is not None:
+            batch = dataclasses.replace(batch, rope_positions=to_device(rope, self._device))
         if not rows:
             return batch, errors
         places = to_device(np.concatenate(rows), self._device)

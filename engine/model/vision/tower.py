@@ -13,16 +13,30 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.model.source import ModelSource
 from tandem.wire.errors import ConfigurationError, InvalidImage, TandemError
-from tandem.wire.images import ImageRules, image_rules, open_image, processor_settings, upright_rgb
+from tandem.wire.images import (
+    GriddedImages,
+    ImageRules,
+    TiledImages,
+    image_rules,
+    open_image,
+    processor_settings,
+    upright_rgb,
+)
 
 # Parts of images that go through the tower at once: its attention is quadratic in a part, and its memory grows with their number.
 PARTS_AT_ONCE = 8
-_PROCESSORS = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}
+_PROCESSORS = {
+    "smolvlm": SmolVLMImageProcessorPil,
+    "idefics3": Idefics3ImageProcessorPil,
+    "qwen2_vl": Qwen2VLImageProcessorPil,
+    "qwen2_5_vl": Qwen2VLImageProcessorPil,
+}
 
 
 class VisionTower(Protocol):
@@ -44,7 +58,9 @@ def rules_of(source: ModelSource, config: Any) -> ImageRules | None:
 def find_tower(source: ModelSource, model: PreTrainedModel) -> VisionTower | None:
     """Raises ConfigurationError where what the folder says of images does not fit the model."""
     rules = rules_of(source, model.config)
-    return TiledTower(source, model, rules) if rules is not None else None
+    if isinstance(rules, TiledImages):
+        return TiledTower(source, model, rules)
+    return GriddedTower(source, model, rules) if rules is not None else None
 
 
 def loader_of(config: Any) -> Any:
@@ -52,71 +68,109 @@ def loader_of(config: Any) -> Any:
     return AutoModelForImageTextToText if config.model_type in _PROCESSORS else None
 
 
-class TiledTower:
-    """Idefics3's and SmolVLM's."""
+class _ProcessedImages:
+    """What towers share: a file is made pixels once for all of its parts that a step wants, and one that cannot be is no other's matter."""
 
     def __init__(self, source: ModelSource, model: PreTrainedModel, rules: ImageRules) -> None:
-        self._model: Any = model.base_model
-        # The model's own attention goes through the paged cache, which an image is no part of.
-        self._model.vision_model.set_attn_implementation("sdpa")
-        self._processor: Any = _PROCESSORS[model.config.model_type].from_pretrained(source.folder)
-        self._last: tuple[bytes, torch.Tensor] | None = None
         self.rules = rules
+        self._name = source.name
+        self._model: Any = model.base_model
+        self._processor: Any = _PROCESSORS[model.config.model_type].from_pretrained(source.folder)
+        self._last: tuple[bytes, Any] | None = None
         if model.config.image_token_id != rules.token_id:
-            raise ConfigurationError(
-                f"{source.name} cannot be served: its placeholder token is not the one of config.json"
-            )
-        side = torch.zeros(1, 1, 3, rules.tile, rules.tile)
-        side[0, 0, 0, 0, 0] = 1.0  # an image of zeros is taken for padding
-        with torch.inference_mode():
-            rows = self._rows(side)
-        if rows.shape[:2] != (1, rules.tokens):
-            raise ConfigurationError(
-                f"{source.name} cannot be served: its tower makes {rows.shape[1]} tokens of a tile, and its folder says {rules.tokens}"
-            )
+            raise self._refusal("its placeholder token is not the one of config.json")
+
+    def _refusal(self, why: str) -> ConfigurationError:
+        return ConfigurationError(f"{self._name} cannot be served: {why}")
+
+    def _rows(self, pixels: Any, wanted: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """Of some parts of one image, each [its tokens, hidden size]."""
+        raise NotImplementedError
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
-        found: list[torch.Tensor | TandemError | None] = [None] * len(inputs)
+        found: dict[int, torch.Tensor | TandemError] = {}
         of_image: dict[bytes, list[int]] = defaultdict(list)
         for place, one in enumerate(inputs):
             of_image[one.file].append(place)
         for file, places in of_image.items():
             try:
-                tiles = self._pixels(file)
-                parts = [inputs[place].part for place in places]
-                if max(parts) >= tiles.shape[1]:
-                    raise InvalidImage(
-                        f"an image has {tiles.shape[1]} parts here and {max(parts) + 1} or more where its prompt was made: the image "
-                        "processor's settings differ"
-                    )
-                for begin in range(0, len(parts), PARTS_AT_ONCE):
-                    some = slice(begin, begin + PARTS_AT_ONCE)
-                    for place, rows in zip(places[some], self._rows(tiles[:, parts[some]]), strict=True):
-                        found[place] = rows
+                pixels = self._pixels(file)
+                for begin in range(0, len(places), PARTS_AT_ONCE):
+                    some = places[begin : begin + PARTS_AT_ONCE]
+                    wanted = [inputs[place] for place in some]
+                    found |= zip(some, map(_expected, self._rows(pixels, wanted), wanted), strict=True)
             except TandemError as error:
-                for place in places:
-                    found[place] = error
+                found |= dict.fromkeys(places, error)
             # Whatever Pillow and the processor raise for a file that a router could read.
-            except (OSError, ValueError, SyntaxError, RuntimeError, MemoryError) as error:
+            except (OSError, ValueError, SyntaxError, MemoryError) as error:
                 refusal = InvalidImage(f"an image cannot be read: {type(error).__name__}: {error}")
-                for place in places:
-                    found[place] = refusal
-        return [one if one is not None else InvalidImage("an image was not read") for one in found]
+                found |= dict.fromkeys(places, refusal)
+        return [found[place] for place in range(len(inputs))]
 
-    def _pixels(self, file: bytes) -> torch.Tensor:
-        """[1, tiles, 3, side, side]"""
-        if self._last is not None and self._last[0] == file:
-            return self._last[1]
-        image = upright_rgb(open_image(file))
-        pixels: torch.Tensor = self._processor(images=[image], return_tensors="pt")["pixel_values"]
-        self._last = (file, pixels)
-        return pixels
+    def _pixels(self, file: bytes) -> Any:
+        if self._last is None or self._last[0] != file:
+            self._last = file, self._processor(images=[upright_rgb(open_image(file))], return_tensors="pt")
+        return self._last[1]
 
-    def _rows(self, tiles: torch.Tensor) -> torch.Tensor:
-        """[tiles, tokens, hidden size]"""
-        count = tiles.shape[1]
-        features = self._model.get_image_features(pixel_values=tiles.to(self._model.device)).pooler_output
-        rows = torch.cat(list(features))
-        if rows.shape[0] % count or rows.shape[0] == 0:
+
+def _expected(rows: torch.Tensor, wanted: EncoderInput) -> torch.Tensor:
+    if rows.shape[0] != wanted.length:
+        raise InvalidImage(
+            f"a part of an image has {rows.shape[0]} tokens here, and {wanted.length} where its prompt was made: the image processor's "
+            "settings differ"
+        )
+    return rows
+
+
+class TiledTower(_ProcessedImages):
+    """Idefics3's and SmolVLM's."""
+
+    def __init__(self, source: ModelSource, model: PreTrainedModel, rules: TiledImages) -> None:
+        super().__init__(source, model, rules)
+        # The model's own attention goes through the paged cache, which an image is no part of.
+        self._model.vision_model.set_attn_implementation("sdpa")
+        tile = torch.ones(1, 1, 3, rules.tile, rules.tile)
+        with torch.inference_mode():
+            (rows,) = self._rows({"pixel_values": tile}, [EncoderInput("", b"", 0, rules.tokens)])
+        if rows.shape[0] != rules.tokens:
+            raise self._refusal(
+                f"its tower makes {rows.shape[0]} tokens of a tile, and its folder says {rules.tokens}"
+            )
+
+    def _rows(self, pixels: Any, wanted: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        tiles: torch.Tensor = pixels["pixel_values"]
+        parts = [one.part for one in wanted]
+        if max(parts) >= tiles.shape[1]:
+            raise InvalidImage(
+                f"an image has {tiles.shape[1]} tiles here, and more where its prompt was made"
+            )
+        tiles = tiles[:, parts].to(self._model.device)
+        rows = torch.cat(list(self._model.get_image_features(pixel_values=tiles).pooler_output))
+        # transformers leaves out tiles that are nothing but zeros.
+        if rows.shape[0] % len(parts):
             raise InvalidImage("a part of an image is all of the one colour that stands for no image")
-        return rows.reshape(count, -1, rows.shape[-1])
+        return list(rows.reshape(len(parts), -1, rows.shape[-1]))
+
+
+class GriddedTower(_ProcessedImages):
+    """Qwen2-VL's and Qwen2.5-VL's."""
+
+    def __init__(self, source: ModelSource, model: PreTrainedModel, rules: GriddedImages) -> None:
+        super().__init__(source, model, rules)
+        self._model.visual.set_attn_implementation("sdpa")
+        vision = model.config.vision_config
+        if vision.patch_size * vision.spatial_merge_size != rules.side:
+            raise self._refusal(
+                f"its tower makes a token of {vision.patch_size * vision.spatial_merge_size} pixels a side, and its folder says {rules.side}"
+            )
+
+    def _rows(self, pixels: Any, wanted: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        grid: torch.Tensor = pixels["image_grid_thw"]
+        columns = int(grid[0, 2]) // self._model.config.vision_config.spatial_merge_size
+        if any(one.part or one.columns != columns for one in wanted):
+            raise InvalidImage(
+                "an image has another shape here than where its prompt was made: the image processor's settings differ"
+            )
+        pixel_values: torch.Tensor = pixels["pixel_values"].to(self._model.device)
+        rows = self._model.get_image_features(pixel_values, grid.to(self._model.device)).pooler_output[0]
+        return [rows for _ in wanted]

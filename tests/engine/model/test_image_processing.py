@@ -5,14 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers import AutoModelForImageTextToText
 
+from tandem.engine.model.vision.positions import rope_positions
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.images import TiledImages, image_rules, media_features, processor_settings
-from tests.engine.model.tiny_vision import SmolVLMImageProcessorPil
-from tests.pictures import PATCH, PROCESSOR, RULES, SCALE
+from tandem.wire.images import (
+    GriddedImages,
+    ImagePlaces,
+    TiledImages,
+    image_rules,
+    media_features,
+    processor_settings,
+)
+from tests.engine.model.tiny_vision import QWEN2_5_VL, Qwen2VLImageProcessorPil, SmolVLMImageProcessorPil
+from tests.pictures import PATCH, PROCESSOR, QWEN_PROCESSOR, QWEN_RULES, RULES, SCALE
 
 # Longer than 200 times as high is no image to a router.
 SIDES = st.integers(4, 300)
@@ -30,6 +40,52 @@ def test_as_many_tiles_as_the_processor_makes(width: int, height: int, longest: 
     assert len(rules.parts(width, height)) == made["pixel_values"].shape[1]
     assert made["pixel_attention_mask"].all()
     assert made["pixel_values"].shape[-2:] == (16, 16)
+
+
+@settings(max_examples=60, deadline=None)
+@given(width=SIDES, height=SIDES, fewest=st.sampled_from([64, 256, 2000]), most=st.sampled_from([2048, 9000]))
+def test_as_many_rows_and_columns_as_qwens_processor_makes(
+    width: int, height: int, fewest: int, most: int
+) -> None:
+    options = {**QWEN_PROCESSOR, "min_pixels": fewest, "max_pixels": most}
+    made = Qwen2VLImageProcessorPil(**options)(
+        images=[Image.new("RGB", (width, height), (9, 80, 200))], return_tensors="np"
+    )
+    rules = image_rules({"model_type": "qwen2_5_vl", "image_token_id": QWEN_RULES.token_id}, options)
+    assert isinstance(rules, GriddedImages)
+    _, rows, columns = made["image_grid_thw"][0].tolist()
+    assert rules.grid(width, height) == (rows // 2, columns // 2)
+    assert rules.parts(width, height) == [ImagePlaces(rows * columns // 4, columns // 2)]
+
+
+@pytest.fixture(scope="module")
+def qwen_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(QWEN2_5_VL.save(tmp_path_factory.mktemp("qwen")))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    grids=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=3),
+    gaps=st.lists(st.integers(1, 4), min_size=4, max_size=4),
+    begin=st.integers(0, 40),
+    count=st.integers(1, 40),
+)
+def test_positions_are_transformers(
+    qwen_model: Any, grids: list[tuple[int, int]], gaps: list[int], begin: int, count: int
+) -> None:
+    tokens, places = [5] * gaps[0], []
+    for (rows, columns), gap in zip(grids, gaps[1:], strict=False):
+        places.append([ImagePlaces(rows * columns, columns)])
+        tokens += [QWEN_RULES.token_id] * rows * columns + [5] * gap
+    tokens += [5] * 100  # so far that the last of those asked for is among them
+    media = media_features(tokens, QWEN_RULES.token_id, places, ["d"] * len(places))
+    assert media is not None
+    ids = torch.tensor([tokens])
+    grid = torch.tensor([(1, 2 * rows, 2 * columns) for rows, columns in grids])
+    kinds = (ids == QWEN_RULES.token_id).int()
+    theirs, _ = qwen_model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
+    ours = rope_positions(media, begin, begin + count)
+    assert ours.tolist() == theirs[:, 0, begin : begin + count].tolist()
 
 
 CONFIG: dict[str, Any] = {
@@ -83,10 +139,11 @@ def test_runs_are_found_where_they_are_and_nowhere_else(
     lengths: list[list[int]], gaps: list[int], extra: int
 ) -> None:
     tokens, places = [7] * gaps[0], []
+    shapes = [[ImagePlaces(length) for length in of] for of in lengths]
     for place, length in enumerate(length for of in lengths for length in of):
         places.append((len(tokens), length))
         tokens += [1] * length + [7] * gaps[place + 1]
-    found = media_features(tokens + [1] * extra, 1, lengths, ["d"] * len(lengths))
+    found = media_features(tokens + [1] * extra, 1, shapes, ["d"] * len(lengths))
     if extra:
         assert found is None
     else:
