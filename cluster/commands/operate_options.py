@@ -193,7 +193,9 @@ def _watch_status(options: argparse.Namespace, key: str | None) -> int:
 
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds that nodes may take for it (60)")
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="seconds that nodes may take for it (default 60)"
+    )
 
 
 def _limit_s(options: argparse.Namespace) -> float:
