@@ -128,7 +128,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_bytes: Annotated[AtLeastOne, about("of one image's file")] = 8 << 20
     image_pixels: Annotated[
         Annotated[int, Meta(ge=1, le=89_000_000)],
-        about("of one image: it is decoded to be checked, at 3 or 4 bytes a pixel, two at a time"),
+        about(
+            "of one image: it is decoded to be checked, which takes up to 10 bytes a pixel; two are at a time"
+        ),
     ] = 40_000_000
     images_per_request: Annotated[AtLeastOne, about("images in the messages of one request")] = 16
     json_depth: Annotated[AtLeastOne, about("how deep a body may nest")] = 64

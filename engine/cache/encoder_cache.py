@@ -56,8 +56,9 @@ class EncoderCache:
     def used(self) -> int:
         return self._used
 
-    def begin_step(self) -> None:
-        self._left = self.tokens_per_step
+    def begin_step(self, most: float) -> None:
+        """`most`: tokens that this step may encode, if fewer than others."""
+        self._left = int(min(self.tokens_per_step, most))
 
     def cap(self, request: Request, start: int, num_new: int) -> int:
         """How many of the tokens from `start` on can be computed: up to the first part for which this step, or the cache, has no room."""

@@ -153,7 +153,7 @@ def load_general(
     from tandem.engine.model.probe import probe_attention
     from tandem.engine.model.recurrent.layout import LayerStates
     from tandem.engine.model.transformers_forward import TransformersForward
-    from tandem.engine.model.vision.tower import find_tower
+    from tandem.engine.model.vision.tower import find_tower, linear_weights_of_tower
 
     model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head)
     generates = not may_lack_head or holds_head(source, model)
@@ -180,7 +180,8 @@ def load_general(
         elif (
             mixers is None
             and pieces.copies
-            and fused.left * 10 < sum(weight.numel() for weight in model.parameters())
+            and (fused.left - linear_weights_of_tower(model)) * 10
+            < sum(weight.numel() for weight in model.parameters())
         ):
             # The kernels have threads of their own, on the same cores; torch does little beside them.
             torch.set_num_threads(1)
@@ -248,7 +249,7 @@ def load_general(
         vector_size=int(model.config.get_text_config().hidden_size),
         generates=generates,
         adapters=adapters,
-        tower=find_tower(source, model),
+        tower=find_tower(source, model, threads),
     )
 
 

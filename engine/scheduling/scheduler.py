@@ -7,6 +7,7 @@ A prompt is a request that is far behind, a decode one that is one token behind.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -115,6 +116,7 @@ class Scheduler:
         self._transfers = TransferResults(self._state, self._lifecycle)
         self._results = ModelResults(self._state, self._lifecycle)
         self._pace = Pace(config.step_target_ms)
+        self._tower_pace = Pace(config.step_target_ms)  # in tokens of images
         # For the makers of requests, so that prompts are hashed outside the step.
         self.block_hasher: BlockHasher | None = None
         if caching:
@@ -166,7 +168,7 @@ class Scheduler:
         if self._trace is not None:
             self._trace.snapshot(state)
         if state.encoded is not None:
-            state.encoded.begin_step()
+            state.encoded.begin_step(self._tower_pace.tokens if self._decodes() else math.inf)
         self._running_phase.plan(step)
         # A request admitted while others lose their blocks would keep its own only for a moment.
         if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
@@ -216,8 +218,10 @@ class Scheduler:
         state, fitting = self._state, self._pace.tokens
         if fitting >= budget or not state.config.chunked_prefill:
             return budget
-        decodes = any(request.num_tokens - request.num_computed_tokens <= 1 for request in state.running)
-        return int(fitting) if decodes else budget
+        return int(fitting) if self._decodes() else budget
+
+    def _decodes(self) -> bool:
+        return any(request.num_tokens - request.num_computed_tokens <= 1 for request in self._state.running)
 
     def _output_of(self, step: StepPlan) -> SchedulerOutput:
         state = self._state
@@ -292,8 +296,10 @@ class Scheduler:
 
     def took(self, step: SchedulerOutput, seconds: float) -> None:
         """How long the model needed for a step: what the next ones are given of prompts follows from it."""
-        # What the vision tower took says nothing of prompts' tokens.
-        if step.num_prompt_tokens and not step.encoder_inputs:
+        if step.encoder_inputs:
+            # Most of it was the vision tower's: it says nothing of prompts' tokens.
+            self._tower_pace.took(sum(one.length for one in step.encoder_inputs), seconds)
+        elif step.num_prompt_tokens:
             self._pace.took(step.num_prompt_tokens, seconds)
             if self._state.connector is not None:
                 self._state.connector.step_took(step.num_prompt_tokens, seconds)

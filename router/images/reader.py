@@ -28,11 +28,13 @@ from tandem.wire.images import (
 
 # Files that are decoded at once: each takes its pixels' memory, and a core.
 _AT_ONCE = 2
+# Of one request: they travel to a node in one frame, which is bounded.
+_MOST_BYTES = 48 << 20
 
 
 class PromptImages(msgspec.Struct, frozen=True):
-    files: list[ImageFile] = []
-    digests: list[str] = []
+    files: list[ImageFile]
+    digests: list[str]
 
 
 class ImageReader:
@@ -64,12 +66,17 @@ class ImageReader:
                 f"(router.limits.images_per_request), not {len(parts)}",
                 "messages",
             )
-        found = PromptImages()
+        found = PromptImages([], [])
         for part in parts:
             async with self._decoding:
                 file, digest = await asyncio.to_thread(self._read, part)
             found.files.append(file)
             found.digests.append(digest)
+            if sum(len(each.data) for each in found.files) > _MOST_BYTES:
+                raise InvalidImage(
+                    f"{part.where}: the images have more than {_MOST_BYTES} bytes together, which nodes take",
+                    part.where,
+                )
         return found
 
     def _read(self, part: ImagePart) -> tuple[ImageFile, str]:

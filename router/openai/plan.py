@@ -224,14 +224,14 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
 
 class ChatPrompt(msgspec.Struct, frozen=True):
     text: str
-    images: PromptImages = PromptImages()
+    images: PromptImages
 
 
 async def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> ChatPrompt:
     """A rendered prompt, and what stands for its messages' images."""
     parts = image_parts(messages)
     if not parts or model.images is None:
-        return ChatPrompt(text)
+        return ChatPrompt(text, PromptImages([], []))
     images = await model.images.read(parts)
     return ChatPrompt(model.images.expanded(text, images), images)
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tandem.engine.config import Reserve, SchedulerConfig
+from tandem.engine.config import AsyncScheduling, Reserve, SchedulerConfig
 from tandem.engine.request import RequestStatus
 from tandem.kvtransfer.base import TransferConfig
 from tandem.wire.errors import InvalidRequest
@@ -61,6 +62,7 @@ class ImageLab:
         num_blocks: int | None = None,
         reserve: Reserve = Reserve.PROMPT,
         chunked: bool = True,
+        **scheduling: Any,
     ) -> OneEngine:
         scheduler = SchedulerConfig(
             max_num_seqs=seqs,
@@ -68,6 +70,7 @@ class ImageLab:
             max_encoder_tokens=encoded,
             reserve=reserve,
             chunked_prefill=chunked,
+            **scheduling,
         )
         return OneEngine.start(
             self.path,
@@ -134,6 +137,21 @@ def test_their_sisters(family: VisionFamily, tmp_path: Path) -> None:
 @pytest.mark.parametrize("batched", [1, 7, 64, 512])
 def test_any_chunks_beside_any_others(lab: ImageLab, batched: int) -> None:
     engine = lab.start(batched=batched)
+    try:
+        for name in PROMPTS:
+            add(engine, lab, name)
+        assert run_all(engine, len(PROMPTS)) == lab.answers
+    finally:
+        engine.engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    "scheduling",
+    [{"async_scheduling": AsyncScheduling.ALWAYS}, {"num_speculative_tokens": 3}, {"max_loras": 1}],
+    ids=["planned ahead", "with drafts", "where adapters are served"],
+)
+def test_with_what_else_a_step_can_have(lab: ImageLab, scheduling: dict[str, Any]) -> None:
+    engine = lab.start(batched=19, kept=40, **scheduling)
     try:
         for name in PROMPTS:
             add(engine, lab, name)

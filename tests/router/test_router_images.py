@@ -135,6 +135,49 @@ def test_the_other_apis_have_their_own_words_for_it(router: RunningRouter) -> No
     assert tuple(tokenized.json()["tokens"]) == next(iter(prompts))
 
 
+def saved(mode: str, kind: str, **options: Any) -> bytes:
+    made, file = Image.new("RGB", (40, 24), (200, 30, 90)).convert(mode), io.BytesIO()
+    made.save(file, kind, **options)
+    return file.getvalue()
+
+
+def turned() -> bytes:
+    """As a camera writes a picture that was taken upright."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return saved("RGB", "JPEG", exif=exif)
+
+
+KINDS = {
+    "grey": ("image/png", saved("L", "PNG")),
+    "a palette": ("image/png", saved("P", "PNG")),
+    "a palette with a hole": ("image/png", saved("P", "PNG", transparency=0)),
+    "transparent": ("image/png", saved("RGBA", "PNG")),
+    "16 bits": ("image/png", saved("I;16", "PNG")),
+    "one bit": ("image/png", saved("1", "PNG")),
+    "for print": ("image/jpeg", saved("CMYK", "JPEG")),
+    "called jpg": ("image/jpg", saved("RGB", "JPEG")),
+    "WebP": ("image/webp", saved("RGB", "WEBP")),
+    "GIF": ("image/gif", saved("P", "GIF")),
+    "moving": ("image/gif", saved("P", "GIF", save_all=True, append_images=[Image.new("P", (40, 24))])),
+}
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_all_kinds_of_pictures(router: RunningRouter, what: str) -> None:
+    kind, file = KINDS[what]
+    answer = ask(router, image(data_url(file, kind)))
+    assert answer.status_code == 200, answer.text
+    assert len(router.nodes["d0"].submits[-1].media) == len(RULES.parts(40, 24))
+
+
+def test_a_picture_is_read_as_it_was_taken(router: RunningRouter) -> None:
+    assert RULES.grid(40, 24) != RULES.grid(24, 40)
+    assert ask(router, image(data_url(turned(), "image/jpeg"))).status_code == 200
+    rows = f"<row_{RULES.grid(24, 40)[0]}_col_1>"
+    assert tokenizer().token_to_id(rows) in router.nodes["d0"].submits[-1].prompt_token_ids
+
+
 def bomb() -> bytes:
     """A PNG that says it is far larger than its bytes."""
 

@@ -55,12 +55,12 @@ def rules_of(source: ModelSource, config: Any) -> ImageRules | None:
     return image_rules(source.read_json("config.json"), processor_settings(source.read_json))
 
 
-def find_tower(source: ModelSource, model: PreTrainedModel) -> VisionTower | None:
-    """Raises ConfigurationError where what the folder says of images does not fit the model."""
+def find_tower(source: ModelSource, model: PreTrainedModel, threads: int) -> VisionTower | None:
+    """`threads`: to encode with, on a CPU. Raises ConfigurationError where what the folder says of images does not fit the model."""
     rules = rules_of(source, model.config)
     if isinstance(rules, TiledImages):
-        return TiledTower(source, model, rules)
-    return GriddedTower(source, model, rules) if rules is not None else None
+        return TiledTower(source, model, rules, threads)
+    return GriddedTower(source, model, rules, threads) if rules is not None else None
 
 
 def loader_of(config: Any) -> Any:
@@ -71,8 +71,9 @@ def loader_of(config: Any) -> Any:
 class _ProcessedImages:
     """What towers share: a file is made pixels once for all of its parts that a step wants, and one that cannot be is no other's matter."""
 
-    def __init__(self, source: ModelSource, model: PreTrainedModel, rules: ImageRules) -> None:
+    def __init__(self, source: ModelSource, model: PreTrainedModel, rules: ImageRules, threads: int) -> None:
         self.rules = rules
+        self._threads = threads
         self._name = source.name
         self._model: Any = model.base_model
         self._processor: Any = _PROCESSORS[model.config.model_type].from_pretrained(source.folder)
@@ -88,6 +89,16 @@ class _ProcessedImages:
         raise NotImplementedError
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
+        before = (
+            torch.get_num_threads()
+        )  # one, where the rest of the step has kernels with threads of their own
+        torch.set_num_threads(self._threads)
+        try:
+            return self._encoded(inputs)
+        finally:
+            torch.set_num_threads(before)
+
+    def _encoded(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
         found: dict[int, torch.Tensor | TandemError] = {}
         of_image: dict[bytes, list[int]] = defaultdict(list)
         for place, one in enumerate(inputs):
@@ -125,8 +136,8 @@ def _expected(rows: torch.Tensor, wanted: EncoderInput) -> torch.Tensor:
 class TiledTower(_ProcessedImages):
     """Idefics3's and SmolVLM's."""
 
-    def __init__(self, source: ModelSource, model: PreTrainedModel, rules: TiledImages) -> None:
-        super().__init__(source, model, rules)
+    def __init__(self, source: ModelSource, model: PreTrainedModel, rules: TiledImages, threads: int) -> None:
+        super().__init__(source, model, rules, threads)
         # The model's own attention goes through the paged cache, which an image is no part of.
         self._model.vision_model.set_attn_implementation("sdpa")
         tile = torch.ones(1, 1, 3, rules.tile, rules.tile)
@@ -155,8 +166,10 @@ class TiledTower(_ProcessedImages):
 class GriddedTower(_ProcessedImages):
     """Qwen2-VL's and Qwen2.5-VL's."""
 
-    def __init__(self, source: ModelSource, model: PreTrainedModel, rules: GriddedImages) -> None:
-        super().__init__(source, model, rules)
+    def __init__(
+        self, source: ModelSource, model: PreTrainedModel, rules: GriddedImages, threads: int
+    ) -> None:
+        super().__init__(source, model, rules, threads)
         self._model.visual.set_attn_implementation("sdpa")
         vision = model.config.vision_config
         if vision.patch_size * vision.spatial_merge_size != rules.side:
@@ -174,3 +187,18 @@ class GriddedTower(_ProcessedImages):
         pixel_values: torch.Tensor = pixels["pixel_values"].to(self._model.device)
         rows = self._model.get_image_features(pixel_values, grid.to(self._model.device)).pooler_output[0]
         return [rows for _ in wanted]
+
+
+def linear_weights_of_tower(model: PreTrainedModel) -> int:
+    """Weights of linear layers that only images go through."""
+    if model.config.model_type not in _PROCESSORS:
+        return 0
+    base: Any = model.base_model
+    towers = [getattr(base, name, None) for name in ("vision_model", "connector", "visual")]
+    return sum(
+        layer.weight.numel()
+        for tower in towers
+        if tower is not None
+        for layer in tower.modules()
+        if isinstance(layer, torch.nn.Linear)
+    )

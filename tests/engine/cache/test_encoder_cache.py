@@ -62,7 +62,7 @@ class EncoderCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         """Some requests get some tokens; some of these lose them within the step, as the preempted do."""
-        self.cache.begin_step()
+        self.cache.begin_step(PER_STEP)
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.requests)), unique=True, min_size=1))
         planned: dict[str, int] = {}
         for request_id in chosen:
@@ -111,7 +111,7 @@ class EncoderCacheMachine(RuleBasedStateMachine):
         for _ in range(200):
             if not self.requests:
                 break
-            self.cache.begin_step()
+            self.cache.begin_step(PER_STEP)
             for request in list(self.requests.values()):
                 begin = request.num_computed_tokens
                 count = self.cache.cap(request, begin, request.num_tokens - begin)
@@ -130,12 +130,12 @@ TestEncoderCacheRules.settings = settings(max_examples=60, stateful_step_count=3
 
 def test_what_is_larger_than_a_step_has_one_of_its_own() -> None:
     cache = EncoderCache(CAPACITY, PER_STEP)
-    cache.begin_step()
+    cache.begin_step(PER_STEP)
     small, large = made("small", "a"), made("large", "d")
     cache.take(small, 0, cache.cap(small, 0, small.num_tokens))
     assert cache.cap(large, 0, large.num_tokens) == large.media[0].offset
     cache.take_step()
-    cache.begin_step()
+    cache.begin_step(PER_STEP)
     assert cache.cap(large, 0, large.num_tokens) == large.num_tokens
 
 
@@ -143,7 +143,7 @@ def test_the_longest_unused_makes_room() -> None:
     cache = EncoderCache(CAPACITY, 100)
     for names in ("c", "b", "c", "d"):  # 5, 3, 5 again, 7
         request = made(names, names)
-        cache.begin_step()
+        cache.begin_step(PER_STEP)
         cache.take(request, 0, request.num_tokens)
         cache.release(names)
         begun, forgotten = cache.take_step()

@@ -273,6 +273,8 @@ tests do so for some of them.
 - **A token keeps**: keys and values of a token in all layers, or the latents that they are made of (DeepSeek and others), for the class's
   own default sizes in bfloat16, in memory and on the wire. A model that one means to serve may have others. Layers with a sliding window, or chunks, keep so much for these alone, and
   layers that read another's keep nothing.
+- Classes that read images are not among them: [images](images.md) says which are served. What is here of a model with a vision tower is its
+  text.
 - **And states**: of how many of four layers, and whatever the number of tokens. Their prefix cache keeps states at some places of a prompt; they have no drafts yet.
 
 {counts}
