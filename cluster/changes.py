@@ -12,9 +12,12 @@ from tandem.wire.nodes import Role
 
 _RESTART = "needs `tandem down`, then `tandem serve` again"
 _LATER = "`tandem apply` changes it while the cluster serves"
-# What nodes read when they start, what the controller can do with at once, and what routers read; all else needs a restart.
+# What nodes read when they start, what the controller can do with at once, and what routers read when they start but for where
+# clients find them; all else needs a restart.
 _OF_NODES = ("model", "cache", "scheduler", "transfer", "answers", "logs", "debug", "timeouts.nodes")
 _AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "pools.nodes_per_core")
+_OF_ROUTERS = ("router",)
+_WHERE_ROUTERS_ARE = ("router.host", "router.port", "router.inbox_host", "router.placement")
 _OF_POOLS = {"threads": True, "min": False, "max": False, "nodes": False}  # whether nodes are replaced for it
 
 
@@ -24,6 +27,7 @@ class ConfigDifference(msgspec.Struct, frozen=True):
     sizes: dict[Role, int | None]
     at_once: list[str]
     nodes: list[str]  # read by nodes when they start
+    routers: list[str]  # read by routers when they start
     refused: list[str]
 
 
@@ -32,7 +36,7 @@ def difference(running: TandemConfig, wanted: TandemConfig) -> ConfigDifference:
     sizes = {
         role: after for role in Role if running.pools.of(role).nodes != (after := wanted.pools.of(role).nodes)
     }
-    found: dict[str, list[str]] = {"at_once": [], "nodes": [], "refused": []}
+    found: dict[str, list[str]] = {"at_once": [], "nodes": [], "routers": [], "refused": []}
     for name in _different(running, wanted):
         found[_kind(name)].append(name)
     return ConfigDifference(sizes, **found)
@@ -55,6 +59,8 @@ def _kind(name: str) -> str:
         return "nodes"
     if within(_AT_ONCE):
         return "at_once"
+    if within(_OF_ROUTERS) and name not in _WHERE_ROUTERS_ARE:
+        return "routers"
     section, _, last = name.rpartition(".")
     if section.startswith("pools.") and last in _OF_POOLS:
         return "nodes" if _OF_POOLS[last] else "at_once"
@@ -69,7 +75,13 @@ def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
             f"model.served_name: {running.router.model_name} to put another model in its place under that name"
         )
     replace = msgspec.structs.replace
-    router = replace(running.router, tokenizer_path=wanted.router.tokenizer_path)
+    router = replace(
+        wanted.router,
+        **{
+            name.removeprefix("router."): getattr(running.router, name.removeprefix("router."))
+            for name in _WHERE_ROUTERS_ARE
+        },
+    )
     pools = {
         role.value: replace(wanted.pools.of(role), resources=running.pools.of(role).resources)
         for role in Role

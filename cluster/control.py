@@ -72,11 +72,11 @@ class ClusterView(msgspec.Struct, frozen=True):
 
 
 class RolloutView(msgspec.Struct, frozen=True):
-    """Nodes are being replaced."""
+    """Nodes, routers or both are being replaced."""
 
-    revision: int  # that the new ones have
-    replaced: int  # nodes that serve with it
-    left: list[str]  # nodes that have another one
+    revision: int  # that the new nodes have
+    replaced: int  # nodes and routers that serve with it
+    left: list[str]  # nodes and routers that are to go
     unix_time: float  # of its beginning
     waits: str = ""  # for what
     going_back: str = ""  # why; then it is the old configuration that is made again
@@ -88,8 +88,9 @@ class AppliedChange(msgspec.Struct, frozen=True):
     at_once: list[str]
     nodes: list[str]  # nodes read it when they start
     refused: list[str]  # only a new start of the cluster takes it on
-    replaced: list[str]  # the nodes that are replaced, one after another
+    replaced: list[str]  # the nodes and routers that are replaced, one after another
     revision: int  # that nodes have when it is done
+    routers: list[str] = []  # routers read it when they start
 
 
 class Control(Protocol):
@@ -117,12 +118,12 @@ class Control(Protocol):
         ...
 
     async def apply(self, config: TandemConfig, *, dry_run: bool) -> AppliedChange:
-        """What can be changed at once, is; nodes that read what is different are replaced one by one, in the background: `view` tells
+        """What can be changed at once, is; nodes and routers that read what is different are replaced one by one, in the background: `view` tells
         how far that is. Returns what changes, once it is kept. `dry_run`: without changing it."""
         ...
 
     async def go_back(self) -> None:
-        """Nodes that a rollout has replaced are replaced again, with the configuration from before."""
+        """What a rollout has replaced is replaced again, with the configuration from before."""
         ...
 
     async def pause(self, names: list[str]) -> list[str]:

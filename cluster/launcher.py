@@ -94,6 +94,11 @@ class RouterHandle(Handle[RouterInfo], Protocol):
 
     async def drain(self, timeout_s: float) -> bool: ...
 
+    async def leave(self, timeout_s: float) -> bool:
+        """Another router has its listening socket: it takes no new connection and finishes what it has; True when all of that ended in
+        time."""
+        ...
+
 
 class Launcher(Protocol):
     """Launching only begins: what can fail fails in the handle's `start`.
@@ -106,8 +111,10 @@ class Launcher(Protocol):
         """`slot` is which of the host's places it takes: its role, unless that was changed since it was placed."""
         ...
 
-    def launch_router(self, name: str, config: RouterConfig, host: Host | None) -> RouterHandle:
-        """None: on the head."""
+    def launch_router(
+        self, name: str, config: RouterConfig, host: Host | None, door: str = ""
+    ) -> RouterHandle:
+        """None: on the head. `door`: of the router on that machine whose listening socket it is to have."""
         ...
 
 

@@ -58,26 +58,28 @@ class RouterHost:
         """What it was made with, for a controller that comes back and asks whether this is its router."""
         return self._config
 
-    async def start(self) -> bytes:
-        """The router's RouterInfo, once it answers. A second call returns the same."""
+    async def start(self, door: str = "") -> bytes:
+        """The router's RouterInfo, once it answers. A second call returns the same. `door`: of the router whose listening socket it is
+        to have; it takes one of its own when that router is gone."""
         if self._starting is None:
-            self._starting = asyncio.create_task(self._start(), name="start")
+            self._starting = asyncio.create_task(self._start(door), name="start")
         return msgspec.msgpack.encode(await asyncio.shield(self._starting))
 
-    async def _start(self) -> RouterInfo:
+    async def _start(self, door: str) -> RouterInfo:
         config = msgspec.msgpack.decode(self._config, type=RouterConfig)
         if self._find_model is not None:
-            listen(config.host, config.port).close()  # a taken port is found before anything is fetched
+            if not door:
+                listen(config.host, config.port).close()  # a taken port is found before anything is fetched
             path = await asyncio.to_thread(self._find_model, config.tokenizer_path, _say_nothing)
             config = msgspec.structs.replace(config, tokenizer_path=path)
         self._server = RouterServer(config, self._control)
-        url = await self._server.start()
+        url = await self._server.start(door)
         # A collection that walked over what was imported would keep every stream waiting.
         gc.collect()
         gc.freeze()
         # The default looks for garbage after every request or two, and finds none: what a request makes is freed as it ends.
         gc.set_threshold(_GARBAGE_OBJECTS)
-        return RouterInfo(url, self._server.services.links.endpoint)
+        return RouterInfo(url, self._server.services.links.endpoint, self._server.door)
 
     def _serving(self) -> RouterServer:
         if self._server is None:
@@ -90,10 +92,16 @@ class RouterHost:
         serving = self._serving()
         serving.set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]), paused)
         services = serving.services
-        admission, adapters = services.dispatcher.admission, services.model.adapters
-        return msgspec.msgpack.encode(
-            RouterQueue(admission.queued, admission.oldest_wait_s(), dict(adapters))
+        admission, metrics = services.dispatcher.admission, services.metrics
+        queue = RouterQueue(
+            queued=admission.queued,
+            oldest_wait_s=admission.oldest_wait_s(),
+            adapters=dict(services.model.adapters),
+            accepts=serving.accepts,
+            answers=metrics.answers,
+            errors=metrics.errors,
         )
+        return msgspec.msgpack.encode(queue)
 
     async def forget_prefixes(self, node_ids: list[str]) -> None:
         """These nodes have nothing cached any more."""
@@ -106,6 +114,10 @@ class RouterHost:
     async def drain(self, timeout_s: float) -> bool:
         """False when some requests had to be failed because the time was over."""
         return await self._serving().drain(timeout_s)
+
+    async def leave(self, timeout_s: float) -> bool:
+        """Another router has its listening socket. False when some requests had to be failed because the time was over."""
+        return await self._serving().leave(timeout_s)
 
     async def stop(self) -> None:
         if self._server is not None:

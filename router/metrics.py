@@ -12,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from tandem.wire.errors import Unavailable
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _FIRST_TOKEN_BUCKETS = (
@@ -189,6 +191,9 @@ class RouterMetrics:
         self.http_requests = LabelledCounter(
             counter("tandem_http_requests", "Answers by route and status", "route", "status")
         )
+        self.answers = self.errors = (
+            0  # all of those, and those with a fault of ours: the controller asks for them
+        )
         self.decisions = LabelledCounter(
             counter("tandem_routing_decisions", "Where requests were sent", "kind")
         )
@@ -231,6 +236,11 @@ class RouterMetrics:
         for phase in ("queue", "total", "token_idle", "failover_wait"):
             self.deadlines.labels(phase=phase)
         self.failovers.labels(reason="node_lost")
+
+    def note_answer(self, route: str, status: int | None) -> None:
+        self.answers += 1
+        self.errors += status is not None and status >= 500 and status != Unavailable.http_status
+        self.http_requests.labels(route, str(status)).inc()
 
     def render(self) -> bytes:
         """May be called from another thread than the loop's: a figure may be newer than the one before it, and none is torn."""

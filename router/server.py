@@ -18,6 +18,7 @@ from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
 from tandem.router.http.app import make_app
+from tandem.router.http.door import Door, take_listener
 from tandem.router.http.memory import BodyBudget, KeptMemory
 from tandem.router.http.services import ClusterControl, Services
 from tandem.router.http.serving import HttpServer, listen
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 CERTIFICATE_LOOK_S = 2.0  # whether its files have changed
+# Until nodes have said how they are, the router before accepts connections alone; longer only if that has ended.
+ACCEPT_S = 30.0
 
 
 def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter | None:
@@ -64,7 +67,7 @@ def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter 
 
 
 class RouterServer:
-    """start() → set_members() as often as the cluster changes → drain() → stop(). All on one event loop."""
+    """start() → set_members() as often as the cluster changes → drain() or leave() → stop(). All on one event loop."""
 
     def __init__(self, config: RouterConfig, control: ClusterControl | None = None) -> None:
         self._config = config
@@ -74,6 +77,10 @@ class RouterServer:
         self._exporter: OtlpExporter | None = None
         self._probe = ListenerProbe()
         self._port: int | None = None
+        self._door: Door | None = None
+        self._listener: socket.socket | None = None
+        self._accepts_by = 0.0  # at the latest, by the clock
+        self.accepts = False  # connections of clients
         self._stopped = False
 
     @property
@@ -90,10 +97,17 @@ class RouterServer:
         scheme = "http" if self._config.tls_certificate is None else "https"
         return f"{scheme}://{host}:{self._port}"
 
-    async def start(self) -> str:
-        """Returns the base URL, once it answers. A taken port is found before anything is loaded."""
+    @property
+    def door(self) -> str:
+        """Where another router of this machine gets the listening socket."""
+        return self._door.name if self._door is not None else ""
+
+    async def start(self, door: str = "") -> str:
+        """Returns the base URL, once it answers. `door`: of the router whose place it takes. A taken port is found before anything is
+        loaded."""
         config = self._config
-        listener = listen(config.host, config.port)
+        listener = await asyncio.to_thread(take_listener, door) if door else None
+        listener = listener or listen(config.host, config.port)
         try:
             self._port = listener.getsockname()[1]
             keys = load_keys(config.api_keys, config.api_keys_file)
@@ -104,6 +118,7 @@ class RouterServer:
             images = ImageReader.from_folder(config.tokenizer_path, tokenizer, config.limits)
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template, images)
             self._listen_to_nodes()
+            self._listener, self._accepts_by = listener, time.monotonic() + (ACCEPT_S if door else 0.0)
             await self._serve(listener)
         except BaseException:
             listener.close()
@@ -190,10 +205,18 @@ class RouterServer:
     async def _serve(self, listener: socket.socket) -> None:
         services = self.services
         self._http = HttpServer(make_app(services), self._config, services.metrics.slow_readers_cut.inc)
-        await self._http.begin(listener)
+        self._door = Door(listener)
+        await self._accept_if_time(self._http)
         services.supervisor.run("heartbeat", self._heartbeat)
         if self._config.tls_certificate is not None:
             services.supervisor.run("certificate", self._renew_certificate)
+
+    async def _accept_if_time(self, http: HttpServer) -> None:
+        if self._listener is not None and (
+            time.monotonic() >= self._accepts_by or not self.services.why_unhealthy()
+        ):
+            self.accepts = True
+            await http.begin(self._listener)
 
     async def _heartbeat(self) -> None:
         """Pings every node, and notices the silent ones no later than a third of an interval after they are."""
@@ -206,6 +229,8 @@ class RouterServer:
             for _ in range(3):
                 await asyncio.sleep(interval / 3)
                 services.dispatcher.check_nodes()
+                if self._http is not None and not self.accepts:
+                    await self._accept_if_time(self._http)
 
     async def _renew_certificate(self) -> None:
         while self._http is not None:
@@ -248,6 +273,20 @@ class RouterServer:
             services.dispatcher.fail_all(Unavailable("the router is shutting down"))
         return idle
 
+    async def leave(self, timeout_s: float) -> bool:
+        """Another router has this one's listening socket: take no new connection, finish what is there, and what still comes on the
+        connections that there are. False when the time was over first: the rest was failed."""
+        deadline = time.monotonic() + timeout_s
+        if self._door is not None:
+            self._door.close()
+        is_quiet = self._http is None or await self._http.leave(deadline)
+        # What runs in the background has no connection.
+        is_idle = await self.services.dispatcher.wait_idle(deadline)
+        if not (is_quiet and is_idle):
+            self.services.draining = True
+            self.services.dispatcher.fail_all(Unavailable("the router is shutting down"))
+        return is_quiet and is_idle
+
     async def stop(self) -> None:
         """Idempotent. What still runs is cancelled on its nodes."""
         if self._stopped:
@@ -261,6 +300,8 @@ class RouterServer:
             if self._exporter is not None:
                 await self._exporter.close()
             await services.supervisor.stop()
+        if self._door is not None:
+            self._door.close()
         if self._http is not None:
             await self._http.end(STOP_TIMEOUT_S)
         if services is not None:

@@ -66,6 +66,7 @@ class RouterInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     url: str  # where clients reach it
     inbox_endpoint: str  # where nodes answer it; its key is the router's in every connection
+    door: str = ""  # where another router of its machine gets its listening socket
 
 
 class RouterQueue(msgspec.Struct, frozen=True):
@@ -74,6 +75,9 @@ class RouterQueue(msgspec.Struct, frozen=True):
     queued: int = 0  # sequences that no node has room for
     oldest_wait_s: float = 0.0  # of these, how long ago the first came
     adapters: dict[str, str] = {}  # that requests may name: their digests, by name
+    accepts: bool = True  # connections of clients
+    answers: int = 0  # since it started
+    errors: int = 0  # of these, with a status from 500 on, but for 503
 
 
 class NodeSighting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -41,7 +41,7 @@ def apply(
         change = await cluster.apply(wanted, dry_run)
         for line in described(change, dry_run=dry_run):
             say(line)
-        if dry_run or not change.nodes:
+        if dry_run or not (change.nodes or change.routers):
             return change, True
         if not wait:
             say(_GOES_ON)
@@ -71,15 +71,18 @@ def described(change: AppliedChange, *, dry_run: bool) -> Iterator[str]:
         yield f"{would}applied at once: {'; '.join(change.at_once)}"
     if change.nodes:
         yield f"nodes read when they start: {', '.join(change.nodes)}"
-        yield f"{would}replaced, one after another: {', '.join(change.replaced) or 'no node'}"
+    if change.routers:
+        yield f"routers read when they start: {', '.join(change.routers)}"
+    if change.nodes or change.routers:
+        yield f"{would}replaced, one after another: {', '.join(change.replaced) or 'nothing'}"
     for name in change.refused:
         yield f"not changed: {name} needs `tandem down`, then `tandem serve`"
-    if not (change.at_once or change.nodes or change.refused):
+    if not (change.at_once or change.nodes or change.routers or change.refused):
         yield "nothing is different"
 
 
 async def follow(cluster: OperatedCluster, revision: int, say: Say, clock: Clock | None = None) -> bool:
-    """Until the rollout has ended. True when nodes have that revision then. A controller that is away comes back, and goes on."""
+    """Until the rollout has ended. True when that revision is what serves then. A controller that is away comes back, and goes on."""
     clock = clock or Clock()
     said, away, told_until = "", False, 0.0
     while True:
@@ -107,9 +110,10 @@ async def follow(cluster: OperatedCluster, revision: int, say: Say, clock: Clock
 
 
 def _said_end(view: ClusterView, revision: int, say: Say) -> bool:
-    nodes = counted(len(view.nodes), "node")
     if view.revision == revision:
-        say(f"done: {nodes} {'serves' if len(view.nodes) == 1 else 'serve'} with this configuration")
+        routers = [router for router in view.routers if router.phase != "draining"]
+        parts = f"{counted(len(view.nodes), 'node')} and {counted(len(routers), 'router')}"
+        say(f"done: {parts} serve with this configuration")
         return True
     reasons = [one.text for one in view.decisions if "taken back" in one.text]
     say(reasons[-1] if reasons else "the rollout was taken back")

@@ -92,7 +92,7 @@ def _router_line(router: RouterView, key: str | None, fetch: Fetch) -> tuple[str
 
 def rollout_line(rollout: RolloutView) -> str:
     left = f"{len(rollout.left)} left" + (f" ({', '.join(rollout.left[:8])})" if rollout.left else "")
-    line = f"{counted(rollout.replaced, 'node')} replaced, {left}"
+    line = f"{rollout.replaced} replaced, {left}"
     if rollout.going_back:
         line = f"going back ({rollout.going_back}): {line}"
     return line + (f"; waits: {rollout.waits}" if rollout.waits else "")

@@ -212,10 +212,13 @@ class RayNode(RayHandle):
 
 class RayRouter(RayHandle):
     _url = ""
+    door = ""  # of the router whose listening socket it is to have
 
     async def start(self, report: Report) -> RouterInfo:
         report("loading the tokenizer", 0.0)
-        info = msgspec.msgpack.decode(await answer((await self.actor()).start.remote()), type=RouterInfo)
+        info = msgspec.msgpack.decode(
+            await answer((await self.actor()).start.remote(self.door)), type=RouterInfo
+        )
         self._url = info.url
         self._serves = True
         return info
@@ -224,6 +227,9 @@ class RayRouter(RayHandle):
         actor = await self.actor()
         load = await answer(actor.set_members.remote(msgspec.msgpack.encode(members), list(paused)))
         return msgspec.msgpack.decode(load, type=RouterQueue)
+
+    async def leave(self, timeout_s: float) -> bool:
+        return bool(await answer((await self.actor()).leave.remote(timeout_s)))
 
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
         await answer((await self.actor()).forget_prefixes.remote(list(node_ids)))
@@ -277,14 +283,18 @@ class RayLauncher:
             name, lambda running: is_same_node(running, config), create, self._stop_s, _machine_of(host)
         )
 
-    def launch_router(self, name: str, config: RouterConfig, host: Host | None) -> RouterHandle:
+    def launch_router(
+        self, name: str, config: RouterConfig, host: Host | None, door: str = ""
+    ) -> RouterHandle:
         name = self._prefix + name
         encoded = msgspec.msgpack.encode(config)
         options = {"resources": HEAD_ONLY} if host is None else _on_ray_node(host)
         create = self._creator(RouterActor, name, encoded, options)
-        return RayRouter(
+        router = RayRouter(
             name, lambda running: is_same_router(running, config), create, self._stop_s, _machine_of(host)
         )
+        router.door = door
+        return router
 
     def _creator(self, actor: Any, name: str, config: bytes, options: Mapping[str, Any]) -> Create:
         placed = actor.options(

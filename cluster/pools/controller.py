@@ -25,7 +25,6 @@ from tandem.cluster.pools import plan
 from tandem.cluster.pools.adapter_desk import AdapterDesk
 from tandem.cluster.pools.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling import PoolBounds, Resize
-from tandem.cluster.pools.fleet import HEAD_ROUTER
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
@@ -87,7 +86,8 @@ class Controller:
 
     @property
     def url(self) -> str:
-        return self._fleet.routers[HEAD_ROUTER].url
+        router = self._fleet.head_router
+        return router.url if router is not None else ""
 
     # --- its life
 
@@ -149,7 +149,7 @@ class Controller:
             await self._pools.changed.wait()
 
     def _router_is_ready(self) -> bool:
-        router = self._fleet.routers.get(HEAD_ROUTER)
+        router = self._fleet.head_router
         return router is not None and router.phase is ProcessPhase.READY
 
     def _writers(self) -> list[NodeSupervisor]:
@@ -157,7 +157,7 @@ class Controller:
 
     def _is_answering(self) -> bool:
         """False: it may still come to that. Raises Unavailable as soon as it will not, whatever else is still starting."""
-        router = self._fleet.routers.get(HEAD_ROUTER)
+        router = self._fleet.head_router
         if router is not None and router.phase is ProcessPhase.LEFT_OUT:
             raise Unavailable(f"the router cannot start: {router.detail}")
         if not self._pools.has_looked:
@@ -293,7 +293,7 @@ class Controller:
             wanted = applied(running, config)
             found = difference(running, config)
             change = self._describe_change(found)
-            if dry_run or not (found.sizes or found.at_once or found.nodes):
+            if dry_run or not (found.sizes or found.at_once or found.nodes or found.routers):
                 return change
             if before.rollout is not None:
                 raise Unavailable(
@@ -306,7 +306,7 @@ class Controller:
             self._check_room(sized)
             if found.sizes:
                 await self._pools.keep(sized)
-            await self._pools.apply(wanted, replaces=bool(found.nodes))
+            await self._pools.apply(wanted, nodes=bool(found.nodes), routers=bool(found.routers))
             self._autoscale()
             for line in change.at_once:
                 self._pools.note(f"applied: {line}")
@@ -318,8 +318,11 @@ class Controller:
             for role, size in found.sizes.items()
         ]
         going = [node.node_id for node in self._pools.state.nodes if not node.leaving] if found.nodes else []
+        if found.routers:
+            going += [router.name for router in self._pools.state.staying_routers]
+        number = self._pools.state.revision.number
         return AppliedChange(
-            [*sizes, *found.at_once], found.nodes, found.refused, going, self._pools.state.revision.number
+            [*sizes, *found.at_once], found.nodes, found.refused, going, number, found.routers
         )
 
     async def go_back(self) -> None:

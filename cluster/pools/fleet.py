@@ -4,8 +4,9 @@ controller knows."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -16,14 +17,14 @@ from tandem.cluster.pools.adapters import WantedAdapters
 from tandem.cluster.pools.node_supervisor import Admit, KeepLeftOut, NodeSupervisor
 from tandem.cluster.pools.placement import node_config, router_config
 from tandem.cluster.pools.router_supervisor import AdmitRouter, RouterSupervisor
-from tandem.cluster.pools.state import Membership, NodePlacement, NodeRecord
+from tandem.cluster.pools.state import Membership, NodePlacement, NodeRecord, RouterRecord
 from tandem.cluster.pools.supervisor import ProcessPhase, Surroundings
 from tandem.cluster.pools.witnesses import Witnesses
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, cancel
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.requests import NodeStatus
 
-HEAD_ROUTER = "router"
+_ROUTER = "router"
 
 
 class Fleet:
@@ -88,7 +89,7 @@ class Fleet:
         self.config, self._configs = config, dict(configs)
         self._around.timeouts = config.timeouts
         for router in self.routers.values():
-            router.config = self._router_config(router.host)
+            router.config = self._with_tokenizer(router.config)
 
     def config_of(self, revision: int) -> TandemConfig:
         """What nodes of this revision are made with."""
@@ -137,9 +138,9 @@ class Fleet:
                     return True
         for router in self.routers.values():
             is_there = router.host is not None and router.host.name == host.name
-            if is_there and router.serves and router.handle is not None:
-                heard = await witnesses.of_router(router.handle, router.config.inbox_host)
-                if heard is not False:
+            if is_there and router.serves and router.handle is not None and router.info is not None:
+                alone = not self._beside(router)
+                if await witnesses.of_router(router.handle, router.info, is_alone=alone) is not False:
                     return True
         return False
 
@@ -176,34 +177,68 @@ class Fleet:
 
     # --- routers
 
-    def sync_routers(self, hosts: Sequence[Host]) -> None:
-        """One on the head; where the configuration says so, one on every other machine that is there."""
-        wanted = self._router_hosts(hosts)
-        for name in [name for name in self.routers if name not in wanted]:
-            self._tasks.spawn(self._end(self.routers.pop(name)), f"end {name}")
-        for name, host in wanted.items():
-            # One that is still being ended has its name until it is gone.
-            # On a machine that was never seen, none can be started.
-            if (
-                name not in self.routers
-                and name not in self._runs
-                and not (host and host.name in self._unseen)
-            ):
-                config = self._router_config(host)
-                self.routers[name] = RouterSupervisor(name, config, host, self._around, self._admit_router)
-                self._run(self.routers[name])
-
-    def _router_config(self, host: Host | None) -> RouterConfig:
-        return self.config.router if host is None else router_config(self.config.router, host)
-
-    def _router_hosts(self, hosts: Sequence[Host]) -> Mapping[str, Host | None]:
-        wanted: dict[str, Host | None] = {HEAD_ROUTER: None}
+    def router_places(self, hosts: Sequence[Host]) -> Mapping[str, Host | None]:
+        """One on the head; where the configuration says so, one on every other machine that is there. None: the head."""
+        places: dict[str, Host | None] = {"": None}
         if self.config.router.placement is RouterPlacement.EVERY_HOST:
             heads = {host.address for host in hosts if host.head}
             for host in hosts:
                 if host.address not in heads:  # two would fight for one port
-                    wanted.setdefault(f"{HEAD_ROUTER}-{host.address}", host)
-        return wanted
+                    places.setdefault(host.address, host)
+        return places
+
+    def new_router(
+        self, place: str, host: Host | None, known: Collection[RouterRecord]
+    ) -> RouterRecord | None:
+        """A record for a router that starts there now. None: it must wait, for a machine that was never seen, or for the end of the one
+        that had its place."""
+        if host is not None and host.name in self._unseen:
+            return None
+        if any(router.place == place for router in self._ending if isinstance(router, RouterSupervisor)):
+            return None
+        name = f"{_ROUTER}-{place}" if place else _ROUTER
+        taken = {record.name for record in known} | self._runs.keys()
+        number = next(n for n in itertools.count(1) if _numbered(name, n) not in taken)
+        return RouterRecord(_numbered(name, number), place, self.router_config(host))
+
+    def launch_router(self, record: RouterRecord, host: Host | None) -> None:
+        record = msgspec.structs.replace(record, config=self._with_tokenizer(record.config))
+        router = RouterSupervisor(
+            record, host, self._around, self._admit_router, lambda: self._beside(router)
+        )
+        self.routers[record.name] = router
+        self._run(router)
+
+    def _beside(self, router: RouterSupervisor) -> list[RouterSupervisor]:
+        return [
+            other for other in self.routers.values() if other is not router and other.place == router.place
+        ]
+
+    def is_outdated(self, record: RouterRecord) -> bool:
+        """It was made with another configuration than a new one would be."""
+        return _as_it_serves(record.config) != _as_it_serves(self.config.router)
+
+    def router_config(self, host: Host | None) -> RouterConfig:
+        return self.config.router if host is None else router_config(self.config.router, host)
+
+    def _with_tokenizer(self, config: RouterConfig) -> RouterConfig:
+        """It may be found elsewhere the next time that it is looked for."""
+        return msgspec.structs.replace(config, tokenizer_path=self.config.router.tokenizer_path)
+
+    @property
+    def head_router(self) -> RouterSupervisor | None:
+        """The one that serves, if one does."""
+        there = [router for router in self.routers.values() if not router.place]
+        order = [ProcessPhase.READY, ProcessPhase.DRAINING, ProcessPhase.STARTING, ProcessPhase.RESTARTING]
+        return min(
+            there,
+            key=lambda router: order.index(router.phase) if router.phase in order else len(order),
+            default=None,
+        )
+
+    async def end_router(self, name: str) -> None:
+        """Idempotent."""
+        await self._end(self.routers.pop(name, None))
 
     # --- all of it
 
@@ -220,3 +255,12 @@ class Fleet:
         """Ends every process, when `tasks` have been stopped. Idempotent."""
         self._runs.clear()
         await asyncio.gather(*(part.stop() for part in [*self.parts, *self._ending]))
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}~{number}"
+
+
+def _as_it_serves(config: RouterConfig) -> RouterConfig:
+    """Without its addresses, which are its machine's, and without where its tokenizer is found."""
+    return msgspec.structs.replace(config, host="-", inbox_host="-", tokenizer_path="-")

@@ -21,6 +21,7 @@ from tandem.cluster.pools import plan, rollout, state
 from tandem.cluster.pools.adapters import AdapterPlaces, WantedAdapters
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
+from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DECISIONS_KEPT = 20
-# So many errors of a new node, and such a share of what it has finished, and it is not what was wished for.
+# So many errors of a new node or router, and such a share of what it has finished, and it is not what was wished for.
 LEAST_ERRORS, MOST_ERRORS = 3, 0.05
 _LOOK_AGAIN_S = 5.0  # at the machines, although no change was announced
 
@@ -96,8 +97,9 @@ class Reconciler:
             if kept is None:
                 return
             await self.fleet.membership.pause(self.state.paused)
-            for name, router in self.state.routers.items():
-                await self.fleet.membership.announce_router(name, router)
+            for router in self.state.routers:
+                if router.info is not None:
+                    await self.fleet.membership.announce_router(router.name, router.info)
             machines = {host.name: host for host in await self._machines_of(self.state)}
             self.machines = self.state.unseen_machines(machines)
             unseen = {host.name: host for host in self.machines}
@@ -140,7 +142,9 @@ class Reconciler:
             configs[before.number], _ = await self._fix_model(before.config or self._given, before.commit)
             if not rollout.going_back:
                 # A router that starts meanwhile finds its tokenizer where the nodes found theirs that serve.
-                fixed = msgspec.structs.replace(fixed, router=configs[before.number].router)
+                path = configs[before.number].router.tokenizer_path
+                router = msgspec.structs.replace(fixed.router, tokenizer_path=path)
+                fixed = msgspec.structs.replace(fixed, router=router)
         self.fleet.use(fixed, configs)
         self.on_config(self.config)
         return commit
@@ -246,8 +250,14 @@ class Reconciler:
             logger.warning("%s is left out, but that could not be kept: %s", node_id, error)
 
     async def _admit_router(self, name: str, info: RouterInfo) -> None:
+        def with_info(current: ClusterState) -> ClusterState:
+            record = current.router(name)
+            return (
+                current if record is None else current.with_router(msgspec.structs.replace(record, info=info))
+            )
+
         try:
-            await self._update(lambda current: current.with_router(name, info, self.fleet.routers))
+            await self._update(with_info)
         except TandemError as error:
             # Until it is kept, nodes would be told by the next controller, for a moment, that it is a stranger.
             logger.warning("%s serves, but that could not be kept: %s", name, error)
@@ -268,7 +278,7 @@ class Reconciler:
             self._wake.clear()
             try:
                 await self._look()
-                self.fleet.sync_routers(self.machines)
+                await self._place_routers()
                 await self._converge()
                 await self._hosts.want(plan.needed_slots(self.state))
                 self.has_looked = True
@@ -298,6 +308,31 @@ class Reconciler:
                 self._unseen.discard(host.name)
         self.machines = [*present, *kept]
 
+    async def _place_routers(self) -> None:
+        """One in each place that there is. Those of a machine that is gone are gone with it."""
+        async with self.writing:
+            places, new = self.fleet.router_places(self.machines), self.state
+            for record in self.state.routers:
+                if record.place not in places:
+                    new = new.without_router(record.name)
+            taken = {record.place for record in new.staying_routers}
+            for place, host in places.items():
+                if place not in taken and (made := self.fleet.new_router(place, host, new.routers)):
+                    new = new.with_router(made)
+            for record in new.staying_routers:
+                if record.name not in self.fleet.routers and new.rollout is None:
+                    # Of an earlier controller, whose configuration may have been another one.
+                    config = self.fleet.router_config(places[record.place])
+                    new = new.with_router(msgspec.structs.replace(record, config=config))
+            await self.keep(new)
+            for name in [name for name in self.fleet.routers if new.router(name) is None]:
+                self._tasks.spawn(self.fleet.end_router(name), f"end {name}")
+            for record in new.routers:
+                if record.name not in self.fleet.routers:
+                    self.fleet.launch_router(record, places[record.place])
+                    if record.leaving:
+                        self._begin_to_retire_router(record.name)
+
     async def _until_woken(self) -> None:
         woken = self._until_told_or_late() if self._unseen else self._wake.wait()
         _, changed = await first_of(woken, self._hosts.changed(_LOOK_AGAIN_S))
@@ -319,22 +354,22 @@ class Reconciler:
 
     # --- another configuration
 
-    async def apply(self, config: TandemConfig, *, replaces: bool) -> None:
-        """Holding `writing`. `replaces`: nodes read what is different; all of them are replaced, one by one."""
+    async def apply(self, config: TandemConfig, *, nodes: bool, routers: bool) -> None:
+        """Holding `writing`. `nodes`, `routers`: they read what is different, and are replaced one by one."""
         _, commit = await self._fix_model(
-            config, "" if replaces and config.model != self.config.model else self.state.revision.commit
+            config, "" if nodes and config.model != self.config.model else self.state.revision.commit
         )
-        if replaces:
+        if nodes or routers:
             stays = config.model.adapters == self.config.model.adapters
             adapters = self.state.revision.adapters if stays else None
-            new = self.state.beginning(config, commit, time.time(), adapters)
+            new = self.state.beginning(config, commit, time.time(), adapters, nodes=nodes, routers=routers)
         else:
             new = msgspec.structs.replace(
                 self.state, revision=msgspec.structs.replace(self.state.revision, config=config)
             )
         await self.keep(new)
         await self._use_kept()
-        if replaces:
+        if nodes or routers:
             self._begin_rollout("begins")
         self.wake()
 
@@ -346,7 +381,9 @@ class Reconciler:
         self.wake()
 
     def _begin_rollout(self, how: str) -> None:
-        self.note(f"rollout {self.state.revision.number} {how}: nodes are replaced one by one")
+        self.note(
+            f"rollout of revision {self.state.revision.number} {how}: what reads something different is replaced, one by one"
+        )
         self._ready_since.clear()
         self._tasks.spawn(self._roll_out(), "roll out")
 
@@ -370,6 +407,16 @@ class Reconciler:
                     await self.keep(self.state.with_node(msgspec.structs.replace(node, leaving=True)))
                     self.note(f"{node.node_id} goes: it is replaced")
                     self.begin_to_retire(node.node_id, self.config.timeouts.nodes.drain_s)
+                case rollout.AddRouter(old):
+                    host = self.fleet.router_places(self.machines).get(old.place)
+                    new = self.fleet.new_router(old.place, host, self.state.routers)
+                    if new is not None:
+                        await self.keep(self.state.with_router(new))
+                        self.fleet.launch_router(new, host)
+                case rollout.ReplaceRouter(old):
+                    await self.keep(self.state.with_router(msgspec.structs.replace(old, leaving=True)))
+                    self.note(f"{old.name} goes when it has finished what it has: it is replaced")
+                    self._begin_to_retire_router(old.name)
                 case rollout.GoBack(why):
                     self._ready_since.clear()
                     await self.go_back(why)
@@ -405,8 +452,20 @@ class Reconciler:
                 ready.add(record.node_id)
             if record.revision == number and (why := _why_failed(node)):
                 failed[record.node_id] = why
+        outdated = {record.name for record in self.state.staying_routers if self.fleet.is_outdated(record)}
+        for old in self.state.staying_routers:
+            new = rollout.successor(self.state, outdated, old) if old.name in outdated else None
+            router = self.fleet.routers.get(new.name) if new is not None else None
+            if router is None:
+                continue
+            if router.phase is not ProcessPhase.READY or not router.load.accepts:
+                self._ready_since.pop(router.name, None)
+            elif now - self._ready_since.setdefault(router.name, now) >= self.config.rollout.settle_s:
+                ready.add(router.name)
+            if why := _why_failed_router(router):
+                failed[router.name] = why
         return rollout.RolloutFacts(
-            ready, idle - ready, failed, self.fleet.longest_wait_s(), self.config.slo.ttft_s
+            ready, idle - ready, outdated, failed, self.fleet.longest_wait_s(), self.config.slo.ttft_s
         )
 
     def _rank(self, record: NodeRecord) -> int:
@@ -428,7 +487,7 @@ class Reconciler:
             case plan.AddNode():
                 pass  # it gets a machine with the next change, or waits for one
 
-    # --- nodes that go
+    # --- nodes and routers that go
 
     def begin_to_retire(
         self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None = None
@@ -439,6 +498,24 @@ class Reconciler:
         task.add_done_callback(lambda _: self.retiring.pop(node_id, None))
         return task
 
+    def _begin_to_retire_router(self, name: str) -> None:
+        self._tasks.spawn(self._retire_router(name), f"retire {name}")
+
+    async def _retire_router(self, name: str) -> None:
+        router = self.fleet.routers.get(name)
+        finished = router is None or await router.leave()
+        await self.fleet.end_router(name)
+        await self._until_kept(lambda current: current.without_router(name), name)
+        self.note(f"{name} is gone" + ("" if finished else "; what it had not finished has failed"))
+
+    async def _until_kept(self, change: Callable[[ClusterState], ClusterState], name: str) -> None:
+        while True:
+            try:
+                return await self._update(change)
+            except TandemError as error:
+                logger.warning("%s is gone, but that could not be kept: %s", name, error)
+                await self._clock.sleep(self.config.timeouts.heartbeat_s)
+
     async def _retire(self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None) -> bool:
         deadline = self._clock.now() + limit_s
         if wait is not None:
@@ -447,13 +524,7 @@ class Reconciler:
         supervisor = self.fleet.nodes.get(node_id)
         finished = supervisor is None or await supervisor.leave(limit_s)
         await self.fleet.end_node(node_id)
-        while True:
-            try:
-                await self._update(lambda current: current.without(node_id))
-                break
-            except TandemError as error:
-                logger.warning("%s is gone, but that could not be kept: %s", node_id, error)
-                await self._clock.sleep(self.config.timeouts.heartbeat_s)
+        await self._until_kept(lambda current: current.without(node_id), node_id)
         self.note(f"{node_id} is gone" + ("" if finished else "; what it had not finished goes on elsewhere"))
         self._wake.set()
         return finished
@@ -465,6 +536,18 @@ def _why_failed(node: NodeSupervisor) -> str:
         return f"it is {node.phase.value}: {node.detail}"
     finished = node.status.counters.requests_finished if node.status is not None else {}
     errors = finished.get("error", 0)
-    if errors >= LEAST_ERRORS and errors > MOST_ERRORS * sum(finished.values()):
+    if _too_many(errors, sum(finished.values())):
         return f"{errors} of {sum(finished.values())} requests ended there with an error"
     return ""
+
+
+def _why_failed_router(router: RouterSupervisor) -> str:
+    if router.phase is ProcessPhase.LEFT_OUT or router.restarts >= MAX_START_FAILURES:
+        return f"it is {router.phase.value}: {router.detail}"
+    if _too_many(router.load.errors, router.load.answers):
+        return f"{router.load.errors} of its {router.load.answers} answers were errors of its own"
+    return ""
+
+
+def _too_many(errors: int, of: int) -> bool:
+    return errors >= LEAST_ERRORS and errors > MOST_ERRORS * of

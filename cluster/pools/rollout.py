@@ -1,5 +1,5 @@
-"""What a rollout does next: which node goes, and whether all of it is taken back. Pure: the state and what is seen of the nodes in,
-one step out. New nodes come by themselves: a pool is allowed `plan.surge` more, and makes them with the new configuration."""
+"""What a rollout does next: which router or node goes, and whether all of it is taken back. Pure: the state and what is seen of the
+processes in, one step out. New nodes come by themselves: a pool is allowed `plan.surge` more, and makes them with the new configuration."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from tandem.cluster.config import RolloutConfig
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.plan import wanted_size
-from tandem.cluster.pools.state import ClusterState, NodeRecord
+from tandem.cluster.pools.state import ClusterState, NodeRecord, RouterRecord
 from tandem.wire.nodes import Role
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    ready: Set[str]  # nodes that serve, and have served for `rollout.settle_s` if they are new
+    ready: Set[str]  # nodes and routers that serve, and have served for `rollout.settle_s` if they are new
     idle: Set[str]  # nodes that serve nothing, and would not be missed
-    failed: Mapping[str, str]  # new nodes that do not do what they should, and why
+    outdated_routers: Set[str]
+    failed: Mapping[str, str]  # new nodes and routers that do not do what they should, and why
     oldest_wait_s: float  # of the requests in routers' lines
     longest_wait_s: float  # that users should feel
 
@@ -30,6 +31,20 @@ class Replace:
 
 
 @dataclass(frozen=True, slots=True)
+class AddRouter:
+    """One with the new configuration starts in this one's place."""
+
+    old: RouterRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceRouter:
+    """This router may go now."""
+
+    old: RouterRecord
+
+
+@dataclass(frozen=True, slots=True)
 class GoBack:
     """The configuration from before is made again what all nodes run."""
 
@@ -38,7 +53,7 @@ class GoBack:
 
 @dataclass(frozen=True, slots=True)
 class RolloutEnd:
-    """All nodes run one configuration."""
+    """All that serves runs one configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +61,7 @@ class Wait:
     why: str
 
 
-Step = Replace | GoBack | RolloutEnd | Wait
+Step = Replace | AddRouter | ReplaceRouter | GoBack | RolloutEnd | Wait
 
 
 def next_step(config: RolloutConfig, state: ClusterState, hosts: Sequence[Host], facts: RolloutFacts) -> Step:
@@ -54,6 +69,9 @@ def next_step(config: RolloutConfig, state: ClusterState, hosts: Sequence[Host],
     back = state.rollout is not None and bool(state.rollout.going_back)
     if not back and facts.failed:
         return GoBack("; ".join(f"{name}: {why}" for name, why in sorted(facts.failed.items())))
+    # First: it takes seconds, and what is wrong with them costs no node.
+    if (router_step := _of_routers(state, facts)) is not None:
+        return router_step
     waits: list[str] = []
     for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL):
         step = _in_pool(config, state, hosts, facts, role)
@@ -68,6 +86,27 @@ def next_step(config: RolloutConfig, state: ClusterState, hosts: Sequence[Host],
         return Wait("; ".join(dict.fromkeys(waits)))
     going = [node.node_id for node in state.nodes if node.revision != state.revision.number]
     return Wait(f"{', '.join(going)}: finishing what they have") if going else RolloutEnd()
+
+
+def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | ReplaceRouter | Wait | None:
+    """One after the other. Old and new have one listening socket, so clients find either."""
+    for old in state.staying_routers:
+        if old.name not in facts.outdated_routers:
+            continue
+        new = successor(state, facts.outdated_routers, old)
+        if new is None:
+            return AddRouter(old)
+        if new.name in facts.ready:
+            return ReplaceRouter(old)
+        return Wait(f"{new.name}: has not served for long enough")
+    return None
+
+
+def successor(state: ClusterState, outdated: Set[str], old: RouterRecord) -> RouterRecord | None:
+    """The router that takes this one's place."""
+    return next(
+        (new for new in state.staying_routers if new.place == old.place and new.name not in outdated), None
+    )
 
 
 def _in_pool(

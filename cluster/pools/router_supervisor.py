@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from tandem.cluster.launcher import Host, RouterHandle
+from tandem.cluster.pools.state import RouterRecord
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
-from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import RouterInfo, RouterQueue
 
@@ -20,25 +21,36 @@ AdmitRouter = Callable[[str, RouterInfo], Awaitable[None]]
 class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
     def __init__(
         self,
-        name: str,
-        config: RouterConfig,
+        record: RouterRecord,
         host: Host | None,  # None: the head
         around: Surroundings,
         admit: AdmitRouter,
+        beside: Callable[
+            [], Sequence[RouterSupervisor]
+        ],  # the others in its place, that which serves longer first
     ) -> None:
-        super().__init__(name, around)
-        self.config = config
+        super().__init__(record.name, around)
+        self.config = record.config
+        self.place = record.place
         self.host = host
-        self.url = ""
+        self.info = record.info  # as it last announced itself
         self.load = RouterQueue()  # as it last said
         self._admit = admit
+        self._beside = beside
+
+    @property
+    def url(self) -> str:
+        return self.info.url if self.info is not None else ""
 
     def _launch(self) -> RouterHandle:
-        return self._around.launcher.launch_router(self.name, self.config, self.host)
+        doors = [other.info.door for other in self._beside() if other.serves and other.info is not None]
+        return self._around.launcher.launch_router(
+            self.name, self.config, self.host, doors[0] if doors else ""
+        )
 
     async def _start(self, handle: RouterHandle) -> RouterInfo:
         info = await handle.start(self.report)
-        self.url = info.url
+        self.info = info
         await self._admit(self.name, info)
         await self._around.membership.announce_router(self.name, info)
         return info
@@ -73,7 +85,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             except TandemError as error:
                 silence.not_answered()
                 if silence.seconds >= timeouts.unresponsive_s:
-                    serves = await self._around.witnesses.of_router(handle, self.config.inbox_host)
+                    serves = await self._around.witnesses.of_router(handle, info, is_alone=not self._beside())
                     if serves is False:
                         return f"it has not answered for {silence.seconds:.0f} s, and no node or client hears it: {error}"
                     who = "clients and nodes hear it" if serves else "no node can be asked about it"
@@ -116,12 +128,25 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
 
     async def drain(self, limit_s: float) -> bool:
         """It takes nothing new. True when everything that it had was finished."""
-        if self.phase is not ProcessPhase.READY or self.handle is None:
+        if not self.serves or self.handle is None:
             return False
+        return await self._finish(limit_s, self.handle.drain(limit_s))
+
+    async def leave(self) -> bool:
+        """Another one has its place: no new connection comes to it, and what it has is finished, however long a request may take. The
+        process is not ended, but when it ends it is not replaced."""
+        self._leaving = True
+        if self.phase is ProcessPhase.STARTING and self.info is not None:
+            await self.settled()  # adopted, and it may have work
+        if not self.serves or self.handle is None:
+            return True
+        self._enter(ProcessPhase.DRAINING, "another one has its place")
+        limit_s = self.config.timeouts.total
+        return await self._finish(limit_s, self.handle.leave(limit_s))
+
+    async def _finish(self, limit_s: float, work: Coroutine[Any, Any, bool]) -> bool:
         try:
-            return await self._clock.within(
-                limit_s + self._timeouts.stop_s, self.handle.drain(limit_s), f"draining {self.name}"
-            )
+            return await self._clock.within(limit_s + self._timeouts.stop_s, work, f"draining {self.name}")
         except TandemError as error:
             logger.warning("%s", error)
             return False

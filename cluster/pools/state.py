@@ -15,6 +15,7 @@ import msgspec
 
 from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.launcher import Host
+from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
 
@@ -46,6 +47,14 @@ class NodeRecord(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, info=None, left_out=reason)
 
 
+class RouterRecord(msgspec.Struct, frozen=True):
+    name: str
+    place: str  # where clients find it: the address of its machine, "" for the head
+    config: RouterConfig  # that it was made with
+    info: RouterInfo | None = None  # as it last announced itself
+    leaving: bool = False  # another one has its place; it finishes what it has, and goes
+
+
 class ClosedSlot(msgspec.Struct, frozen=True):
     """A place that a pool without a fixed size may not use: its node was told to go, and no other shall come."""
 
@@ -66,11 +75,13 @@ class Revision(msgspec.Struct, frozen=True):
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """Nodes are being replaced, because the configuration is another one."""
+    """Nodes, routers or both are being replaced, because the configuration is another one."""
 
-    before: Revision  # of the nodes that are to go
+    before: Revision  # of what is to go
     unix_time: float
     going_back: str = ""  # why; `before` is then what was tried
+    nodes: bool = True  # they read what is different
+    routers: bool = False
 
 
 class ClusterState(msgspec.Struct, frozen=True):
@@ -85,7 +96,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     rollout: Rollout | None = None
     evacuated: list[str] = []  # machines that are about to go, by name: nothing is placed there
     paused: list[str] = []  # pools and nodes that get no new requests, by name
-    routers: dict[str, RouterInfo] = {}  # as they last announced themselves, by name
+    routers: list[RouterRecord] = []
 
     def find(self, node_id: str) -> NodeRecord | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)
@@ -111,22 +122,35 @@ class ClusterState(msgspec.Struct, frozen=True):
         return [node for node in self.staying(role) if node.revision != self.revision.number]
 
     def beginning(
-        self, config: TandemConfig, commit: str, unix_time: float, adapters: dict[str, str] | None = None
+        self,
+        config: TandemConfig,
+        commit: str,
+        unix_time: float,
+        adapters: dict[str, str] | None = None,
+        *,
+        nodes: bool,
+        routers: bool,
     ) -> ClusterState:
-        """Nodes are made with this configuration from now on, and all others are to go. `adapters`: if not the configuration's."""
+        """Nodes and routers are made with this configuration from now on, and all that read what is different are to go. `adapters`: if
+        not the configuration's."""
         number = self.last_number + 1
-        return msgspec.structs.replace(
-            self,
-            revision=Revision(number, config, commit, adapters=adapters),
-            last_number=number,
-            rollout=Rollout(self.revision, unix_time),
-        )
+        rollout = Rollout(self.revision, unix_time, nodes=nodes, routers=routers)
+        content = "" if nodes else self.revision.content
+        new = msgspec.structs.replace(self, last_number=number, rollout=rollout)
+        return new._as_of(Revision(number, config, commit, content, adapters=adapters))
 
     def going_back(self, why: str) -> ClusterState:
         if self.rollout is None:
             return self
-        rollout = Rollout(self.revision, self.rollout.unix_time, why)
-        return msgspec.structs.replace(self, revision=self.rollout.before, rollout=rollout)
+        rollout = msgspec.structs.replace(self.rollout, before=self.revision, going_back=why)
+        return msgspec.structs.replace(self, rollout=rollout)._as_of(self.rollout.before)
+
+    def _as_of(self, revision: Revision) -> ClusterState:
+        """From now on. Nodes that read nothing that is different are of it as they are."""
+        nodes = self.nodes
+        if self.rollout is not None and not self.rollout.nodes:
+            nodes = [msgspec.structs.replace(node, revision=revision.number) for node in nodes]
+        return msgspec.structs.replace(self, revision=revision, nodes=nodes)
 
     def staying(self, role: Role) -> list[NodeRecord]:
         return [node for node in self.nodes if node.role is role and not node.leaving]
@@ -162,10 +186,25 @@ class ClusterState(msgspec.Struct, frozen=True):
         known = [name for name in self.evacuated if name in present and name not in hosts]
         return msgspec.structs.replace(self, nodes=nodes, evacuated=[*known, *hosts])
 
-    def with_router(self, name: str, info: RouterInfo, running: Collection[str]) -> ClusterState:
-        """The others stay as far as they are `running`."""
-        others = {other: kept for other, kept in self.routers.items() if other in running}
-        return msgspec.structs.replace(self, routers={**others, name: info})
+    @property
+    def staying_routers(self) -> list[RouterRecord]:
+        return [router for router in self.routers if not router.leaving]
+
+    def router(self, name: str) -> RouterRecord | None:
+        return next((router for router in self.routers if router.name == name), None)
+
+    def with_router(self, record: RouterRecord) -> ClusterState:
+        """In place of the record with its name, or as a new one."""
+        if self.router(record.name) is None:
+            routers = [*self.routers, record]
+        else:
+            routers = [record if router.name == record.name else router for router in self.routers]
+        return msgspec.structs.replace(self, routers=routers)
+
+    def without_router(self, name: str) -> ClusterState:
+        return msgspec.structs.replace(
+            self, routers=[router for router in self.routers if router.name != name]
+        )
 
     def with_sizes(self, sizes: Mapping[Role, int | None]) -> ClusterState:
         closed = [slot for slot in self.closed if slot.role not in sizes]

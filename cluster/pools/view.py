@@ -16,7 +16,9 @@ from tandem.cluster.control import (
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.autoscaling import PoolBounds
 from tandem.cluster.pools.fleet import Fleet
+from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.plan import wanted_size
+from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.wire.nodes import Role
@@ -54,11 +56,19 @@ def cluster_view(
 def _rollout(state: ClusterState, fleet: Fleet, waits: str) -> RolloutView | None:
     if state.rollout is None:
         return None
-    new = {node.node_id for node in state.nodes if node.revision == state.revision.number}
+    number = state.revision.number
+    old_nodes = [node.node_id for node in state.nodes if node.revision != number]
+    old_routers = [router.name for router in state.staying_routers if fleet.is_outdated(router)]
+    leaving = {router.name for router in state.routers if router.leaving}
+    new: list[NodeSupervisor | RouterSupervisor] = []
+    if state.rollout.nodes:
+        new += [node for node in fleet.nodes.values() if node.name not in old_nodes]
+    if state.rollout.routers:
+        new += [router for router in fleet.routers.values() if router.name not in {*old_routers, *leaving}]
     return RolloutView(
-        state.revision.number,
-        sum(node.name in new and node.phase is ProcessPhase.READY for node in fleet.nodes.values()),
-        [node.node_id for node in state.nodes if node.node_id not in new],
+        number,
+        sum(part.phase is ProcessPhase.READY for part in new),
+        [*old_routers, *old_nodes],
         state.rollout.unix_time,
         waits,
         state.rollout.going_back,

@@ -7,12 +7,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from tandem.cluster.launcher import NodeHandle, RouterHandle
 from tandem.cluster.tasks import Clock
 from tandem.wire.errors import TandemError
-from tandem.wire.nodes import NodeInfo, NodeSighting
+from tandem.wire.nodes import NodeInfo, NodeSighting, RouterInfo
 
 T = TypeVar("T")
 
@@ -40,16 +39,16 @@ class Witnesses:
         ]
         return min(seen, key=lambda sighting: sighting.silent_s, default=None)
 
-    async def of_router(self, handle: RouterHandle, address: str) -> bool | None:
-        """Whether clients or nodes hear the router that nodes reach at `address`. None: there are nodes, and none can
-        be asked."""
-        if any(await self._ask([handle.answers_clients()])):
+    async def of_router(self, handle: RouterHandle, info: RouterInfo, *, is_alone: bool) -> bool | None:
+        """Whether clients or nodes hear the router. None: there are nodes, and none can be asked. `is_alone`: no other router
+        answers at its URL."""
+        if is_alone and any(await self._ask([handle.answers_clients()])):
             return True
         nodes = self._nodes()
         told = await self._ask([node.routers_heard() for node in nodes])
         if nodes and not told:
             return None
-        return any(urlsplit(endpoint).hostname == address for heard in told for endpoint in heard)
+        return any(info.inbox_endpoint in heard for heard in told)
 
     async def _ask(self, questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """The answers that come in time."""

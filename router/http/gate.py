@@ -73,7 +73,7 @@ class HttpGate:
             took = ended - began
             if exchange.trace is not None:
                 exchange.trace.end(ended, exchange.route, exchange.status)
-            self._metrics.http_requests.labels(exchange.route, str(exchange.status)).inc()
+            self._metrics.note_answer(exchange.route, exchange.status)
             is_news = exchange.status != 200 or scope["path"] not in OPEN_PATHS
             access_logger.log(
                 logging.INFO if is_news else logging.DEBUG,

@@ -47,6 +47,8 @@ class Server(Protocol):
 
     def on_cut(self) -> None: ...
 
+    def on_closed(self, connection: HttpConnection) -> None: ...
+
 
 class HttpConnection(asyncio.Protocol):
     """Between requests it is idle; a request that comes before its turn lies in the buffer."""
@@ -106,7 +108,7 @@ class HttpConnection(asyncio.Protocol):
         self._read()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.server.connections.discard(self)
+        self.server.on_closed(self)
         self._closing = True
         self._stop_timer()
         self._stop_unsent_timer()
@@ -239,6 +241,11 @@ class HttpConnection(asyncio.Protocol):
             self.close()
         else:
             self._call.keep_alive = False
+
+    def expect_the_last(self, idle_s: float) -> None:
+        """Of its requests: one more is answered, if it comes within that time, and the connection is closed with its answer."""
+        if self._call is None and self._timer is not None and self._timer_is_idle:
+            self._set_timer(idle_s, self._on_idle, idle=True)
 
     def close(self) -> None:
         """What the client sends is read to its end first, if it is in the middle of it: closed with bytes unread, TCP

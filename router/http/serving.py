@@ -22,6 +22,10 @@ from tandem.wire.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+# A client that pauses for longer between two requests finds its connection closed by a router that leaves.
+LEAVING_IDLE_S = 5.0
+# For connections that were accepted last, and are in their handshake of TLS.
+LEAVING_ACCEPTED_S = 1.0
 # For nodes, the model's files, logs, and Ray.
 OTHER_DESCRIPTORS = 512
 
@@ -79,9 +83,17 @@ class HttpServer:
         self._certificate = Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None
         self._server: asyncio.Server | None = None
         self._date = (0, b"")  # of this second
+        self._emptied: asyncio.Event | None = (
+            None  # set when the last connection is closed, once it is waited for
+        )
 
     def on_cut(self) -> None:
         self._on_cut()
+
+    def on_closed(self, connection: HttpConnection) -> None:
+        self.connections.discard(connection)
+        if self._emptied is not None and not self.connections:
+            self._emptied.set()
 
     def date(self) -> bytes:
         now = int(time.time())
@@ -104,6 +116,25 @@ class HttpServer:
         """To be called every few seconds."""
         if self._certificate is not None:
             self._certificate.reload_if_changed()
+
+    async def leave(self, deadline: float) -> bool:
+        """Takes no new connection; requests that come on those that there are get an answer, the last on each. Whether all were
+        closed by then."""
+        self._emptied = asyncio.Event()
+        self.stopping = True
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.expect_the_last(LEAVING_IDLE_S)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await asyncio.sleep(LEAVING_ACCEPTED_S)
+                while self.connections:
+                    self._emptied.clear()
+                    await self._emptied.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def end(self, grace_s: float) -> None:
         """Answers that are under way have `grace_s` to be sent; clients that do not read them by then are cut off."""

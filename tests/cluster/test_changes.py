@@ -23,19 +23,20 @@ def test_each_setting_is_read_by_nodes_or_applied_at_once_or_refused() -> None:
             decode=PoolConfig(nodes=None, max=4, resources={"GPU": 1}),
             nodes_per_core=9,
         ),
-        router=replace(CONFIG.router, port=9, tokenizer_path="other"),
+        router=replace(CONFIG.router, port=9, tokenizer_path="other", max_failovers=9),
         debug=True,
     )
     found = difference(CONFIG, wanted)
     assert found.sizes == {Role.PREFILL: 3, Role.DECODE: None}
     assert found.nodes == ["debug", "model.path", "pools.prefill.threads", "timeouts.nodes.drain_s"]
     assert found.at_once == ["pools.decode.max", "pools.nodes_per_core", "rollout.surge", "timeouts.start_s"]
+    assert found.routers == ["router.max_failovers"]
     assert found.refused == ["pools.decode.resources.GPU", "router.port"]
     kept = applied(CONFIG, wanted)
-    assert kept.router == replace(CONFIG.router, tokenizer_path="other")
+    assert kept.router == replace(CONFIG.router, tokenizer_path="other", max_failovers=9)
     assert kept.pools.decode == PoolConfig(nodes=None, max=4)
     left = difference(kept, wanted)
-    assert (left.sizes, left.nodes, left.at_once) == ({}, [], [])
+    assert (left.sizes, left.nodes, left.routers, left.at_once) == ({}, [], [], [])
     assert left.refused == found.refused
 
 

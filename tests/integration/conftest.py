@@ -121,7 +121,10 @@ class RunningDeployment:
         self._thread = thread
         self.url = deployment.url
         self.model = deployment.model_name
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
+        self.http = self.new_client()
+
+    def new_client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
 
     def nodes(self, role: str | None = None) -> list[dict[str, Any]]:
         nodes = self.http.get("/cluster").raise_for_status().json()["nodes"]
@@ -162,9 +165,11 @@ class RunningDeployment:
             "every block free and nothing under way",
         )
 
-    def complete(self, prompt: list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+    def complete(
+        self, prompt: list[int], max_tokens: int, *, http: httpx.Client | None = None, **fields: Any
+    ) -> dict[str, Any]:
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
-        response = self.http.post("/v1/completions", json=body)
+        response = (http or self.http).post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
         return response.json()
 

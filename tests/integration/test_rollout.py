@@ -33,11 +33,14 @@ def changed_weights(model: Path, target: Path) -> Path:
 
 
 class Asking:
-    """Clients that ask the same prompts again and again, and keep every answer."""
+    """Clients that ask the same prompts again and again, and keep every answer; `on_new_connections`: each on one of its own."""
 
-    def __init__(self, server: RunningDeployment, prompts: list[list[int]]) -> None:
+    def __init__(
+        self, server: RunningDeployment, prompts: list[list[int]], *, on_new_connections: bool = False
+    ) -> None:
         self._server = server
         self._prompts = prompts
+        self._on_new_connections = on_new_connections
         self._ending = threading.Event()
         self.answers: list[tuple[int, str]] = []
         self.failures: list[str] = []
@@ -48,8 +51,12 @@ class Asking:
             turn += 1
             which = turn % len(self._prompts)
             try:
-                answer = self._server.complete(self._prompts[which], NEW_TOKENS)["choices"][0]["text"]
-                self.answers.append((which, answer))
+                if self._on_new_connections:
+                    with self._server.new_client() as http:
+                        answer = self._server.complete(self._prompts[which], NEW_TOKENS, http=http)
+                else:
+                    answer = self._server.complete(self._prompts[which], NEW_TOKENS)
+                self.answers.append((which, answer["choices"][0]["text"]))
             except BaseException as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
 
@@ -96,6 +103,43 @@ def test_nodes_are_replaced_under_load_and_every_answer_is_of_one_content(
         assert set(kinds) == {"old", "new"}, kinds
         view = loop_thread.run(control.view())
         assert (view.rollout, view.revision) == (None, change.revision)
+        server.until_quiet()
+
+
+def test_a_router_is_replaced_under_load_at_its_address_and_no_request_fails(
+    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path
+) -> None:
+    config = _replace(float32_config(smollm2_path, prefill=1, decode=1), rollout=RolloutConfig(settle_s=1.0))
+    prompts = [[(7 * token + which) % 40_000 for token in range(1, 40)] for which in range(4)]
+    with deploy(config) as server:
+        control = server.deployment.control
+        expected = [server.complete(prompt, NEW_TOKENS)["choices"][0]["text"] for prompt in prompts]
+        with Asking(server, prompts, on_new_connections=True) as asking:
+            server.until(lambda _: len(asking.answers) > 2, "the old router answers")
+            router = _replace(
+                config.router,
+                max_failovers=5,
+                model_name=server.model,
+                tokenizer_path=str(smollm2_path),
+            )
+            change = loop_thread.run(control.apply(_replace(config, router=router), dry_run=False))
+            assert (change.nodes, change.routers, change.replaced) == (
+                [],
+                ["router.max_failovers"],
+                ["router"],
+            )
+            server.until(
+                lambda _: [one.name for one in loop_thread.run(control.view()).routers] == ["router~2"],
+                "the old router has gone",
+            )
+            done = len(asking.answers)
+            server.until(lambda _: len(asking.answers) > done + 4, "answers of the new router")
+        assert asking.failures == []
+        assert set(asking.answers) <= set(enumerate(expected))
+        view = loop_thread.run(control.view())
+        assert (view.rollout, view.revision) == (None, change.revision)
+        assert [one.url for one in view.routers] == [server.url]
+        assert {node.node_id for node in view.nodes} == {"prefill-0", "decode-0"}
         server.until_quiet()
 
 

@@ -75,7 +75,7 @@ LETTERS = hashed_token(67, 93)
 class RunningRouter:
     """A router on an event loop of its own, and the nodes that it was told of."""
 
-    def __init__(self, config: RouterConfig, rule: TokenRule, eos: int) -> None:
+    def __init__(self, config: RouterConfig, rule: TokenRule, eos: int, door: str = "") -> None:
         self.config = config
         self.board = Board(rule, eos)
         self.nodes: dict[str, FakeNode] = {}
@@ -83,7 +83,7 @@ class RunningRouter:
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
         self.server = self.call(self._make())
-        self.url = self.call(self.server.start())
+        self.url = self.call(self.server.start(door))
         self.client = self.new_client()
 
     def new_client(self) -> httpx.Client:
@@ -247,6 +247,7 @@ def start_router(model_folder: str, end_token: int, request: pytest.FixtureReque
         aggregated: int = 0,
         rule: TokenRule | None = None,
         vectors: VectorModel | None = None,
+        door: str = "",
         **settings: Any,
     ) -> RunningRouter:
         config = RouterConfig(tokenizer_path=model_folder, model_name="fake", port=0)
@@ -255,7 +256,7 @@ def start_router(model_folder: str, end_token: int, request: pytest.FixtureReque
             "local_prefill": LocalPrefill.NEVER,
         }
         running = RunningRouter(
-            msgspec.structs.replace(config, **(defaults | settings)), rule or LETTERS, end_token
+            msgspec.structs.replace(config, **(defaults | settings)), rule or LETTERS, end_token, door
         )
         started.append(running)
         for count, name, role in (

@@ -77,10 +77,10 @@ def test_it_follows_a_rollout_to_its_end_past_a_controller_that_was_away() -> No
     )
     assert done
     assert said == [
-        "1 node replaced, 1 left (decode-0)",
+        "1 replaced, 1 left (decode-0)",
         "decode-0 goes: it is replaced",
         "the controller is away, and what serves goes on: no controller",
-        "done: 1 node serves with this configuration",
+        "done: 1 node and 0 routers serve with this configuration",
     ]
 
 
@@ -91,13 +91,13 @@ def test_it_says_why_a_rollout_was_taken_back() -> None:
     )
     assert not done
     assert said == [
-        "going back (decode-1: no weights): 1 node replaced, 1 left (decode-1)",
+        "going back (decode-1: no weights): 1 replaced, 1 left (decode-1)",
         "the rollout was taken back: decode-1: no weights",
     ]
 
 
 def test_a_line_says_what_it_waits_for() -> None:
-    assert rollout_line(RolloutView(4, 0, [], 0.0, "room")) == "0 nodes replaced, 0 left; waits: room"
+    assert rollout_line(RolloutView(4, 0, [], 0.0, "room")) == "0 replaced, 0 left; waits: room"
 
 
 def test_an_interrupt_ends_the_command_and_not_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,10 @@ class FakeRouter(FakeProcess):
         )
         self.serves = False  # at its URL
         self.load = RouterQueue()
+        self.door = ""  # of the router whose listening socket it took
+        self.left_with: float | None = None
+        self.may_leave = asyncio.Event()
+        self.may_leave.set()
         self.memberships: list[list[NodeInfo]] = []
         self.paused: list[str] = []
         self.forgot: list[list[str]] = []  # nodes that had emptied their caches
@@ -286,8 +290,16 @@ class FakeRouter(FakeProcess):
     async def start(self, report: Report) -> RouterInfo:
         await self._begin()
         return RouterInfo(
-            f"http://{self.config.host}:{self.config.port}", endpoint_of(self.name, self.incarnation)
+            f"http://{self.config.host}:{self.config.port}",
+            endpoint_of(self.name, self.incarnation),
+            f"door of {self.name} {self.incarnation}",
         )
+
+    async def leave(self, timeout_s: float) -> bool:
+        await self._answer()
+        self.left_with = timeout_s
+        await self.may_leave.wait()
+        return True
 
     async def set_members(self, members: list[NodeInfo], paused: Sequence[str]) -> RouterQueue:
         await self._answer()
@@ -337,13 +349,14 @@ class FakeLauncher:
         earlier.append(node)
         return node
 
-    def launch_router(self, name: str, config: RouterConfig, host: Host | None) -> FakeRouter:
+    def launch_router(self, name: str, config: RouterConfig, host: Host | None, door: str = "") -> FakeRouter:
         earlier = [router for router in self.routers if router.name == name]
         if earlier and not earlier[-1].died.done():
             return earlier[-1]
         router = FakeRouter(name, config, host, len(earlier))
         router.hears = self._heard_by_routers
         router.adapters_of = lambda node_id: self.node(node_id).digests
+        router.door = door
         self._prepare(name, router, len(earlier))
         self.routers.append(router)
         return router

@@ -13,7 +13,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import NodeSighting, NodeState, Role
-from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, in_loop, settle
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, endpoint_of, in_loop, settle
 from tests.cluster.pools.pools_rig import PD, machine, pool_of, pools
 
 FOR_GOOD = 2 * TIMEOUTS.start_s  # longer than anything is waited for
@@ -87,11 +87,11 @@ async def test_a_router_that_somebody_hears_is_left_as_it_is(heard_by: str) -> N
         if heard_by == "clients":
             router.serves = True
         else:
-            node.heard = ["tcp://127.0.0.1:4000"]
+            node.heard = [endpoint_of("router", 0)]
         await rig.clock.advance(FOR_GOOD)
         assert not router.stopped
         assert len(rig.events.of("trouble", "router")) == 1
-        router.serves, node.heard = False, ["tcp://10.0.0.9:4000"]  # another machine's
+        router.serves, node.heard = False, [endpoint_of("router-10.0.0.9", 0)]  # another one
         await rig.clock.advance(LONG_ENOUGH)
         assert router.stopped
         assert rig.launcher.router is not router

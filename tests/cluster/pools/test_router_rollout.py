@@ -1,0 +1,158 @@
+"""Routers are replaced one by one when they read something different, or all of it is taken back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import RolloutView
+from tandem.router.config import RouterPlacement
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import RouterQueue
+from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, in_loop, one_machine, settle
+from tests.cluster.pools.pools_rig import machine, pools
+
+replace = msgspec.structs.replace
+LONG_S = 160.0
+
+
+def wish(rig: Rig, *, failovers: int = 7, seqs: int | None = None) -> TandemConfig:
+    """With something that routers read when they start, and, for `seqs`, something that nodes read."""
+    config = replace(rig.config, router=replace(rig.config.router, max_failovers=failovers))
+    return config if seqs is None else replace(config, scheduler=replace(config.scheduler, max_num_seqs=seqs))
+
+
+def running(rig: Rig) -> dict[str, FakeRouter]:
+    return {router.name: router for router in rig.launcher.routers if not router.died.done()}
+
+
+async def rollout_of(rig: Rig) -> RolloutView | None:
+    return (await rig.controller.view()).rollout
+
+
+@in_loop
+async def test_a_new_router_gets_the_old_ones_socket_and_the_old_one_finishes() -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        old = rig.launcher.router
+        old.may_leave.clear()
+        change = await rig.controller.apply(wish(rig), dry_run=False)
+        assert (change.nodes, change.routers, change.refused) == ([], ["router.max_failovers"], [])
+        assert change.replaced == ["router"]
+        await rig.clock.advance(3.0)
+        new = rig.launcher.router
+        assert (new.name, new.config.max_failovers) == ("router~2", 7)
+        assert new.door == "door of router 0"
+        assert old.left_with is None, "the new one has not served for long enough"
+        await rig.clock.advance(10.0)
+        assert old.left_with == rig.config.router.timeouts.total
+        view = await rig.controller.view()
+        assert (view.rollout, view.revision) == (None, change.revision), (
+            "what it has does not keep the rollout"
+        )
+        assert {node.node_id for node in view.nodes} == {"prefill-0", "decode-0"}, "nodes stay"
+        assert [(router.name, router.phase) for router in view.routers] == [
+            ("router", "draining"),
+            ("router~2", "ready"),
+        ]
+        assert old.node_ids == new.node_ids, "both know the nodes"
+        old.may_leave.set()
+        await rig.clock.advance(3.0)
+        assert list(running(rig)) == ["router~2"]
+        await rig.controller.apply(wish(rig, failovers=8), dry_run=False)
+        await rig.clock.advance(30.0)
+        assert list(running(rig)) == ["router"], "a name is free when its process is gone"
+
+
+@in_loop
+async def test_machines_routers_go_one_after_the_other_and_before_nodes() -> None:
+    hosts = FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
+    config = TandemConfig(
+        router=replace(
+            TandemConfig().router, model_name="fake", placement=RouterPlacement.EVERY_HOST, host="0.0.0.0"
+        )
+    )
+    async with Rig(pools=pools(1, 1), hosts=hosts, config=config) as rig:
+        await rig.controller.start()
+        await rig.controller.apply(wish(rig, seqs=77), dry_run=False)
+        most = 0
+        for _ in range(40):
+            await rig.clock.advance(1.0)
+            most = max(most, len(running(rig)))
+            view = await rollout_of(rig)
+            if view is not None and any(name.startswith("router") for name in view.left):
+                assert not any(node.stopped for nodes in rig.launcher.nodes.values() for node in nodes)
+        assert most == 4
+        await rig.clock.advance(LONG_S)
+        assert await rollout_of(rig) is None
+        routers = running(rig)
+        assert set(routers) == {"router~2", "router-10.0.0.1~2", "router-10.0.0.2~2"}
+        assert {router.config.max_failovers for router in routers.values()} == {7}
+        assert routers["router-10.0.0.1~2"].config.inbox_host == "10.0.0.1"
+        assert {node.config.engine.scheduler.max_num_seqs for node in rig.launcher.running} == {77}
+
+
+@pytest.mark.parametrize("fault", ["it does not start", "it answers with errors"])
+@in_loop
+async def test_what_is_wrong_with_a_new_router_takes_all_back(fault: str) -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        old = rig.launcher.router
+
+        def broken(router: FakeRouter, _: int) -> None:
+            if fault == "it does not start":
+                router.start_error = ConfigurationError("there is no such template")
+            else:
+                router.load = RouterQueue(answers=20, errors=9)
+
+        rig.launcher.prepare["router~2"] = broken
+        await rig.controller.apply(wish(rig, seqs=77), dry_run=False)
+        await rig.clock.advance(LONG_S)
+        view = await rig.controller.view()
+        assert (view.rollout, view.revision) == (None, 0)
+        why = "no such template" if fault == "it does not start" else "9 of its 20 answers"
+        assert any("taken back: " in one.text and why in one.text for one in view.decisions)
+        assert list(running(rig).values()) == [old]
+        assert old.left_with is None, "it served all the time"
+        assert old.node_ids == {"prefill-0", "decode-0"}, "no node was touched"
+        assert (await rig.controller.configuration()).router == rig.config.router
+
+
+@in_loop
+async def test_a_controller_that_comes_back_goes_on_with_the_routers_that_it_finds() -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        old = rig.launcher.router
+        old.may_leave.clear()
+        await rig.controller.apply(wish(rig), dry_run=False)
+        for seconds in (2.0, 12.0):
+            await rig.clock.advance(seconds)
+            rig.hosts.forget_waiters()
+            await rig.kill_controller()
+            starting = asyncio.create_task(rig.controller.start())
+            await settle()
+            await starting
+            assert set(running(rig)) == {"router", "router~2"}
+        assert len(rig.launcher.routers) == 2, "both were adopted"
+        await rig.clock.advance(20.0)
+        old.may_leave.set()
+        await rig.clock.advance(20.0)
+        assert list(running(rig)) == ["router~2"]
+        assert await rollout_of(rig) is None
+
+
+@in_loop
+async def test_a_router_that_dies_while_it_is_replaced_is_started_beside_the_new_one() -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(2.0)
+        rig.launcher.routers[0].die()
+        await rig.clock.advance(2.0)
+        again = rig.launcher.router
+        assert (again.name, again.door) == ("router", "door of router~2 0")
+        await rig.clock.advance(LONG_S)
+        assert list(running(rig)) == ["router~2"]

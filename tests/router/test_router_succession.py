@@ -1,0 +1,120 @@
+"""A router takes another one's place at the same address: no connection is refused or reset, and no answer cut."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tandem.router.http import door, serving
+from tests.router.conftest import RunningRouter, StartRouter
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "LEAVING_ACCEPTED_S", 0.1)
+    monkeypatch.setattr(serving, "LEAVING_IDLE_S", 0.3)
+
+
+def successor_of(first: RunningRouter, start_router: StartRouter) -> RunningRouter:
+    second = start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door))
+    second.board, second.nodes = first.board, first.nodes
+    second.announce()
+    second.wait_ready()
+    return second
+
+
+@contextmanager
+def asking(router: RunningRouter) -> Iterator[list[str]]:
+    """Clients that ask all the time, some on a new connection each time. What went wrong is in the list in the end."""
+    failures: list[str] = []
+    answers: list[str] = []
+    ending = threading.Event()
+    expected = router.expected("the fox", 6, seed=3)
+
+    def ask(keeps: bool) -> None:
+        body = {"model": "fake", "prompt": "the fox", "max_tokens": 6, "seed": 3}
+        client = router.new_client()
+        while not ending.is_set():
+            try:
+                answer = client.post("/v1/completions", json=body)
+                text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
+                (answers if text == expected else failures).append(text)
+            except httpx.HTTPError as error:
+                failures.append(repr(error))
+            if not keeps:
+                client.close()
+                client = router.new_client()
+        client.close()
+
+    threads = [threading.Thread(target=ask, args=(index % 2 == 0,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    yield failures
+    ending.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert answers
+
+
+def test_under_load_nothing_fails(start_router: StartRouter) -> None:
+    first = start_router()
+    with asking(first) as failures:
+        second = successor_of(first, start_router)
+        assert second.url == first.url
+        assert first.call(first.server.leave(PATIENCE_S))
+        before = second.metric("tandem_prompt_tokens_total")
+        second.wait_for(
+            lambda: second.metric("tandem_prompt_tokens_total") > before, "the new one answers alone"
+        )
+    assert failures == []
+    assert (first.connections(), first.idle()) == (0, True)
+
+
+def test_a_stream_goes_on_in_the_router_that_leaves(start_router: StartRouter) -> None:
+    first = start_router()
+    for node in first.nodes.values():
+        node.set(pause_at=20)
+    with first.stream(max_tokens=40, seed=3) as stream:
+        assert stream.read_header() == 200
+        second = successor_of(first, start_router)
+        leaving = first.begin(first.server.leave(PATIENCE_S))
+        begun = stream.text(5)
+        assert not leaving.done(), "it has a stream"
+        for node in first.nodes.values():
+            node.resume()
+        assert begun + stream.text() == first.expected("the fox", 40, seed=3)
+    assert leaving.result(PATIENCE_S)
+    assert second.complete(max_tokens=3).status_code == 200
+
+
+def test_a_router_whose_predecessor_is_gone_has_a_socket_of_its_own(start_router: StartRouter) -> None:
+    gone = start_router()
+    name = gone.look(lambda: gone.server.door)
+    gone.call(gone.server.stop())
+    assert door.take_listener(name) is None
+    alone = start_router(door=name)
+    assert alone.complete(max_tokens=3).status_code == 200
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_users_process_gets_no_socket(start_router: StartRouter) -> None:
+    first = start_router()
+    name = first.look(lambda: first.server.door)
+    ask = (
+        "import os, socket, sys; os.setuid(65534)\n"
+        "s = socket.socket(socket.AF_UNIX); s.settimeout(20); s.connect('\\0' + sys.argv[1])\n"
+        "print(len(socket.recv_fds(s, 1, 1)[1]))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", ask, name], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout.strip() == "0"
