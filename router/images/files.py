@@ -27,6 +27,7 @@ _TYPES = {
     "image/webp": "WEBP",
     "image/gif": "GIF",
 }
+_SAME = {"MPO": "JPEG"}  # with further pictures after the first, as some cameras write them
 _FEWEST_PIXELS = 4  # of a side: processors take a shorter one for colours
 _LONGEST_RATIO = 200  # of one side to the other: beyond it there is nothing to see
 
@@ -82,8 +83,9 @@ def _checked(part: ImagePart, data: bytes, declared: str, limits: Limits) -> Ima
         image = open_image(data)
     except DecompressionBombError as error:
         raise _refusal(part, f"has too many pixels (router.limits.image_pixels): {error}") from error
-    if image.format not in FORMATS or image.format != _TYPES[declared]:
-        raise _refusal(part, f"says that it is {declared}, and is {image.format}")
+    kind = _SAME.get(image.format or "", image.format)
+    if kind not in FORMATS or kind != _TYPES[declared]:
+        raise _refusal(part, f"says that it is {declared}, and is {kind}")
     width, height = image.size
     if width * height > limits.image_pixels:
         raise _refusal(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -41,7 +42,8 @@ class ImageReader:
     def __init__(self, rules: ImageRules, tokenizer: Tokenizer, limits: Limits) -> None:
         self._rules = rules
         self._limits = limits
-        self._decoding = asyncio.Semaphore(_AT_ONCE)
+        # Of its own: a file whose client went away is decoded to its end, and still counts.
+        self._decoders = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="images")
         placeholder = tokenizer.text_of(rules.token_id)
         if placeholder is None or tokenizer.token_id(placeholder) != rules.token_id:
             raise ConfigurationError(
@@ -68,8 +70,7 @@ class ImageReader:
             )
         found = PromptImages([], [])
         for part in parts:
-            async with self._decoding:
-                file, digest = await asyncio.to_thread(self._read, part)
+            file, digest = await asyncio.get_running_loop().run_in_executor(self._decoders, self._read, part)
             found.files.append(file)
             found.digests.append(digest)
             if sum(len(each.data) for each in found.files) > _MOST_BYTES:

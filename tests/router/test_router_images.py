@@ -7,6 +7,7 @@ import io
 import json
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,10 @@ KINDS = {
     "one bit": ("image/png", saved("1", "PNG")),
     "for print": ("image/jpeg", saved("CMYK", "JPEG")),
     "called jpg": ("image/jpg", saved("RGB", "JPEG")),
+    "of two pictures": (
+        "image/jpeg",
+        saved("RGB", "MPO", save_all=True, append_images=[Image.new("RGB", (40, 24))]),
+    ),
     "WebP": ("image/webp", saved("RGB", "WEBP")),
     "GIF": ("image/gif", saved("P", "GIF")),
     "moving": ("image/gif", saved("P", "GIF", save_all=True, append_images=[Image.new("P", (40, 24))])),
@@ -265,3 +270,22 @@ def test_qwens_class_counts_rows_and_columns(start_router: StartRouter, tmp_path
     assert said == f"<|im_start|>user\n{run}What?<|im_end|>\n<|im_start|>assistant\n"
     said = words.decode(alone.prompt_token_ids, skip_special_tokens=False)
     assert said == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_request_that_moves_to_another_node_takes_its_images_along(
+    start_router: StartRouter, image_folder: str
+) -> None:
+    router = start_router(prefill=1, decode=2, tokenizer_path=image_folder)
+    decode = [node for name, node in router.nodes.items() if name.startswith("d")]
+    for node in decode:
+        node.set(pause_at=3)
+    with ThreadPoolExecutor(1) as at_once:
+        answer = at_once.submit(ask, router, "See", image(data_url(GOOD)), max_tokens=6)
+        router.wait_for(lambda: any(node.submits for node in decode), "it is at a decode node")
+        lost, successor = sorted(decode, key=lambda node: len(node.submits), reverse=True)
+        successor.resume()
+        router.remove(lost.info.node_id).kill()
+        assert answer.result(20).status_code == 200
+    before, after = lost.submits[0], successor.submits[-1]
+    assert after.images == before.images == [GOOD]
+    assert after.media == before.media
