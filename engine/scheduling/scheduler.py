@@ -135,6 +135,11 @@ class Scheduler:
         return self._state.running
 
     @property
+    def encoded(self) -> EncoderCache | None:
+        """Which parts of images the runner has; None where the model reads none. To be read, not changed."""
+        return self._state.encoded
+
+    @property
     def max_model_len(self) -> int:
         """How many tokens one request may have here: the model's context, or what the KV cache has room for."""
         return self._state.max_model_len

@@ -25,7 +25,7 @@ from tandem.kvtransfer.base import (
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TokenChunk, TransferRole
 from tandem.wire.sampling import SamplingParams
-from tests.engine.scheduling.model import FakeModel, kv_chain
+from tests.engine.scheduling.model import FakeModel
 
 BLOCK = 4
 FULL = KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))
@@ -111,6 +111,7 @@ class Driver:
         clock: Callable[[], float] = lambda: 0.0,
         zero_new_blocks: bool = False,
         trace: StepTrace | None = None,
+        encoder_tokens: int | None = None,
         **config: object,
     ) -> None:
         self.connector = connector
@@ -122,6 +123,7 @@ class Driver:
                 prefix_caching=caching,
                 checkpoint_tokens=checkpoint_tokens,
                 hash_seed="tests",
+                encoder_tokens=encoder_tokens or 1,
             ),
             groups,
             num_blocks,
@@ -132,6 +134,7 @@ class Driver:
             clock,
             zero_new_blocks=zero_new_blocks,
             trace=trace,
+            reads_images=encoder_tokens is not None,
         )
         self._arrivals = itertools.count()
         self.outputs: dict[str, list[int]] = {}
@@ -158,6 +161,7 @@ class Driver:
             **fields,  # type: ignore[arg-type]
         )
         self.model.salts[request_id] = (request.cache_salt, request.lora)
+        self.model.media[request_id] = request.media
         self.scheduler.add_request(request)
         self.outputs[request_id] = request.output_token_ids
         return request
@@ -207,7 +211,7 @@ class Driver:
     def arrive(self, request: Request, start: int, end: int) -> None:
         """A peer writes the request's KV from token `start` to `end`."""
         assert self.connector is not None
-        chain = kv_chain(request.all_token_ids[:end], self.model.salts[request.request_id])
+        chain = self.model.chain(request.request_id, request.all_token_ids[:end])
         self.model.write(self.connector.blocks[request.request_id], chain, start, end)
 
     @property

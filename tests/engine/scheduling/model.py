@@ -14,18 +14,22 @@ from collections.abc import Callable, Sequence
 
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.wire.images import MediaFeature
 
 VOCABULARY = 50
 STATE = -1  # in place of an offset
 WRONG = -99  # sampled from something misread: no request may ever be given it
 
 
-def kv_chain(token_ids: Sequence[int], salt: object = None) -> list[int]:
+def kv_chain(token_ids: Sequence[int], salt: object = None, media: Sequence[MediaFeature] = ()) -> list[int]:
     """For each position, the one right content of its KV."""
     value = zlib.crc32(repr(salt).encode())
     chain = []
-    for token in token_ids:
-        value = hash((value, token))
+    seen = {
+        place: each.identifier for each in media for place in range(each.offset, each.offset + each.length)
+    }
+    for place, token in enumerate(token_ids):
+        value = hash((value, token, seen[place])) if place in seen else hash((value, token))
         chain.append(value)
     return chain
 
@@ -50,7 +54,6 @@ class KnownRequest:
 
     tokens: list[int]
     tables: list[list[int]]
-    salt: object
 
 
 class FakeModel:
@@ -59,6 +62,8 @@ class FakeModel:
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> content
         self.known: dict[str, KnownRequest] = {}
         self.salts: dict[str, object] = {}  # a request's salt and adapter, which the runner is not told
+        self.media: dict[str, Sequence[MediaFeature]] = {}  # by request
+        self.encoded: dict[str, int] = {}  # the parts of images that there are
         self.propose: Callable[[str, list[int]], list[int]] = lambda request_id, tokens: []
         # With `tolerant` a wrong read is not an error, but what is sampled from it is WRONG.
         self.tolerant = False
@@ -104,8 +109,24 @@ class FakeModel:
             if group.kind is AttentionKind.STATE
         )
 
+    def _encode(self, step: SchedulerOutput) -> None:
+        for identifier in step.forgotten_media:
+            del self.encoded[identifier]
+        for one in step.encoder_inputs:
+            assert one.identifier not in self.encoded
+            self.encoded[one.identifier] = one.length
+
+    def _look(self, request_id: str, start: int, end: int) -> None:
+        for each in self.media.get(request_id, ()):
+            if each.offset < end and each.offset + each.length > start:
+                assert self.encoded[each.identifier] == each.length
+
+    def chain(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
+        return kv_chain(token_ids, self.salts.get(request_id), self.media.get(request_id, ()))
+
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         self._update(step)
+        self._encode(step)
         for source, target in step.state_copies:
             self.kv[target, STATE] = self.kv.get((source, STATE), WRONG)
         computed = {request.req_id: request.num_computed_tokens for request in step.new_reqs}
@@ -118,8 +139,9 @@ class FakeModel:
             known = self.known[request_id]
             tokens = known.tokens + step.spec_token_ids.get(request_id, [])
             assert 0 < count <= len(tokens) - computed[request_id]
-            chains[request_id] = kv_chain(tokens, known.salt)
+            chains[request_id] = self.chain(request_id, tokens)
             start = computed[request_id]
+            self._look(request_id, start, start + count)
             # A state goes on from the token before; where there is none it begins, whatever lies in the blocks.
             if start and not self.state_is(known.tables, chains[request_id][start - 1]):
                 assert self.tolerant, f"{request_id}: its state is not that of token {start - 1}"
@@ -190,14 +212,15 @@ class FakeModel:
         for new in step.new_reqs:
             assert new.req_id not in self.known
             tables = [list(table) for table in new.block_ids]
-            self.known[new.req_id] = KnownRequest(list(new.token_ids), tables, self.salts.get(new.req_id))
+            self.known[new.req_id] = KnownRequest(list(new.token_ids), tables)
+            assert list(new.media) == list(self.media.get(new.req_id, ()))
         cached = step.cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
                 assert blocks is not None
                 assert request_id not in self.known
                 tokens, tables = cached.resumed_token_ids[request_id], [list(table) for table in blocks]
-                self.known[request_id] = KnownRequest(list(tokens), tables, self.salts.get(request_id))
+                self.known[request_id] = KnownRequest(list(tokens), tables)
             elif blocks is not None:
                 for table, new_blocks in zip(self.known[request_id].tables, blocks, strict=True):
                     table += new_blocks

@@ -17,6 +17,7 @@ from tandem.engine.config import Reserve
 from tandem.engine.scheduling import step as step_module
 from tandem.engine.scheduling.scheduler import PauseState
 from tandem.kvtransfer.base import LoadFailurePolicy
+from tandem.wire.images import MediaFeature
 from tests.engine.scheduling.model import next_token
 from tests.engine.scheduling.world import GROUPS, GROUPS_WITH_STATES, Source, World
 
@@ -26,7 +27,13 @@ REMEMBERED = (171, 3687)  # each was the only one of thousands to show something
 
 
 def random_world(
-    number: int, draw: random.Random, *, ahead: bool, states: bool, now: Callable[[], float] | None
+    number: int,
+    draw: random.Random,
+    *,
+    ahead: bool,
+    states: bool,
+    now: Callable[[], float] | None,
+    images: random.Random | None,
 ) -> World:
     groups = draw.choice(list(GROUPS_WITH_STATES if states else GROUPS))
     return World(
@@ -47,6 +54,11 @@ def random_world(
         on_failure=draw.choice(list(LoadFailurePolicy)),
         with_connector=draw.random() < 0.8,
         **(random_pace(number) if number % 3 == 1 else {}),
+        **(
+            {"encoder_tokens": images.choice([7, 9, 20]), "max_encoder_tokens": images.choice([1, 6, 30])}
+            if images
+            else {}
+        ),
     )
 
 
@@ -67,11 +79,29 @@ def prompts_may_be_cut_to_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_module, "FEWEST_TOKENS", 2)
 
 
-def run(number: int, ahead: bool, states: bool = False, *, jobs: bool = False) -> None:
+IMAGES = {"a/0": 1, "a/1": 4, "b/0": 7, "c/0": 3, "d/0": 5}
+
+
+def random_media(draw: random.Random, prompt: list[int], at: int) -> list[MediaFeature]:
+    """Runs of a prompt's tokens that stand for parts of images. Those that begin alike have the same ones there."""
+    media = []
+    while at < len(prompt):
+        identifier = random.Random(prompt[at] if draw.random() < 0.8 else draw.random()).choice(list(IMAGES))
+        if at + IMAGES[identifier] > len(prompt):
+            break
+        media.append(MediaFeature(identifier, at, IMAGES[identifier]))
+        at += IMAGES[identifier] + draw.choice([0, 1, 4])
+    return media
+
+
+def run(
+    number: int, ahead: bool, states: bool = False, *, jobs: bool = False, with_images: bool = False
+) -> None:
     """`jobs`: under continuum, with turns of jobs whose tools are as quick as chance will have it."""
+    images = random.Random(number + 2) if with_images else None
     draw, of_jobs, seconds = random.Random(number), random.Random(number + 1), 0.0
     now = (lambda: seconds) if jobs else None
-    world = random_world(number, draw, ahead=ahead, states=states, now=now)
+    world = random_world(number, draw, ahead=ahead, states=states, now=now, images=images)
     if draw.random() < 0.5 and not ahead and not states:
         world.model.propose = lambda request_id, tokens: [
             *([next_token(tokens)] if draw.random() < 0.6 else []),
@@ -82,8 +112,12 @@ def run(number: int, ahead: bool, states: bool = False, *, jobs: bool = False) -
     for _ in range(draw.choice([10, 40])):
         for _ in range(draw.choice([0, 0, 0, 1, 3])):
             prefix = draw.choice(prefixes)[: draw.randrange(24)]
+            prompt = prefix + [draw.randrange(50) for _ in range(draw.randrange(1, 8))]
+            fields: dict[str, Any] = {}
+            if images and images.random() < 0.7:
+                fields = {"media": random_media(images, prompt, images.randrange(6)), "images": [b"file"]}
             world.add(
-                prefix + [draw.randrange(50) for _ in range(draw.randrange(1, 8))],
+                prompt,
                 max_tokens=draw.randrange(1, 12),
                 source=draw.choice(sources),
                 deferrals=draw.choice([0, 0, 2]),
@@ -91,6 +125,7 @@ def run(number: int, ahead: bool, states: bool = False, *, jobs: bool = False) -
                 priority=draw.randrange(-1, 2),
                 lora=draw.choice([None, None, "x", "y", "z"]),
                 cache_salt=draw.choice([None, None, "s"]),
+                **fields,
                 **(
                     {"job_id": of_jobs.choice([None, "x", "y", "z"]), "is_last_step": of_jobs.random() < 0.1}
                     if jobs
@@ -139,6 +174,17 @@ def test_runs_that_once_went_wrong(number, ahead):
 @pytest.mark.parametrize("number", range(6))
 def test_runs_with_recurrent_states(number, ahead):
     run(number, ahead, states=True)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("batch", range(3))
+def test_runs_with_images(batch, ahead):
+    for number in range(batch, max(RUNS // 6, 1), 3):
+        try:
+            run(number, ahead, with_images=True)
+        except BaseException as problem:
+            problem.add_note(f"run {number}")
+            raise
 
 
 @pytest.mark.slow

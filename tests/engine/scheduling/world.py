@@ -32,7 +32,7 @@ from tandem.kvtransfer.base import (
 from tandem.wire.errors import RequestError
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.scheduling.driving import FULL, Driver, FakeConnector, consume, produce, sliding
-from tests.engine.scheduling.model import STATE, VOCABULARY, WRONG, alone, kv_chain, next_token
+from tests.engine.scheduling.model import STATE, VOCABULARY, WRONG, alone, next_token
 
 EOS = 7
 GARBAGE = -1
@@ -353,7 +353,7 @@ class World:
         self.device.run_all()  # it sends nothing before that is computed
         request_id = kept[which % len(kept)]
         request, tables = self.connector.kept.pop(request_id)
-        chain = kv_chain(request.all_token_ids, self.model.salts[request_id])
+        chain = self.model.chain(request_id, request.all_token_ids)
         # A step that ran ahead of a stop has moved the state on. Who sends a prompt's stops after one token, by its length.
         if request.num_computed_tokens and request.status is RequestStatus.FINISHED_LENGTH_CAPPED:
             state_of = chain[request.num_computed_tokens - 1]
@@ -415,6 +415,8 @@ class World:
         assert stats.free_blocks == stats.total_blocks
         assert stats.quarantined_blocks == 0
         assert (stats.running, stats.waiting, stats.held_requests, stats.waiting_tokens) == (0, 0, 0, 0)
+        if self.scheduler.encoded is not None:
+            assert len(self.scheduler.encoded) == len(self.model.encoded)
         for request_id, request in self.requests.items():
             self._check_answer(request_id, request)
 
@@ -431,7 +433,7 @@ class World:
     # --- the peers
 
     def _write(self, load: Load, start: int, end: int, good: bool) -> None:
-        chain = kv_chain(load.request.all_token_ids[: load.end], self.model.salts[load.request.request_id])
+        chain = self.model.chain(load.request.request_id, load.request.all_token_ids[: load.end])
         self.model.write(load.tables, chain if good else [GARBAGE] * load.end, start, end)
 
     def _spoil(self, load: Load) -> int:
