@@ -13,6 +13,7 @@ from tandem.cluster.config import ClusterTimeouts, NodeCount, TandemConfig
 from tandem.cluster.control import DRAIN_S, AppliedChange, ClusterView
 from tandem.cluster.pools.supervisor import MAX_START_FAILURES
 from tandem.wire.errors import ConfigurationError, InvalidRequest, RequestError
+from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 from tandem.wire.settings import LONGEST_S
 
@@ -39,6 +40,7 @@ class OperatedCluster(Protocol):
     ) -> dict[str, str]: ...
     async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange: ...
     async def go_back(self) -> None: ...
+    async def logs(self, query: LogsQuery) -> ClusterLogs: ...
 
 
 class ViewAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,6 +141,13 @@ class GoBackAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {}
 
 
+class LogsAction(LogsQuery, frozen=True, forbid_unknown_fields=True):
+    """Lines of processes' logs, as their rings keep them."""
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        return await cluster.logs(LogsQuery(self.names, self.after, self.last))
+
+
 def role_patience(timeouts: ClusterTimeouts) -> float:
     """A node that does not come to rest is replaced by a process that starts in the new role."""
     return timeouts.nodes.drain_s + MAX_START_FAILURES * timeouts.start_s
@@ -162,6 +171,7 @@ AdminAction = (
     | AdaptersAction
     | ApplyAction
     | GoBackAction
+    | LogsAction
 )
 
 ACTIONS: dict[str, type[AdminAction]] = {
@@ -177,6 +187,7 @@ ACTIONS: dict[str, type[AdminAction]] = {
     "adapters": AdaptersAction,
     "apply": ApplyAction,
     "go_back": GoBackAction,
+    "logs": LogsAction,
 }
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.cluster.config import TandemConfig
+from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
 
@@ -143,6 +144,10 @@ class Control(Protocol):
     async def adapters(self, load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
         """Adapters that clients may name besides or no longer, on every node or on none: where each is, by name. Returns all that there
         are then, once routers serve it; nothing to do: what there is. Raises ConfigurationError for one that a node cannot serve."""
+        ...
+
+    async def logs(self, query: LogsQuery) -> ClusterLogs:
+        """Lines of processes' logs. One that does not answer is among the silent ones, with the reason."""
         ...
 
     async def change_role(self, node_id: str, role: Role) -> None:

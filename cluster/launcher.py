@@ -17,6 +17,7 @@ import msgspec
 from tandem.cluster.config import TandemConfig
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
+from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeStatus
 
@@ -37,6 +38,10 @@ class Handle(Protocol[Ready]):
 
     async def ended(self) -> str:
         """Returns when the process is certainly gone, and says why."""
+        ...
+
+    async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
+        """The lines of its log after one that was seen, or the last ones; no more than `most`."""
         ...
 
     async def stop(self) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.wire.errors import InternalError, TandemError, Unavailable
-from tandem.wire.logs import begin_logging
+from tandem.wire.logs import LogPosition, begin_logging, recent_page
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.sockets import admit, raise_descriptor_limit
 
@@ -160,6 +160,10 @@ class NodeHost:
             )
             self._adapters = dict(wanted)
             return digests
+
+    def log_page(self, seen: tuple[str, int] | None, last: int, most: int) -> bytes:
+        """Of this process's log, a LogPage: the lines after one that was seen, or the last ones."""
+        return _encode(recent_page(LogPosition(*seen) if seen is not None else None, last, most))
 
     def stop(self) -> None:
         self._node.stop()

@@ -20,7 +20,7 @@ from tandem.router.http.services import ClusterControl
 from tandem.router.http.serving import listen
 from tandem.router.server import RouterServer
 from tandem.wire.errors import Unavailable
-from tandem.wire.logs import LogsConfig, begin_logging
+from tandem.wire.logs import LogPosition, LogsConfig, begin_logging, recent_page
 from tandem.wire.nodes import NodeInfo, RouterInfo, RouterQueue
 from tandem.wire.sockets import raise_descriptor_limit
 
@@ -110,6 +110,11 @@ class RouterHost:
     async def nodes_heard(self) -> bytes:
         """What this router knows of each node, for a controller that one of them does not answer."""
         return msgspec.msgpack.encode(self._serving().services.pool.sightings())
+
+    async def log_page(self, seen: tuple[str, int] | None, last: int, most: int) -> bytes:
+        """Of this process's log, a LogPage: the lines after one that was seen, or the last ones."""
+        page = recent_page(LogPosition(*seen) if seen is not None else None, last, most)
+        return msgspec.msgpack.encode(page)
 
     async def drain(self, timeout_s: float) -> bool:
         """False when some requests had to be failed because the time was over."""

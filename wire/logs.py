@@ -6,9 +6,12 @@ By custom a line about a request begins with its id ("ID: what happened"), and n
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
+import secrets
 import sys
+from collections import deque
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TextIO
 
@@ -36,6 +39,109 @@ class LogsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         LogFormat,
         about("lines for people, or a JSON object a line, with the ids of requests as fields"),
     ] = "text"
+
+
+# What a process keeps of its log for those who ask from elsewhere; all of it is where its standard error goes.
+KEPT_LINES = 5_000
+KEPT_CHARS = 1 << 20
+LONGEST_LINE = 8_000
+PAGE_LINES = 1_000
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    number: int  # counts the lines of a process
+    unix_time: float
+    level: str
+    logger: str
+    message: str
+
+    @property
+    def request_id(self) -> str | None:
+        """As its caller knows it. Only a router's lines have it."""
+        found = _SUBJECT.match(self.message) if _is_of_router(self.logger) else None
+        return found[1] if found is not None else None
+
+    @property
+    def attempts(self) -> list[str]:
+        """The ids of requests by which nodes know them."""
+        return list(dict.fromkeys(_ATTEMPT.findall(self.message)))
+
+
+class LogPosition(msgspec.Struct, frozen=True):
+    """The last line that was seen of a process."""
+
+    process: str  # one start of it
+    number: int
+
+
+class LogPage(msgspec.Struct, frozen=True):
+    process: str
+    lines: list[LogLine]
+    lost: int = 0  # lines after the last that was seen, which are not kept any more
+    more: bool = False  # there are newer ones
+
+
+class LogsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`names`: of processes, and of pools for all of their nodes; none: all. Of a process that is not in `after`, the `last` lines."""
+
+    names: list[str] = []
+    after: dict[str, LogPosition] = {}
+    last: Annotated[int, msgspec.Meta(ge=0, le=KEPT_LINES)] = 100
+
+
+class ClusterLogs(msgspec.Struct, frozen=True):
+    pages: dict[str, LogPage]
+    silent: dict[str, str]  # processes that gave no lines, and why
+
+
+class RecentLines(logging.Handler):
+    """The last lines of this process's log, numbered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process = secrets.token_hex(4)
+        self._lines: deque[LogLine] = deque()
+        self._chars = 0
+        self._numbers = itertools.count(1)
+        self._exceptions = logging.Formatter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = record.getMessage()
+            if record.exc_info:
+                message += "\n" + self._exceptions.formatException(record.exc_info)
+        except Exception:
+            self.handleError(record)
+            return
+        if len(message) > LONGEST_LINE:
+            message = f"{message[:LONGEST_LINE]} … ({len(message)} characters)"
+        line = LogLine(next(self._numbers), record.created, record.levelname.lower(), record.name, message)
+        self._lines.append(line)
+        self._chars += len(message)
+        while len(self._lines) > KEPT_LINES or self._chars > KEPT_CHARS:
+            self._chars -= len(self._lines.popleft().message)
+
+    def page(self, after: LogPosition | None, last: int, most: int = PAGE_LINES) -> LogPage:
+        self.acquire()
+        try:
+            kept = list(self._lines)
+        finally:
+            self.release()
+        lost = 0
+        if after is None:
+            kept = kept[len(kept) - last :] if last < len(kept) else kept
+        elif after.process == self.process:
+            kept = [line for line in kept if line.number > after.number]
+            lost = kept[0].number - after.number - 1 if kept else 0
+        return LogPage(self.process, kept[:most], lost, more=len(kept) > most)
+
+
+_recent = RecentLines()
+
+
+def recent_page(after: LogPosition | None, last: int, most: int = PAGE_LINES) -> LogPage:
+    """Of this process's log: the lines after one that was seen, or the last ones."""
+    return _recent.page(after, last, most)
 
 
 class JsonLines(logging.Formatter):
@@ -72,5 +178,7 @@ def begin_logging(config: LogsConfig, component: str, stream: TextIO | None = No
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(component) if config.format == "json" else logging.Formatter(LINE))
     logging.basicConfig(level=config.level.upper(), handlers=[handler])
+    if _recent not in logging.getLogger().handlers:
+        logging.getLogger().addHandler(_recent)
     # A line for each export or question is no news.
     logging.getLogger("httpx").setLevel(logging.WARNING)

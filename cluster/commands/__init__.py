@@ -5,6 +5,7 @@ operate       scale, drain, role, pause, down; operate_options: their arguments;
               http_control: through a router
 apply         another configuration for a cluster that serves
 overview, status     `tandem status`, from the controller and from one router
+logs          lines of every process's log, in one order
 top           the cluster as it changes, and its slowest requests
 doctor, machine_checks   what this machine offers; one check for each subject
 bench         one run of the load generator (loadgen/), from its flags to its table

@@ -24,6 +24,7 @@ from tandem.cluster.api_client import ANSWER_S, ApiClient
 from tandem.cluster.config import ClusterTimeouts, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView
 from tandem.wire.errors import InternalError
+from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 
 # What the controller has for an answer, through a router that waits for it.
@@ -83,6 +84,9 @@ class HttpControl:
 
     async def go_back(self) -> None:
         await self._act("go_back", None, dict[str, Any], _DECIDE_S)
+
+    async def logs(self, query: LogsQuery) -> ClusterLogs:
+        return await self._act("logs", query, ClusterLogs, _DECIDE_S)
 
     async def _act(self, action: str, asked: msgspec.Struct | None, kind: type[T], timeout_s: float) -> T:
         body = msgspec.json.encode(asked if asked is not None else {})

@@ -12,6 +12,7 @@ from tandem.cluster.commands.output import add_output, print_json, wants_json
 if TYPE_CHECKING:
     from tandem.cluster.admin import OperatedCluster
 
+LEVELS = ("debug", "info", "warning", "error")
 LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
 
 
@@ -99,6 +100,25 @@ def add_commands(commands: Any) -> None:
     add_router(adapters)
     add_output(adapters)
     adapters.set_defaults(run=_adapters)
+
+    logs = commands.add_parser(
+        "logs", help="what the cluster's processes wrote to their logs, on any machine"
+    )
+    logs.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a node, a router, controller, or a pool for all of its nodes; none: all",
+    )
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with what they write from now on")
+    logs.add_argument("--lines", type=int, metavar="N", help="the last N of each process (default 100)")
+    logs.add_argument("--since", metavar="TIME", help="such as 30s, 10m or 2h: only what is not older")
+    logs.add_argument("--request", metavar="ID", help="only lines about this request, on every process")
+    logs.add_argument("--level", choices=LEVELS, default="debug", help="the least that is shown")
+    add_address(logs)
+    add_router(logs)
+    add_output(logs)
+    logs.set_defaults(run=_logs)
 
     down = commands.add_parser("down", help="end everything that `tandem serve` started on a Ray cluster")
     down.add_argument("--now", action="store_true", help="without finishing what is running")
@@ -281,6 +301,20 @@ def _adapters(options: argparse.Namespace) -> int:
     there = adapters(options.address, options.load, options.unload, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"adapters": there})
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.logs import LogFilter, parse_age, show_logs
+
+    chosen = LogFilter(
+        names=options.names,
+        lines=options.lines,
+        since_s=parse_age(options.since) if options.since is not None else None,
+        request=options.request,
+        level=options.level,
+    )
+    show_logs(options.address, chosen, follow=options.follow, as_json=wants_json(options), url=options.url)
     return 0
 
 

@@ -24,6 +24,7 @@ from tandem.cluster.tasks import cancel
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
+from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeStatus
 
@@ -153,6 +154,11 @@ class RayHandle:
 
     async def drain(self, timeout_s: float) -> bool:
         return bool(await answer((await self.actor()).drain.remote(timeout_s)))
+
+    async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
+        seen = (after.process, after.number) if after is not None else None
+        page = await answer((await self.actor()).log_page.remote(seen, last, most))
+        return msgspec.msgpack.decode(page, type=LogPage)
 
     async def stop(self) -> None:
         # Not cancelled: an actor that is just being made would be left behind.

@@ -22,6 +22,7 @@ from tandem.cluster.on_ray.runtime import CONTROLLER, HEAD_ONLY, NAMESPACE, own_
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange
 from tandem.wire.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable
+from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 
 logger = logging.getLogger(__name__)
@@ -236,6 +237,11 @@ class RemoteController:
             lambda actor: actor.adapters.remote(dict(load), list(unload)),
         )
         return dict(changed)
+
+    async def logs(self, query: LogsQuery) -> ClusterLogs:
+        encoded = msgspec.msgpack.encode(query)
+        lines = await self._ask(_ANSWER_S, "collect lines of logs", lambda actor: actor.logs.remote(encoded))
+        return msgspec.msgpack.decode(lines, type=ClusterLogs)
 
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         await self._ask(

@@ -29,17 +29,21 @@ from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.room import too_many_for_cores
+from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClosedSlot, ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import cluster_view, scaled_pool
 from tandem.cluster.tasks import Clock, Tasks, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, TandemError, Unavailable
+from tandem.wire.logs import ClusterLogs, LogPage, LogsQuery, recent_page
 from tandem.wire.nodes import NodeInfo, Role
 
 logger = logging.getLogger(__name__)
 
 
 _POOLS = tuple(role.value for role in Role)
+_CONTROLLER = "controller"  # among the names of logs
+_LOG_LINES_AT_ONCE = 20_000  # of all processes together
 
 
 class Controller:
@@ -376,6 +380,34 @@ class Controller:
             raise Unavailable(f"{', '.join(silent)} did not say that the prefix cache is empty: ask again")
         return done
 
+    async def logs(self, query: LogsQuery) -> ClusterLogs:
+        fleet = self._fleet
+        for name in query.names:
+            if name != _CONTROLLER and name not in fleet.routers:
+                self._check_names([name])
+        asked: list[NodeSupervisor | RouterSupervisor] = [
+            *(node for node in fleet.nodes.values() if _is_named(query, node.name, node.config.role.value)),
+            *(router for router in fleet.routers.values() if _is_named(query, router.name)),
+        ]
+        # Of a thousand nodes each tells less at once.
+        most = max(10, _LOG_LINES_AT_ONCE // max(len(asked), 1))
+        answers = await asyncio.gather(
+            *(process.log_page(query.after.get(process.name), query.last, most) for process in asked),
+            return_exceptions=True,
+        )
+        pages: dict[str, LogPage] = {}
+        silent: dict[str, str] = {}
+        if _is_named(query, _CONTROLLER):
+            pages[_CONTROLLER] = recent_page(query.after.get(_CONTROLLER), query.last)
+        for process, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, LogPage):
+                pages[process.name] = answer
+            elif isinstance(answer, TandemError):
+                silent[process.name] = str(answer)
+            else:
+                raise answer
+        return ClusterLogs(pages, silent)
+
     def _check_names(self, names: list[str]) -> None:
         for name in names:
             if name not in _POOLS:
@@ -490,6 +522,10 @@ class Controller:
                 f"{record.node_id} is the last node that can write answers: `tandem scale {role.value}="
                 f"{self._wanted(role) + 1}` first"
             )
+
+
+def _is_named(query: LogsQuery, *names: str) -> bool:
+    return not query.names or any(name in query.names for name in names)
 
 
 def _check_limits(config: TandemConfig, role: Role, size: int | None) -> None:

@@ -23,6 +23,7 @@ from tandem.cluster.launcher import StateStore
 from tandem.cluster.pools.event_log import EventLog, LoggedEvent
 from tandem.cluster.tasks import Clock, cancel
 from tandem.wire.errors import InternalError, TandemError, Unavailable, WireError
+from tandem.wire.logs import LogsQuery
 from tandem.wire.nodes import Role
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class _Operated:
         self.resume = control.resume
         self.reset_cache = control.reset_cache
         self.go_back = control.go_back
+        self.logs = control.logs
 
     async def timeouts(self) -> ClusterTimeouts:
         return self._timeouts
@@ -283,6 +285,9 @@ class ControllerHost:
 
     async def adapters(self, load: dict[str, str], unload: list[str]) -> dict[str, str]:
         return await self._control().adapters(load, unload)
+
+    async def logs(self, query: bytes) -> bytes:
+        return _encode(await self._control().logs(msgspec.msgpack.decode(query, type=LogsQuery)))
 
     async def change_role(self, node_id: str, role: str) -> None:
         await self._control().change_role(node_id, Role(role))

@@ -21,7 +21,8 @@ from tandem.cluster.launcher import Handle, Launcher
 from tandem.cluster.pools.state import Membership
 from tandem.cluster.pools.witnesses import Silence, Witnesses
 from tandem.cluster.tasks import Clock, first_of, has_ended
-from tandem.wire.errors import ConfigurationError, TandemError
+from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
+from tandem.wire.logs import LogPage, LogPosition
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,13 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         """It no longer serves, or did not start; before anything else is done about it."""
 
     # --- what does not
+
+    async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
+        """Raises errors of `wire.errors` where it has no process that answers."""
+        if self.handle is None:
+            raise Unavailable(f"it does not run ({self.phase.value}{self.detail and f': {self.detail}'})")
+        page = self.handle.log_page(after, last, most)
+        return await self._clock.within(self._timeouts.silence_s, page, f"reading {self.name}'s log")
 
     @property
     def has_settled(self) -> bool:

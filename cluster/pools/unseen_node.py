@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from tandem.cluster.launcher import NodeHandle, Report
 from tandem.node.config import NodeConfig
 from tandem.wire.errors import Unavailable
+from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import NodeStatus
 
@@ -43,6 +44,9 @@ class UnseenNode:
 
     async def reset_cache(self, timeout_s: float) -> bool:
         return await (await self._node()).reset_cache(timeout_s)
+
+    async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
+        return await (await self._node()).log_page(after, last, most)
 
     async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float) -> dict[str, str]:
         return await (await self._node()).set_adapters(wanted, timeout_s)

@@ -17,6 +17,7 @@ from tandem.cluster.commands.operate import change_role_of, drain_nodes, with_co
 from tandem.cluster.config import ClusterTimeouts, SloConfig, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView, PoolView, SupervisedNode
 from tandem.wire.errors import ConfigurationError, InvalidRequest, RequestError, TandemError, Unavailable
+from tandem.wire.logs import ClusterLogs, LogLine, LogPage, LogPosition, LogsQuery
 from tandem.wire.nodes import Role
 
 VIEW = ClusterView(
@@ -84,6 +85,11 @@ class FakeCluster:
     async def go_back(self) -> None:
         self._note("back")
 
+    async def logs(self, query: LogsQuery) -> ClusterLogs:
+        self._note("logs", query)
+        line = LogLine(7, 1.5, "info", "tandem.node.node", "serves")
+        return ClusterLogs({"decode-0": LogPage("a1", [line])}, {"decode-1": "it does not run"})
+
 
 @pytest.fixture
 def cluster() -> FakeCluster:
@@ -115,6 +121,10 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
     assert acted(cluster, "adapters", sql) == {"adapters": {"sql": "/sql"}}
     assert acted(cluster, "apply", {"config": {"slo": {"ttft_s": 1}}, "dry_run": True})["revision"] == 3
     assert acted(cluster, "go_back") == {}
+    after = {"decode-0": {"process": "a1", "number": 6}}
+    told = acted(cluster, "logs", {"names": ["decode"], "after": after, "last": 5})
+    assert told["pages"]["decode-0"]["lines"][0]["message"] == "serves"
+    assert told["silent"] == {"decode-1": "it does not run"}
     assert cluster.asked == [
         ("scale", {Role.DECODE: 2}),
         ("drain", "decode-0", 60.0),
@@ -126,6 +136,7 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
         ("adapters", {"sql": "/sql"}, ["law"], 2 * 7.0 + ClusterTimeouts().unresponsive_s),
         ("apply", TandemConfig(slo=SloConfig(ttft_s=1)), True),
         ("back",),
+        ("logs", LogsQuery(["decode"], {"decode-0": LogPosition("a1", 6)}, 5)),
     ]
 
 
@@ -140,6 +151,7 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
         ("role", {"node": "decode-0", "role": "router"}),
         ("view", {"x": 1}),
         ("view", []),
+        ("logs", {"last": 1_000_000}),
     ],
 )
 def test_what_cannot_be_meant_is_a_mistake_of_the_request(
@@ -192,6 +204,7 @@ def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
         assert (await control.apply(wanted, dry_run=False)).at_once == ["slo.ttft_s"]
         assert cluster.asked[-1] == ("apply", wanted, False)
         await control.go_back()
+        assert (await control.logs(LogsQuery())).pages["decode-0"].lines[0].number == 7
         cluster.error = ConfigurationError("pools.decode.max is 1")
         with pytest.raises(RequestError, match=r"pools\.decode\.max is 1"):
             await control.scale({Role.DECODE: 3})
@@ -209,6 +222,7 @@ def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
         "adapters",
         "apply",
         "back",
+        "logs",
     ]
 
 

@@ -21,6 +21,7 @@ from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import Endpoint, key_text
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
+from tandem.wire.logs import LogPage, LogPosition, RecentLines
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
@@ -113,6 +114,7 @@ class FakeProcess:
         self.may_stop = asyncio.Event()
         self.may_stop.set()
         self.on_stop: Callable[[], None] = lambda: None
+        self.log = RecentLines()
         self.mute = asyncio.Event()  # set: it answers nothing any more, like a stopped process
 
     async def _begin(self) -> None:
@@ -132,6 +134,10 @@ class FakeProcess:
 
     async def ended(self) -> str:
         return await asyncio.shield(self.died)
+
+    async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
+        await self._answer()
+        return self.log.page(after, last, most)
 
     async def drain(self, timeout_s: float) -> bool:
         await self._answer()

@@ -16,6 +16,7 @@ from tandem.cluster.events import Events
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange, ControllerHost
 from tandem.cluster.tasks import cancel
 from tandem.wire.errors import InternalError, InvalidRequest, TandemError, Unavailable
+from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeClock, RecordedEvents, in_loop, settle
 from tests.cluster.pools.memory_store import MemoryStore
@@ -62,6 +63,9 @@ class FakeControl:
 
     async def reset_cache(self, names: list[str]) -> list[str]:
         return names
+
+    async def logs(self, query: LogsQuery) -> ClusterLogs:
+        return ClusterLogs({}, dict.fromkeys(query.names, "asked"))
 
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
         self.drained.append((node_id, timeout_s))

@@ -1,0 +1,200 @@
+"""`tandem logs`: the lines of every process, in one order, from wherever the cluster can be asked.
+
+Each process keeps its last lines, and the controller collects them. A line about a request has the id that its caller knows in a router's
+log, and the ids of its attempts in a node's; a router's line names both, so that one id finds it everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from tandem.cluster.admin import OperatedCluster
+from tandem.cluster.commands.operate import with_controller
+from tandem.cluster.commands.output import print_json
+from tandem.wire.errors import ConfigurationError, TandemError
+from tandem.wire.logs import KEPT_LINES, ClusterLogs, LogLine, LogPosition, LogsQuery
+
+USUAL_LINES = 100
+# Between two looks, where nothing more was there at the last one.
+LOOK_S = 1.0
+# Pages of one look: more than a process keeps, where it may tell the least of them.
+_MOST_LOOKS = 600
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+_STYLES = {"warning": "yellow", "error": "red", "critical": "bold red", "debug": "dim"}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class LogFilter(msgspec.Struct, frozen=True):
+    names: list[str] = []
+    lines: int | None = (
+        None  # of each process; None: the usual number, or all where something else says which
+    )
+    since_s: float | None = None
+    request: str | None = None
+    level: str = "debug"
+
+    def __post_init__(self) -> None:
+        if self.lines is not None and not 0 <= self.lines <= KEPT_LINES:
+            raise ConfigurationError(
+                f"--lines must be from 0 to {KEPT_LINES}, which processes keep, not {self.lines}"
+            )
+
+    @property
+    def last(self) -> int:
+        if self.lines is not None:
+            return self.lines
+        return USUAL_LINES if self.since_s is None and self.request is None else KEPT_LINES
+
+
+class ShownLine(msgspec.Struct, frozen=True):
+    """As `-o json` prints it."""
+
+    time: float
+    process: str
+    level: str
+    logger: str
+    message: str
+    request_id: str | None
+    attempts: list[str]
+
+
+class Remark(msgspec.Struct, frozen=True):
+    """What is not there: lines that were lost between two looks, or a process that does not answer."""
+
+    process: str
+    text: str
+
+
+class LogReader:
+    """Looks again and again, and gives each line once."""
+
+    def __init__(self, chosen: LogFilter, time_of_day: Callable[[], float] = time.time) -> None:
+        self._filter = chosen
+        self._after: dict[str, LogPosition] = {}
+        self._silent: dict[str, str] = {}
+        self._ids = {chosen.request} if chosen.request is not None else set()
+        self._oldest = time_of_day() - chosen.since_s if chosen.since_s is not None else 0.0
+
+    async def look(self, cluster: OperatedCluster) -> tuple[list[ShownLine], list[Remark]]:
+        """What is new, in the order of its time."""
+        new: list[ShownLine] = []
+        remarks: list[Remark] = []
+        for _ in range(_MOST_LOOKS):
+            found = await cluster.logs(LogsQuery(self._filter.names, self._after, self._filter.last))
+            new += self._take(found, remarks)
+            if not any(page.more for page in found.pages.values()):
+                break
+        return [line for line in sorted(new, key=lambda line: line.time) if self._is_wanted(line)], remarks
+
+    def _take(self, found: ClusterLogs, remarks: list[Remark]) -> Iterable[ShownLine]:
+        for name, page in found.pages.items():
+            before = self._after.get(name)
+            if before is not None and before.process != page.process:
+                remarks.append(Remark(name, "it was started again"))
+            if page.lost:
+                remarks.append(Remark(name, f"{page.lost} lines were written and dropped between two looks"))
+            if page.lines or before is None or before.process != page.process:
+                last = page.lines[-1].number if page.lines else 0
+                self._after[name] = LogPosition(page.process, last)
+            for line in page.lines:
+                shown = _shown(name, line)
+                # A router's line about the request names the ids that nodes know.
+                if shown.request_id in self._ids:
+                    self._ids.update(shown.attempts)
+                yield shown
+        for name, why in found.silent.items():
+            if self._silent.get(name) != why:
+                remarks.append(Remark(name, f"gives no lines: {why}"))
+        self._silent = dict(found.silent)
+
+    def _is_wanted(self, line: ShownLine) -> bool:
+        if line.time < self._oldest or _LEVELS.get(line.level, 50) < _LEVELS[self._filter.level]:
+            return False
+        if not self._ids:
+            return True
+        return line.request_id in self._ids or any(one in self._ids for one in line.attempts)
+
+
+def _shown(name: str, line: LogLine) -> ShownLine:
+    return ShownLine(
+        line.unix_time, name, line.level, line.logger, line.message, line.request_id, line.attempts
+    )
+
+
+def parse_age(text: str) -> float:
+    unit = _UNITS.get(text[-1:])
+    try:
+        seconds = float(text[:-1]) * unit if unit is not None else -1.0
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigurationError(f"--since must be such as 30s, 10m or 2h, not {text!r}")
+    return seconds
+
+
+def show_logs(
+    address: str | None, chosen: LogFilter, *, follow: bool, as_json: bool, url: str | None = None
+) -> None:
+    """Until it is interrupted, where it follows."""
+    out, aside = (
+        Console(highlight=False, soft_wrap=True),
+        Console(stderr=True, highlight=False, soft_wrap=True),
+    )
+    shown: list[ShownLine] = []
+
+    async def work(cluster: OperatedCluster) -> None:
+        async for lines, remarks in looks(cluster, LogReader(chosen), follow=follow):
+            for remark in remarks:
+                aside.print(f"[yellow]![/] {remark.process}: {escape(remark.text)}")
+            for line in lines:
+                if as_json and follow:
+                    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+                elif as_json:
+                    shown.append(line)
+                else:
+                    out.print(_text(line))
+            sys.stdout.flush()
+
+    with_controller(address, work, url)
+    if as_json and not follow:
+        print_json(shown)
+
+
+async def looks(
+    cluster: OperatedCluster, reader: LogReader, *, follow: bool
+) -> AsyncIterator[tuple[list[ShownLine], list[Remark]]]:
+    """One, or one after another. While it is followed, a cluster that does not answer may answer again."""
+    away = False
+    while True:
+        try:
+            found: tuple[list[ShownLine], list[Remark]] = await reader.look(cluster)
+            away = False
+        except TandemError as error:
+            if not follow or isinstance(error, ConfigurationError):
+                raise
+            found = (
+                [],
+                [] if away else [Remark("controller", f"does not answer, and is asked again: {error}")],
+            )
+            away = True
+        yield found
+        if not follow:
+            return
+        await asyncio.sleep(LOOK_S)
+
+
+def _text(line: ShownLine) -> str:
+    at = datetime.fromtimestamp(line.time).astimezone().strftime("%m-%d %H:%M:%S.%f")[:-3]
+    style = _STYLES.get(line.level)
+    level = f"[{style}]{line.level}[/]" if style is not None else line.level
+    logger: Any = line.logger.removeprefix("tandem.")
+    return f"[dim]{at}[/] [cyan]{escape(line.process)}[/] {level} [dim]{escape(logger)}[/] {escape(line.message)}"

@@ -1,0 +1,31 @@
+"""One request's lines in the logs of the router and both nodes, by the id that its caller knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tandem.cluster.commands.logs import LogFilter, LogReader
+from tandem.wire.logs import LogsConfig
+from tests.integration.conftest import Deploy, LoopThread, float32_config
+
+
+def test_a_request_is_found_in_every_process(
+    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path
+) -> None:
+    base = float32_config(smollm2_path, prefill=1, decode=1)
+    with deploy(msgspec.structs.replace(base, logs=LogsConfig(level="debug"))) as server:
+        answer = server.http.post(
+            "/v1/completions",
+            json={"model": server.model, "prompt": [5, 6, 7, 8] * 20, "max_tokens": 4},
+            headers={"x-request-id": "look-for-me"},
+        )
+        assert answer.status_code == 200
+        server.until_quiet()
+        reader = LogReader(LogFilter(request="look-for-me"))
+        lines, remarks = loop_thread.run(reader.look(server.deployment.control))
+        assert not remarks
+        assert {line.process.partition("-")[0] for line in lines} >= {"router", "prefill", "decode"}
+        everything, _ = loop_thread.run(LogReader(LogFilter()).look(server.deployment.control))
+        assert len(everything) > len(lines)
