@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
@@ -43,6 +44,21 @@ def test_help_imports_nothing_that_takes_time() -> None:
 
 
 @pytest.mark.slow
+def test_every_command_that_prints_can_print_json() -> None:
+    """A chat is a conversation, and a completion is a shell's source."""
+    without = []
+    parsers: list[tuple[str, argparse.ArgumentParser]] = [("", make_parser())]
+    for name, parser in parsers:
+        described = getattr(parser, "described", lambda parser=parser: parser)()
+        groups = [action for action in described._actions if isinstance(action, argparse._SubParsersAction)]
+        parsers += [
+            (f"{name} {word}".strip(), one) for group in groups for word, one in group.choices.items()
+        ]
+        if not groups and not any("-o" in action.option_strings for action in described._actions):
+            without.append(name)
+    assert without == ["chat", "completion"]
+
+
 def test_a_taken_port_is_said_before_anything_is_loaded() -> None:
     """Slow: runs an interpreter. Neither Ray nor torch may have been imported when it fails."""
     with socket.socket() as listener:
