@@ -18,7 +18,8 @@ _OF_NODES = ("model", "cache", "scheduler", "transfer", "answers", "logs", "debu
 _AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "pools.nodes_per_core")
 _OF_ROUTERS = ("router",)
 _WHERE_ROUTERS_ARE = ("router.host", "router.port", "router.inbox_host", "router.placement")
-_OF_POOLS = {"threads": True, "min": False, "max": False, "nodes": False}  # whether nodes are replaced for it
+# Whether nodes are replaced for it.
+_OF_POOLS = {"threads": True, "tensor_parallel": True, "min": False, "max": False, "nodes": False}
 
 
 class ConfigDifference(msgspec.Struct, frozen=True):

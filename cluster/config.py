@@ -18,6 +18,7 @@ from tandem.wire.settings import AtLeastOne, Seconds, about
 DEFAULT_MODEL = "smollm2"
 
 MOST_NODES = 10_000  # of one pool: far beyond what anyone runs, and what the code that counts nodes can bear
+MOST_RANKS = 16  # of one node: on one machine
 NodeCount = Annotated[int, Meta(ge=0, le=MOST_NODES)]
 
 
@@ -31,6 +32,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[
         AtLeastOne | None, about("cores of each node; `null`: an equal share of its machine's")
     ] = None
+    tensor_parallel: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_RANKS)],
+        about(
+            "ranks of each node, which share the model's weights and KV between them, on GPUs one device each, such as with "
+            "`resources: {GPU: 2}`; above 1 in `pools.aggregated` alone: [ranks](ranks.md)"
+        ),
+    ] = 1
     resources: Annotated[
         dict[str, Annotated[float, Meta(gt=0)]],
         about(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
 from tandem.cluster.setting_names import Path
+from tandem.node.config import refused_with_ranks
 from tandem.wire.adapters import MOST_ADAPTERS, check_name
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
@@ -62,6 +63,26 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
         )
     for role in Role:
         yield from _limits(role, config.pools.of(role))
+        yield from _ranks(role, config)
+
+
+def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
+    size = config.pools.of(role).tensor_parallel
+    if size == 1:
+        return
+    setting = ("pools", role.value, "tensor_parallel")
+    if role is not Role.AGGREGATED:
+        yield (
+            setting,
+            f"is {size}, but a transfer moves the KV of one rank: set it to 1, or use pools.aggregated",
+        )
+    elif not config.pools.aggregated.last_size:
+        yield (
+            setting,
+            f"is {size}, but pools.aggregated.nodes is 0: set it to at least 1, and the other pools' to 0",
+        )
+    for reason in refused_with_ranks(config.engine):
+        yield setting, f"is {size}, but {reason}"
 
 
 def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:

@@ -103,8 +103,8 @@ def _adapters(values: list[str]) -> list[Assignment]:
 _RUNNER = (
     "a model generates, and makes vectors where its files or model.pooling say how; nothing is classified"
 )
-_ONE_DEVICE = (
-    "one node is one device here, and the model must fit into it: for more throughput give a pool more nodes, "
+_OTHER_WAYS = (
+    "several devices share a model by `--tensor-parallel-size N --aggregated 1` alone: for more throughput give a pool more nodes, "
     "with --prefill N and --decode N, or --aggregated N"
 )
 _POOLS = "give each pool its nodes: --prefill N and --decode N, or --aggregated N for nodes that do both"
@@ -214,10 +214,10 @@ VLLM: tuple[Flag, ...] = (
         UnsupportedFlag("a request carries its own `seed`; one without gets a fresh one from the router: leave the flag out"),
     ),
     # devices and machines
-    Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), StandingFlag(_ONE_DEVICE, ("1",))),
-    Flag(("--pipeline-parallel-size", "-pp", "--pp-size"), StandingFlag(_ONE_DEVICE, ("1",))),
+    Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), sets("pools.aggregated.tensor_parallel")),
+    Flag(("--pipeline-parallel-size", "-pp", "--pp-size"), StandingFlag(_OTHER_WAYS, ("1",))),
     Flag(("--data-parallel-size", "-dp", "--dp-size"), StandingFlag(_POOLS, ("1",))),
-    Flag(("--enable-expert-parallel",), UnsupportedFlag(_ONE_DEVICE), 0),
+    Flag(("--enable-expert-parallel",), UnsupportedFlag(_OTHER_WAYS), 0),
     Flag(("--distributed-executor-backend",), StandingFlag("Ray places every node", ("ray",))),
     Flag(("--device",), sets("model.device")),
     Flag(

@@ -7,6 +7,7 @@ routers      the routers that the service answers
 cache_news   what routers are told of the prefix cache
 status       what a node reports of itself: its state and its counters
 config       what a node can be told
+ranks/       the other processes of a node of several ranks
 trace_file   the scheduler trace's lines, written to files of bounded size
 node         all of it put together; hosting: as the process that holds it sees it
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -19,6 +20,10 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status_period_s: Annotated[Seconds, about("between a node's reports of itself to routers")] = 0.25
     router_silence_s: Annotated[Seconds, about("then a router's requests are given up")] = 10.0
     drain_s: Annotated[Seconds, about("for what runs on a node that is to go")] = 60.0
+    rank_silence_s: Annotated[
+        Seconds,
+        about("a node of several ranks ends when one of them has not run, or not taken a step, for so long"),
+    ] = 2.0
     grammar_s: Annotated[Seconds, about("to compile one answer's grammar")] = 10.0
 
 
@@ -44,4 +49,15 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeouts: NodeTimeouts = NodeTimeouts()
     answers: AnswersConfig = AnswersConfig()
     logs: LogsConfig = LogsConfig()
+    tensor_parallel: AtLeastOne = 1  # ranks, which share the model between them
     cores: list[int] = []  # bind what computes to these, unless a quota counts; empty: wherever it may run
+
+
+def refused_with_ranks(engine: EngineConfig) -> Iterator[str]:
+    """What does not go together with several ranks yet, each in words that follow "but"."""
+    if engine.scheduler.max_loras:
+        yield "scheduler.max_loras asks for adapters, whose matrices are not cut: set it to 0"
+    for name in ("tiers", "remote", "mirror"):
+        if getattr(engine.cache, name):
+            yield f"cache.{name} would copy the KV of one rank alone: leave it out"
+            return

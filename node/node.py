@@ -10,10 +10,11 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from tandem.engine.config import ModelConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -29,14 +30,18 @@ from tandem.kvtransfer.base import (
 from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
-from tandem.node.config import NodeConfig
+from tandem.node.config import NodeConfig, refused_with_ranks
 from tandem.node.loop import Mailbox
+from tandem.node.ranks.supervisor import Ranks, shares_of
 from tandem.node.routers import RouterLine
-from tandem.node.service import Item, NodeService, RoleRules
+from tandem.node.service import Item, NodeService, RanksLost, RoleRules
 from tandem.node.trace_file import TraceFile
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import CacheNews, NodeCounters, NodeStatus, ToNode
+
+if TYPE_CHECKING:
+    from tandem.engine.model.torch_runner import TorchRunner
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +83,8 @@ class Node:
             # How many threads compute matters then, and not where: other containers of the machine count its cores from
             # the same end.
             config = msgspec.structs.replace(config, cores=[])
-        self.config = config
+        self._whole = config
+        self.config = _of_first_rank(config) if config.tensor_parallel > 1 else config
         self.epoch = new_epoch()
         self._rules = rules
         self._open_channel = open_channel
@@ -88,6 +94,7 @@ class Node:
         self._service: NodeService | None = None
         self._publisher: KVEventPublisher | None = None
         self._trace_file: TraceFile | None = None
+        self._ranks: Ranks | None = None  # the other ones, where there are any
 
     def start(
         self,
@@ -100,10 +107,10 @@ class Node:
         """With the `runner` that another node of this process has released, nothing is loaded. `model_folder`: where
         the model is on this machine, if that is not what the configuration says; `adapters`: the same of each adapter."""
         config = self.config
-        if runner is None:
-            runner = self._load(progress, model_folder, adapters)
-        info = runner.info
         mailbox: Mailbox[Item] = Mailbox()
+        if runner is None:
+            runner = self._load(mailbox, progress, model_folder, adapters)
+        info = runner.info
         scheduler_half: SchedulerConnector | None = None
         worker_half: WorkerConnector | None = None
         if config.transfer is not None or config.engine.cache.tiers:
@@ -227,7 +234,11 @@ class Node:
         return cache.tiers
 
     def _load(
-        self, progress: Progress | None, folder: str | None, adapters: Mapping[str, str] | None
+        self,
+        mailbox: Mailbox[Item],
+        progress: Progress | None,
+        folder: str | None,
+        adapters: Mapping[str, str] | None,
     ) -> ModelRunner:
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
         from tandem.engine.model.loading import load_runner
@@ -244,10 +255,45 @@ class Node:
             model = msgspec.structs.replace(model, path=folder)
         if adapters is not None:
             model = msgspec.structs.replace(model, adapters=dict(adapters))
-        runner = load_runner(model, config.engine.cache, config.engine.scheduler, progress)
+        if config.tensor_parallel > 1:
+            runner = self._load_together(model, mailbox, progress)
+        else:
+            runner = load_runner(model, config.engine.cache, config.engine.scheduler, progress)
         bind(helpers, anywhere)
         if runner.kv_cache.device.type == "cpu":
             runner.pages = PageMaker(runner.kv_cache)
+        return runner
+
+    def _load_together(
+        self, model: ModelConfig, mailbox: Mailbox[Item], progress: Progress | None
+    ) -> TorchRunner:
+        from tandem.engine.model.loading import load_runner
+
+        config = self._whole
+        _refuse_beside_ranks(config)
+        engine = msgspec.structs.replace(config.engine, model=model)
+        self._ranks = ranks = Ranks(
+            config.node_id,
+            config.tensor_parallel,
+            engine,
+            shares_of(config.cores, config.engine.model.threads, config.tensor_parallel),
+            config.logs,
+            silence_s=config.timeouts.rank_silence_s,
+            lost=lambda why: mailbox.put(RanksLost(why)),
+        )
+        try:
+            if progress is not None:
+                progress(f"starting {config.tensor_parallel} ranks", 0.0)
+            shard = ranks.start()
+            runner = load_runner(model, engine.cache, engine.scheduler, progress, shard=shard)
+            ranks.await_ready()
+        except Exception as error:
+            # What this rank ran into may be another one's end.
+            cause = ranks.cause_of(error)
+            ranks.stop()
+            if cause is error:
+                raise
+            raise cause from error
         return runner
 
     def status(self) -> NodeStatus:
@@ -309,6 +355,8 @@ class Node:
             self._publisher.close()
         if self._engine is not None:
             self._engine.shutdown()
+        if self._ranks is not None:
+            self._ranks.stop()
         if self._trace_file is not None:
             self._trace_file.close()
         if self._channel is not None:
@@ -319,6 +367,8 @@ class Node:
         may still write to the blocks of a request that has not ended."""
         if self._service is None or self._engine is None:
             raise Unavailable(f"{self.config.node_id} has not started")
+        if self._ranks is not None:
+            raise InternalError(f"{self.config.node_id} has several ranks, and keeps its role")
         if self._service.failure is not None:
             raise InternalError(f"{self.config.node_id} has failed: {self._service.failure}")
         self.stop()
@@ -326,3 +376,20 @@ class Node:
             raise InternalError(f"{self.config.node_id}: its step thread does not end")
         self._engine.runner.forget_requests()
         return self._engine.runner
+
+
+def _of_first_rank(config: NodeConfig) -> NodeConfig:
+    """What is left for the node's own process."""
+    share = shares_of(config.cores, config.engine.model.threads, config.tensor_parallel)[0]
+    model = msgspec.structs.replace(config.engine.model, threads=share.threads)
+    engine = msgspec.structs.replace(config.engine, model=model)
+    return msgspec.structs.replace(config, cores=share.cores, engine=engine)
+
+
+def _refuse_beside_ranks(config: NodeConfig) -> None:
+    """What rank 0 alone would do, and the others would have to do as well."""
+    reason = next(refused_with_ranks(config.engine), None)
+    if config.transfer is not None:
+        reason = "a transfer moves the KV of one rank: use pools.aggregated"
+    if reason is not None:
+        raise ConfigurationError(f"tensor_parallel is {config.tensor_parallel}, but {reason}")

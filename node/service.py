@@ -45,6 +45,7 @@ from tandem.wire.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
+    NodeLost,
     TandemError,
     Unavailable,
     WireError,
@@ -129,7 +130,14 @@ class SetAdapters:
     done: threading.Event
 
 
-Item = ToNode | RouterLost | ListRequests | Drain | ResetCache | SetAdapters | GrammarReady
+@dataclasses.dataclass(slots=True, frozen=True)
+class RanksLost:
+    """The node's other ranks have been ended, all of them."""
+
+    why: str
+
+
+Item = ToNode | RouterLost | ListRequests | Drain | ResetCache | SetAdapters | RanksLost | GrammarReady
 
 
 class NodeService:
@@ -177,6 +185,7 @@ class NodeService:
         self._state = NodeState.READY
         self._state_lock = threading.Lock()  # of every change of the state: FAILED is never left
         self._detail = ""
+        self._failed_as: type[TandemError] = InternalError
         self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
         self._stats_taken = clock()
         self._quiet = threading.Event()  # set while nothing is live and no block is held
@@ -209,7 +218,7 @@ class NodeService:
         elif isinstance(message, ListCache):
             self._list_cache(message.reply_to)
         elif self._state is NodeState.FAILED and isinstance(message, Submit):
-            self._refuse(message, InternalError(f"node {self._config.node_id} has failed: {self._detail}"))
+            self._refuse(message, self._failed_as(f"node {self._config.node_id} has failed: {self._detail}"))
         else:
             if isinstance(message, Submit) and message.trace:
                 self._tracer.arrived(message.request_id)
@@ -353,6 +362,8 @@ class NodeService:
                 item.done.set()
             case SetAdapters():
                 self._set_adapters(item)
+            case RanksLost():
+                raise NodeLost(item.why)
             case Ping() | Ask() | ListCache():
                 pass  # a turn of the loop follows, and that is all they ask for
 
@@ -415,12 +426,16 @@ class NodeService:
 
     def failed(self, error: BaseException) -> None:
         self._detail = f"{type(error).__name__}: {error}"
+        # A rank's end is no request's fault: each goes on elsewhere, however often that happens.
+        self._failed_as = NodeLost if isinstance(error, NodeLost) else InternalError
         with self._state_lock:
             self._state = NodeState.FAILED
         self._quiet.set()  # a drain would wait for nothing
-        bug = InternalError(f"node {self._config.node_id} has failed: {self._detail}")
-        self._kept.end_all(bug)
-        failure = bug.to_wire()
+        if self._failed_as is NodeLost:
+            self._routers.tell_all_status()  # first, or routers would come back with what they are told has ended
+        failed = self._failed_as(f"node {self._config.node_id} has failed: {self._detail}")
+        self._kept.end_all(failed)
+        failure = failed.to_wire()
         for live in self._live:
             self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])
         self._live.clear()

@@ -97,7 +97,10 @@ def _place_on(
     cores = _choose_cores(host.cores, seats, taken, role, config.pools.of(role).threads)
     if cores is None:
         return None
-    devices = [_device_for(index, config.model.device, host.gpus) for index in range(max(1, len(seats)))]
+    width = config.pools.of(role).tensor_parallel  # a node has the devices from its own on
+    devices = [
+        _device_for(index * width, config.model.device, host.gpus) for index in range(max(1, len(seats)))
+    ]
     used = Counter(placement.device for placement in taken)
     device = min(dict.fromkeys(devices), key=lambda device: used[device])
     neighbours = max(Counter(devices)[device], used[device] + 1)
@@ -211,6 +214,7 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
         timeouts=config.timeouts.nodes,
         answers=config.answers,
         logs=config.logs,
+        tensor_parallel=config.pools.of(role).tensor_parallel,
         cores=list(placement.cores),
     )
 

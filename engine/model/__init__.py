@@ -13,6 +13,7 @@ recurrent/      of those, the modules that keep a state in place of keys and val
 quantized/      matrices of fewer bits
 vision/         of models that read images, the towers that encode them
 lora/           low-rank updates of its linear layers, many in one batch
+wide/           the same models on several ranks
 fused/          the same models with fewer, larger operations
 decode_graphs, decode_inputs, cuda
                 steps recorded once per shape and replayed

@@ -24,6 +24,7 @@ class HostBatch:
     context_lens: np.ndarray
     slot_mapping: tuple[np.ndarray, ...]
     block_tables: tuple[np.ndarray, ...]
+    logit_rows: np.ndarray | None = None  # None in a step of a fixed shape, which has a row for every token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -105,9 +105,9 @@ def build_batch(
         wanted[start:end] |= predicts_prompt
     logit_index = np.cumsum(wanted) - 1
 
-    host = HostBatch(positions, query_start, contexts.astype(np.int32), slots, tables)
-    groups = len(slots)
     logit_rows = np.flatnonzero(wanted)
+    host = HostBatch(positions, query_start, contexts.astype(np.int32), slots, tables, logit_rows)
+    groups = len(slots)
     places, sources = _places_of_unread(requests, unread, row_of_token, positions)
     *tensors, to, source = to_device_together(
         [token_ids, positions, query_start, host.context_lens, logit_rows, *slots, *tables, places, sources],

@@ -6,8 +6,8 @@ import functools
 import inspect
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -24,6 +24,9 @@ from tandem.engine.model.source import ModelSource, Progress
 from tandem.engine.model.vision.tower import loader_of
 from tandem.wire.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from tandem.engine.model.wide.shard import Shard
+
 
 def load_model(
     source: ModelSource,
@@ -33,9 +36,10 @@ def load_model(
     progress: Progress,
     *,
     may_lack_head: bool = False,
+    shard: Shard | None = None,
 ) -> PreTrainedModel:
-    """Weights are mapped from their files and copied once, shard by shard, straight into place. With `may_lack_head` the weights by
-    which a model chooses tokens may be missing: `holds_head`."""
+    """Weights are mapped from their files and copied once, file by file, straight into place. With `may_lack_head` the weights by
+    which a model chooses tokens may be missing: `holds_head`. With a `shard` only its part is loaded."""
     options: dict[str, Any] = {"use_safetensors": True}
     if source.gguf_file is not None:
         # Imported here because most models need nothing of it.
@@ -47,17 +51,24 @@ def load_model(
         from tandem.engine.model.quantized import loading
 
         options |= loading.loading_options(config, quantized)
+    part: AbstractContextManager[dict[str, Any]] = nullcontext({})
+    if shard is not None:
+        from tandem.engine.model.wide import cut
+
+        _refuse_to_cut(source, config, quantized is not None)
+        part = cut.loading_part(source, shard, device)
     load = functools.partial(
         (loader_of(config) or AutoModelForCausalLM).from_pretrained,
         source.folder,
         dtype=dtype,
-        device_map={"": str(device)} if device.type != "cpu" else None,
+        device_map={"": str(device)} if device.type != "cpu" and shard is None else None,
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are in the report, and refused below by their names
         **options,
     )
-    with translated_errors(source), _reported(progress):
+    with translated_errors(source), _reported(progress), part as of_part:
+        load = functools.partial(load, **of_part)
         try:
             model, report = load(attn_implementation=PAGED)
         except KeyError as error:
@@ -81,9 +92,25 @@ def load_model(
         loading.finish_loading(source, model, dtype, device)
     model.eval()
     model.requires_grad_(False)
+    if shard is not None:
+        cut.join_parts(source.name, model, shard)
     keep_rotary_constant(model)
     take_states_out(model)
     return model
+
+
+def _refuse_to_cut(source: ModelSource, config: Any, quantized: bool) -> None:
+    if source.gguf_file is not None:
+        why = "is a GGUF file, whose matrices are not cut"
+    elif quantized:
+        why = "is a quantized checkpoint, whose matrices are not cut"
+    elif loader_of(config) is not None:
+        why = "reads images, which one rank alone would see"
+    else:
+        return
+    raise ConfigurationError(
+        f"{source.name} cannot be served on several ranks: it {why}. Set pools.<pool>.tensor_parallel to 1"
+    )
 
 
 def _head_names(model: PreTrainedModel) -> set[str]:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import torch
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -29,6 +30,8 @@ from tandem.engine.model.runner import ModelInfo
 from tandem.engine.model.source import ModelSource, Progress, find_source
 from tandem.engine.model.staging import on
 from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.wide.forward import LeadingForward
+from tandem.engine.model.wide.shard import Shard
 from tandem.engine.structured.grammars import Grammars, tokenizer_json
 from tandem.machine.resources import usable_cores
 from tandem.wire.errors import ConfigurationError
@@ -44,10 +47,12 @@ def load_runner(
     progress: Progress | None = None,
     *,
     native: bool = True,
+    shard: Shard | None = None,
 ) -> TorchRunner:
     """Load a model and set up its KV cache. `progress` is told what is being done, and how much of it is.
 
-    Without `native` every model takes the general path, which is how the two are compared.
+    Without `native` every model takes the general path, which is how the two are compared. With a `shard` this is one of several
+    ranks, which all load at the same time, and what comes is that rank's part: rank 0's leads the others.
     Raises ConfigurationError, in a sentence, for what the operator can change: the model, its kind, memory.
     """
     tell = progress or (lambda _what, _share: None)
@@ -58,7 +63,7 @@ def load_runner(
     dtype = choose_dtype(model.dtype, source, config)
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
-    content = _read_content(source)
+    content = _read_content(source) if shard is None or shard.rank == 0 else None
     # The native library keeps KV in the model's own dtype.
     own_kv = cache.dtype == "auto"
     pooling = find_pooling(model.pooling, source, config)
@@ -67,10 +72,10 @@ def load_runner(
     if room is not None and native:
         log.info("%s is computed by transformers: scheduler.max_loras asks for adapters", source.name)
     loaded = None
-    if native and own_kv and room is None:
+    if native and own_kv and room is None and shard is None:
         loaded = load_native(source, config, dtype, device, threads, tell, headless)
     if loaded is None:
-        loaded = load_general(source, config, dtype, device, threads, tell, headless, room)
+        loaded = load_general(source, config, dtype, device, threads, tell, headless, room, shard)
     if loaded.adapters is not None:
         read = []
         for place, (name, folder) in enumerate(model.adapters.items()):
@@ -98,7 +103,7 @@ def load_runner(
             beside = loaded.beside_cache(shape, scheduler.max_num_batched_tokens)
     num_blocks = size_block_pool(
         plan,
-        cache,
+        cache if shard is None else _of_rank(cache, device, shard),
         dtype=kv_dtype,
         device=device,
         max_model_len=max_model_len,
@@ -106,10 +111,14 @@ def load_runner(
         tokens_per_step=scheduler.max_num_batched_tokens,
         beside=beside,
     )
+    if shard is not None:
+        num_blocks = shard.least(num_blocks)
     with on(device), _cache_left_room():
         kv_cache = allocate_cache(plan, num_blocks, kv_dtype, device)
         forward = loaded.use_cache(kv_cache, plan, shape)
-    identity = content()
+        if shard is not None and shard.lead is not None:
+            forward = LeadingForward(forward, shard, shard.lead)
+    identity = content() if content is not None else ModelContent("", "")
     info = ModelInfo(
         name=model.served_name or source.name,
         content=identity.digest,
@@ -140,6 +149,15 @@ def load_runner(
     )
     tell("ready", 1.0)
     return runner
+
+
+def _of_rank(cache: CacheConfig, device: torch.device, shard: Shard) -> CacheConfig:
+    """A block has a part on every rank. Ranks on a CPU share its memory, too."""
+    if cache.memory_bytes is not None:
+        return msgspec.structs.replace(cache, memory_bytes=max(1 << 20, cache.memory_bytes // shard.size))
+    if device.type == "cpu":
+        return msgspec.structs.replace(cache, memory_share=cache.share_on("cpu") / shard.size)
+    return cache
 
 
 def _read_content(source: ModelSource) -> Callable[[], ModelContent]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tandem.engine.model.recurrent.layout import StateLayout
     from tandem.engine.model.transformers_forward import ModelParts
     from tandem.engine.model.vision.tower import VisionTower
+    from tandem.engine.model.wide.shard import Shard
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +145,9 @@ def load_general(
     progress: Progress,
     may_lack_head: bool = False,
     room: AdapterRoom | None = None,
+    shard: Shard | None = None,
 ) -> LoadedModel:
-    """`room`: for adapters, where any are to be served."""
+    """`room`: for adapters, where any are to be served. `shard`: of several ranks, which all load at the same time."""
     # Imported here because it costs seconds that the native path need not wait for.
     from tandem.engine.model.attention.latents import gathering
     from tandem.engine.model.fused.find import fuse
@@ -155,7 +157,7 @@ def load_general(
     from tandem.engine.model.transformers_forward import TransformersForward
     from tandem.engine.model.vision.tower import find_tower, linear_weights_of_tower
 
-    model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head)
+    model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head, shard=shard)
     generates = not may_lack_head or holds_head(source, model)
     progress("checking the model's attention", 0.0)
     probed = probe_attention(model)
@@ -163,10 +165,13 @@ def load_general(
     mixers = parts.mixers
     if room is not None:
         _refuse_adapters(source, parts)
+    if shard is not None:
+        _refuse_ranks(source, parts)
     # Where a layer attends by its own code, or reads another's keys, the pieces cannot be tried with all of them together. Those of a
     # GPU want a step's rows in one sequence, and mixers take them apart.
     alone = bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
-    fusable = not alone and (mixers is None or device.type == "cpu")
+    # Whether its parts fit together each rank would find out by itself, and one that reloads leaves the others alone.
+    fusable = not alone and shard is None and (mixers is None or device.type == "cpu")
     pieces = pieces_for(device, model.dtype, threads) if fusable else None
     if pieces is not None:
         fused = fuse(model, pieces, keeps_layers=room is not None)
@@ -265,6 +270,20 @@ def _refuse_adapters(source: ModelSource, parts: ModelParts) -> None:
     raise ConfigurationError(
         f"{source.name} cannot be served with adapters: it {why}. Set scheduler.max_loras to 0, and merge the adapter into the "
         "model's weights"
+    )
+
+
+def _refuse_ranks(source: ModelSource, parts: ModelParts) -> None:
+    if parts.mixers is not None:
+        why = "keeps recurrent states"
+    elif parts.own:
+        why = "has layers that attend by their own code"
+    elif parts.expansions:
+        why = "keeps latents, which are one head for all"
+    else:
+        return
+    raise ConfigurationError(
+        f"{source.name} cannot be served on several ranks: it {why}. Set pools.<pool>.tensor_parallel to 1"
     )
 
 

@@ -125,6 +125,22 @@ MISTAKES = [
         "choose one layout and set the other's counts to 0",
     ),
     ("pools: {decode: -1}", "FILE: pools.decode.nodes must be from 0 to 10000, not -1"),
+    (
+        "pools: {decode: {nodes: 1, tensor_parallel: 2}}",
+        "FILE: pools.decode.tensor_parallel is 2, but a transfer moves the KV of one rank: set it to 1, or use pools.aggregated",
+    ),
+    (
+        "pools: {aggregated: {tensor_parallel: 2}}",
+        "FILE: pools.aggregated.tensor_parallel is 2, but pools.aggregated.nodes is 0: set it to at least 1, and the other pools' to 0",
+    ),
+    (
+        "{pools: {aggregated: {nodes: 1, tensor_parallel: 2}}, cache: {tiers: [{cpu: 1GiB}]}}",
+        "FILE: pools.aggregated.tensor_parallel is 2, but cache.tiers would copy the KV of one rank alone: leave it out",
+    ),
+    (
+        "{pools: {aggregated: {nodes: 1, tensor_parallel: 2}}, scheduler: {max_loras: 2}}",
+        "FILE: pools.aggregated.tensor_parallel is 2, but scheduler.max_loras asks for adapters, whose matrices are not cut: set it to 0",
+    ),
     ("pools: {decode: {threads: 0}}", "FILE: pools.decode.threads must be at least 1, not 0"),
     ("cache: {block_size: 24}", "FILE: cache.block_size must be a power of two, not 24"),
     ("cache: {memory_share: 1.5}", "FILE: cache.memory_share must be above 0 and at most 1, not 1.5"),

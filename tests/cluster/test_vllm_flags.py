@@ -89,8 +89,11 @@ def test_api_keys_become_tenants() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["-tp", "2"], "-tp 2: one node is one device here"),
-        (["--tensor-parallel-size=4"], "--tensor-parallel-size 4: one node is one device"),
+        (
+            ["-pp", "2"],
+            "-pp 2: several devices share a model by `--tensor-parallel-size N --aggregated 1` alone",
+        ),
+        (["-tp", "2"], "pools.aggregated.nodes is 0"),
         (["--trust-remote-code"], "--trust-remote-code: code that comes with a checkpoint is never run"),
         (["--data-parallel-size", "2"], "--prefill N and --decode N, or --aggregated N"),
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype: cache.dtype must be"),

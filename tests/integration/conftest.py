@@ -48,10 +48,12 @@ OWN_CLUSTERS = {
     "test_rollout.py",
     "test_scaling.py",
     "test_serve_command.py",
+    "test_serve_ranks.py",
     "test_serve_tiers.py",
 }
 # Engines in one process, with a connector between them: no Ray, so these run beside others, among the slow units.
 BETWEEN_ENGINES = {
+    "test_ranks.py",
     "test_shared_tiers.py",
     "test_state_handover.py",
     "test_tiers_between_engines.py",

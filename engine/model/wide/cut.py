@@ -1,0 +1,165 @@
+"""Loads one rank's part of a model, and makes its layers give what the whole layer gives.
+
+Transformers cuts while it reads: of each matrix only the rank's rows or columns are copied. What it adds to the layers for that
+(tensors of its own kind, and a forward function around each layer's) is taken away again: a layer that is cut needs one
+collective, and this one goes through the node's own group.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from tandem.engine.model.source import ModelSource
+from tandem.engine.model.wide import plan
+from tandem.engine.model.wide.heads import heads_of_rank
+from tandem.engine.model.wide.shard import Shard
+from tandem.wire.errors import ConfigurationError, InternalError
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_loading = threading.Lock()  # transformers asks for the process's one group
+
+
+@contextmanager
+def loading_part(source: ModelSource, shard: Shard, device: torch.device) -> Iterator[dict[str, Any]]:
+    """What `from_pretrained` must be told. Ranks do not talk while they load, so the group that transformers is shown is one
+    that only knows its size."""
+    # Ours, which is quicker to read, knows no plan.
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    rules = plan.overrides(source.name, config, shard.size)
+    with _loading:
+        if dist.is_initialized():
+            raise InternalError("a model's part is loaded in a process that has a group of its own")
+        before = os.environ.get("LOCAL_RANK")
+        os.environ["LOCAL_RANK"] = str(device.index or 0)
+        dist.init_process_group("fake", rank=shard.rank, world_size=shard.size, store=FakeStore())
+        try:
+            yield {"distributed_config": DistributedConfig(tp_size=shard.size, tp_plan=rules or None)}
+        finally:
+            dist.destroy_process_group()
+            os.environ.pop("LOCAL_RANK")
+            if before is not None:
+                os.environ["LOCAL_RANK"] = before
+
+
+def join_parts(name: str, model: PreTrainedModel, shard: Shard) -> None:
+    """After loading: from here on the model computes what the whole one does, as long as all ranks run it together."""
+    styles: dict[str, str] = model.tp_plan
+    unknown = sorted(set(styles.values()) - plan.KNOWN)
+    if unknown:
+        raise ConfigurationError(
+            f"{name} cannot be cut: its plan has styles that are unknown: {', '.join(unknown)}"
+        )
+    _take_out_parts(model)
+    for where, module in model.named_modules():
+        style = styles.get(_NUMBER.sub(".*", where))
+        if style is None:
+            continue
+        module.__dict__.pop("forward", None)
+        _join(module, style, shard)
+    _keep_heads(name, model, styles, shard)
+
+
+def _take_out_parts(model: PreTrainedModel) -> None:
+    own: dict[int, nn.Parameter] = {}  # some parameters are used in two places
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in own:
+                    own[id(parameter)] = nn.Parameter(parameter.to_local().contiguous(), requires_grad=False)
+                module._parameters[name] = own[id(parameter)]
+
+
+def _join(module: nn.Module, style: str, shard: Shard) -> None:
+    if style in plan.VOCABULARY:
+        _join_vocabulary(module, shard)
+    elif style in plan.GATHERED:
+        module.register_forward_hook(_Gathering(shard, int(module.out_features)))  # type: ignore[arg-type]
+    elif style in plan.INPUTS | plan.SPLIT:
+        if style in plan.SPLIT:
+            first, end = _share(int(module.in_features), shard)  # type: ignore[arg-type]
+            module.register_forward_pre_hook(lambda _module, given: (given[0][..., first:end], *given[1:]))
+        if shard.rank and module._parameters.get("bias") is not None:
+            module._parameters["bias"] = None  # the sum has it once
+        module.register_forward_hook(_Adding(shard))
+
+
+def _share(total: int, shard: Shard) -> tuple[int, int]:
+    """As torch cuts: equal shares, the last ones shorter."""
+    size = -(-total // shard.size)
+    return min(shard.rank * size, total), min((shard.rank + 1) * size, total)
+
+
+class _Adding:
+    def __init__(self, shard: Shard) -> None:
+        self._collectives = shard.collectives
+
+    def __call__(self, _module: nn.Module, _given: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.contiguous()
+        self._collectives.sum(output)
+        return output
+
+
+class _Gathering:
+    def __init__(self, shard: Shard, total: int) -> None:
+        self._collectives = shard.collectives
+        self._total, self._share = total, -(-total // shard.size)
+
+    def __call__(self, _module: nn.Module, _given: Any, output: torch.Tensor) -> torch.Tensor:
+        missing = self._share - output.shape[-1]
+        if missing:  # all ranks give tensors of one shape
+            output = nn.functional.pad(output, (0, missing))
+        parts = self._collectives.gather(output.contiguous())
+        return torch.cat(parts.unbind(0), dim=-1)[..., : self._total]
+
+
+def _join_vocabulary(module: nn.Module, shard: Shard) -> None:
+    first, end = _share(int(module.num_embeddings), shard)  # type: ignore[arg-type]
+    module.padding_idx = None  # type: ignore[assignment]  # it may be another rank's; only training asks for it
+    look_up = module.forward
+
+    def forward(token_ids: torch.Tensor) -> torch.Tensor:
+        others = (token_ids < first) | (token_ids >= end)
+        found: torch.Tensor = look_up((token_ids - first).masked_fill(others, 0))
+        found = found.masked_fill(others[..., None], 0)
+        shard.collectives.sum(found)
+        return found
+
+    module.forward = forward
+
+
+def _keep_heads(name: str, model: PreTrainedModel, styles: dict[str, str], shard: Shard) -> None:
+    """Of keys and values that were loaded whole a rank keeps the head that it asks for. Otherwise its rows must be whole heads."""
+    text = model.config.get_text_config()
+    modules = dict(model.named_modules())
+    for where, module in modules.items():
+        style = styles.get(_NUMBER.sub(".*", where))
+        attention = modules[where.rpartition(".")[0]]
+        dimension = getattr(attention, "head_dim", None)
+        if not where.endswith(("q_proj", "k_proj", "v_proj")) or not isinstance(dimension, int):
+            continue
+        heads = int(module.out_features) // dimension
+        if style == "colwise" and heads % shard.size:
+            raise ConfigurationError(
+                f"{name} cannot be served on {shard.size} ranks: {where} has {heads} heads, which cannot be shared equally. Set "
+                "pools.<pool>.tensor_parallel to 1"
+            )
+        if style == "replicate" and not where.endswith("q_proj"):
+            kept = heads_of_rank(heads, shard.rank, shard.size)
+            for part, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    rows = parameter[kept.start * dimension : kept.stop * dimension].clone()
+                    module._parameters[part] = nn.Parameter(rows, requires_grad=False)
+            attention.num_key_value_groups = text.num_attention_heads // shard.size

@@ -1,0 +1,55 @@
+"""Whether a model can be cut into so many parts. Transformers says how: each model's configuration has a plan, which names a
+style for each kind of layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from tandem.engine.model.wide.heads import fits
+from tandem.wire.errors import ConfigurationError
+
+WHOLE = {"replicate", "replicated_with_grad_allreduce"}  # on every rank
+OUTPUTS = {"colwise"}  # each rank computes some of the outputs, and the next layer wants no others
+GATHERED = {"colwise_gather_output", "colwise_rep"}  # the same, and every rank gets all of them
+INPUTS = {"rowwise", "moe_tp_experts"}  # each rank has some of the inputs, and the results are added up
+SPLIT = {"rowwise_split_input", "rowwise_rep"}  # the same, and each rank is given all inputs
+VOCABULARY = {"embedding_rowwise"}  # each rank knows the vectors of some tokens
+PACKED = {"packed_colwise", "packed_rowwise"}  # of parameters alone: two matrices in one, each cut
+KNOWN = WHOLE | OUTPUTS | GATHERED | INPUTS | SPLIT | VOCABULARY | PACKED
+
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+_SETTING = "pools.<pool>.tensor_parallel"
+
+
+def overrides(name: str, config: Any, size: int) -> dict[str, str]:
+    """What is to differ from the model's own plan. Raises ConfigurationError for a model that cannot be cut so."""
+    text = config.get_text_config()
+    plan: dict[str, str] = dict(getattr(text, "base_model_tp_plan", None) or {})
+    if not (INPUTS | SPLIT) & set(plan.values()):
+        raise ConfigurationError(
+            f"{name} cannot be served on {size} ranks: transformers has no plan that cuts a model of type {text.model_type}. "
+            f"Set {_SETTING} to 1"
+        )
+    unknown = sorted(set(plan.values()) - KNOWN)
+    if unknown:
+        raise ConfigurationError(
+            f"{name} cannot be served on {size} ranks: transformers' plan for a model of type {text.model_type} cuts layers in a "
+            f"way that Tandem does not know ({', '.join(unknown)}). Set {_SETTING} to 1"
+        )
+    cut = [key for key, style in plan.items() if key.endswith(_KEYS_AND_VALUES) and style in OUTPUTS]
+    if not cut:
+        return {}
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    if not fits(heads, kv_heads, size):
+        fitting = [str(width) for width in range(1, heads + 1) if fits(heads, kv_heads, width)]
+        raise ConfigurationError(
+            f"{name} cannot be served on {size} ranks: its {heads} heads of queries and {kv_heads} of keys and values cannot be "
+            f"shared equally. Set {_SETTING} to one of {', '.join(fitting)}"
+        )
+    if kv_heads >= size:
+        return {}
+    prefix = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix
+    return {f"{prefix}.{key}": "replicate" for key in cut}

@@ -1,0 +1,42 @@
+"""What rank 0 and another one say to each other while they start. One message is one packet."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.wire.logs import LogsConfig
+
+
+class RankOrders(msgspec.Struct, frozen=True):
+    """The first packet, to another rank."""
+
+    name: str  # in logs
+    rank: int
+    size: int
+    rendezvous: str  # a file in which ranks find each other
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    logs: LogsConfig
+    cores: list[int]
+
+
+class RankHere(msgspec.Struct, frozen=True, tag=True):
+    """It has loaded its libraries, and looks for the others now."""
+
+
+class RankReady(msgspec.Struct, frozen=True, tag=True):
+    """Its part of the model is loaded: steps may come."""
+
+
+class RankRefused(msgspec.Struct, frozen=True, tag=True):
+    """It cannot take part. `operator`: the operator can change that."""
+
+    why: str
+    operator: bool
+
+
+FromRank = RankHere | RankReady | RankRefused
+
+MOST_BYTES = 1 << 20  # of a packet

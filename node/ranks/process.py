@@ -1,0 +1,99 @@
+"""Another rank than the first, as a process: `python -m tandem.node.ranks.process`, started by the supervisor alone.
+
+It ends with the node, whatever ends that: the kernel kills it with the thread that started it, and its lifeline (a pipe that
+rank 0 holds open) ends with rank 0's process. So also a rank that is stopped or waits in a collective is not left over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from tandem.machine.resources import bind, threads_here
+from tandem.node.ranks.memory import SharedMemory
+from tandem.node.ranks.messages import MOST_BYTES, FromRank, RankHere, RankOrders, RankReady, RankRefused
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.logs import begin_logging
+
+BEAT_S = 0.1
+_SIGNAL_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def main() -> None:
+    packets, memory_fd, lifeline, parent = (int(text) for text in sys.argv[1:5])
+    ctypes.CDLL(None).prctl(_SIGNAL_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # it ended before this process asked to end with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the node decides what it means
+    control = socket.socket(fileno=packets)
+    orders = msgspec.msgpack.decode(control.recv(MOST_BYTES), type=RankOrders)
+    begin_logging(orders.logs, orders.name)
+    memory = SharedMemory(memory_fd, orders.size)
+    threading.Thread(
+        target=_live, args=(memory, orders.rank, lifeline), name="rank-life", daemon=True
+    ).start()
+    if orders.cores:
+        bind(threads_here(), orders.cores)
+    try:
+        _serve(orders, control, memory)
+    except Exception as error:
+        operator = isinstance(error, ConfigurationError)
+        why = str(error) if operator else f"{type(error).__name__}: {error}"
+        _tell(control, RankRefused(why[: MOST_BYTES // 2], operator))
+        if not operator:
+            raise
+
+
+def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory) -> None:
+    from tandem.engine.model.checkpoint import choose_device
+    from tandem.engine.model.loading import load_runner
+    from tandem.engine.model.wide.forward import follow
+    from tandem.engine.model.wide.shard import Shard
+    from tandem.node.ranks.group import GroupCollectives
+
+    device = choose_device(orders.model.device)
+    _tell(control, RankHere())
+    collectives = GroupCollectives(orders.rank, orders.size, orders.rendezvous, device)
+    shard = Shard(orders.rank, orders.size, collectives, device=str(device))
+    runner = load_runner(orders.model, orders.cache, orders.scheduler, shard=shard)
+    _tell(control, RankReady())
+    taken = 0
+
+    def receive() -> Sequence[np.ndarray] | None:
+        nonlocal taken
+        if not control.recv(1):
+            return None
+        taken += 1
+        return memory.read(orders.rank, taken)
+
+    follow(runner.forward, receive, shard, device)
+
+
+def _tell(control: socket.socket, message: FromRank) -> None:
+    try:
+        control.send(_encode(message))
+    except OSError:
+        os._exit(1)  # nothing is there any more that could be told
+
+
+def _live(memory: SharedMemory, rank: int, lifeline: int) -> None:
+    ended = select.poll()
+    ended.register(lifeline, 0)  # its other end closes
+    while not ended.poll(BEAT_S * 1000):
+        memory.beat(rank)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

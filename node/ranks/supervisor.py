@@ -1,0 +1,374 @@
+"""Starts a node's other ranks, watches them, and ends them as one.
+
+The scheduler, the requests and rank 0's part of the model are in the node's own process, so what asks a node anything asks one
+process, and rank 0's KV is where a connector expects it. The others only compute: `send` gives them each step's arrays.
+
+One thread starts them and watches until the end; the kernel ends them with it. A rank that ends, or is silent, or does not take a
+step for `silence_s`, ends all of them at once: what waits for them in a collective raises, and `lost` is told for a node that is at
+rest. Time for which this thread itself stood still does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from tandem.machine.resources import usable_cores
+from tandem.node.ranks.memory import SharedMemory, create_memory
+from tandem.node.ranks.messages import (
+    MOST_BYTES,
+    FromRank,
+    RankHere,
+    RankOrders,
+    RankReady,
+    RankRefused,
+)
+from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, TandemError
+from tandem.wire.logs import LogsConfig
+
+if TYPE_CHECKING:
+    from tandem.engine.config import EngineConfig
+    from tandem.engine.model.wide.shard import Shard
+    from tandem.node.ranks.group import GroupCollectives
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_HERE_S = 300.0  # to load libraries, on a machine that does much else
+_END_S = 2.0  # for a rank to end by itself
+_COMPLAINT_S = 0.1  # between a rank's end and what the others make of it
+_VERDICT_S = 1.0  # from a collective that raises until it is known why
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FromRank).decode
+
+
+class RankShare(msgspec.Struct, frozen=True):
+    """What of its machine one rank computes with."""
+
+    cores: list[int]
+    threads: int
+
+
+def shares_of(cores: Sequence[int], threads: int, size: int) -> list[RankShare]:
+    """Each rank has cores of its own, where there are enough."""
+    each = max(1, (threads or len(cores) or usable_cores()) // size)
+    if len(cores) < size:
+        return [RankShare(list(cores), each) for _ in range(size)]
+    bounds = [len(cores) * rank // size for rank in range(size + 1)]
+    return [RankShare(list(cores[bounds[rank] : bounds[rank + 1]]), each) for rank in range(size)]
+
+
+class _Rank:
+    def __init__(self, number: int, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self.number = number
+        self.process = process
+        self.control = control
+        self.exit = os.pidfd_open(process.pid)
+        self.said: set[type[FromRank]] = set()
+        self.beat = 0
+        self.silent_ticks = 0
+        self.asked = 0  # a step that it had not taken
+        self.behind_ticks = 0
+
+
+class Ranks:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        engine: EngineConfig,
+        shares: Sequence[RankShare],
+        logs: LogsConfig,
+        *,
+        silence_s: float,
+        lost: Callable[[str], None],
+    ) -> None:
+        """`lost` is told once, from another thread, why the ranks were ended, unless they were stopped."""
+        self._name = name
+        self._size = size
+        self._engine = engine
+        self._shares = shares
+        self._logs = logs
+        self._most_ticks = max(1, round(silence_s / _TICK_S))
+        self._lost = lost
+        self._changed = threading.Condition()
+        self._verdict: TandemError | None = None
+        self._stopping = False
+        self._watching = False  # beats count from when all are ready
+        self._ranks: list[_Rank] = []
+        self._started = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._memory_fd = create_memory()
+        self._memory = SharedMemory(self._memory_fd, size)
+        self._folder = tempfile.mkdtemp(prefix="tandem-ranks-")
+        self._group: GroupCollectives | None = None
+        self._thread = threading.Thread(target=self._run, name="rank-supervisor", daemon=True)
+
+    # --- the thread that loads and steps
+
+    def start(self) -> Shard:
+        """Returns when all ranks have found each other: then each loads its part."""
+        from tandem.engine.model.checkpoint import choose_device
+        from tandem.engine.model.wide.shard import Shard
+        from tandem.node.ranks.group import GroupCollectives
+
+        device = choose_device(self._engine.model.device)
+        _check_devices(self._engine.model.device, self._size)
+        self._thread.start()
+        self._wait_for(RankHere, _HERE_S)
+        rendezvous = os.path.join(self._folder, "meeting")
+        try:
+            self._group = GroupCollectives(0, self._size, rendezvous, device)
+        except RuntimeError as error:
+            raise self.cause_of(error) from error
+        return Shard(0, self._size, self._group, self, str(device))
+
+    def await_ready(self) -> None:
+        """Returns when every rank has loaded its part: this one has."""
+        self._wait_for(RankReady, _HERE_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for rank in self._ranks:
+            rank.beat = self._memory.beat_of(rank.number)
+        self._watching = True
+
+    def send(self, arrays: Sequence[np.ndarray]) -> None:
+        self._memory.write(arrays, lambda: self._verdict is None)
+        for rank in self._ranks:
+            try:
+                rank.control.send(b"s")
+            except OSError as error:
+                raise self.cause_of(error) from error
+
+    def cause_of(self, error: Exception) -> Exception:
+        with self._changed:
+            self._changed.wait_for(lambda: self._verdict is not None, _VERDICT_S)
+            return self._verdict or error
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
+
+    def stop(self) -> None:
+        """Idempotent. Returns when no other rank is left."""
+        with self._changed:
+            self._stopping = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait_for(self, said: type[FromRank], seconds: float) -> None:
+        with self._changed:
+            there = self._changed.wait_for(
+                lambda: (
+                    self._verdict is not None
+                    or (self._started and all(said in rank.said for rank in self._ranks))
+                ),
+                seconds,
+            )
+            if self._verdict is not None:
+                raise self._verdict
+            if not there:
+                raise InternalError(f"a rank of {self._name} did not start within {seconds:.0f} s")
+
+    # --- the supervisor's thread
+
+    def _run(self) -> None:
+        lifeline, kept = os.pipe()
+        try:
+            self._begin(lifeline)
+            os.close(lifeline)
+            self._watch()
+        except Exception as error:
+            logger.exception("the ranks of %s are no longer watched", self._name)
+            self._judge(InternalError(f"the ranks' supervisor failed: {error}"))
+        finally:
+            self._end(kept)
+
+    def _begin(self, lifeline: int) -> None:
+        rendezvous = os.path.join(self._folder, "meeting")
+        for number in range(1, self._size):
+            share = self._shares[number]
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                command = [sys.executable, "-m", "tandem.node.ranks.process"]
+                numbers = (theirs.fileno(), self._memory_fd, lifeline, os.getpid())
+                process = subprocess.Popen(
+                    [*command, *map(str, numbers)],
+                    pass_fds=numbers[:3],
+                    stdin=subprocess.DEVNULL,
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                        "OMP_NUM_THREADS": str(share.threads),
+                    },
+                )
+            rank = _Rank(number, process, ours)
+            self._ranks.append(rank)
+            model = msgspec.structs.replace(
+                self._engine.model,
+                device=device_of_rank(self._engine.model.device, number),
+                threads=share.threads,
+            )
+            orders = RankOrders(
+                f"{self._name}-rank{number}",
+                number,
+                self._size,
+                rendezvous,
+                model,
+                self._engine.cache,
+                self._engine.scheduler,
+                self._logs,
+                share.cores,
+            )
+            with contextlib.suppress(OSError):  # it has ended: seen below
+                ours.send(_encode(orders))
+        with self._changed:
+            self._started = True
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        by_exit = {rank.exit: rank for rank in self._ranks}
+        by_control = {rank.control.fileno(): rank for rank in self._ranks}
+        for descriptor in (*by_exit, *by_control):
+            poll.register(descriptor, select.POLLIN)
+        ticked = time.monotonic()
+        while self._verdict is None:
+            ready = [descriptor for descriptor, _ in poll.poll(_TICK_S * 1000)]
+            if self._stopping:
+                return
+            for descriptor in ready:
+                if descriptor in by_control and not self._hear(by_control[descriptor]):
+                    poll.unregister(descriptor)
+            for descriptor in ready:
+                if descriptor in by_exit:
+                    self._judge(NodeLost(_ended(by_exit[descriptor])))
+            if self._watching and time.monotonic() - ticked >= _TICK_S:
+                ticked = time.monotonic()
+                self._tick()
+
+    def _hear(self, rank: _Rank) -> bool:
+        """False when there is nothing more to hear."""
+        try:
+            packet = rank.control.recv(MOST_BYTES)
+        except OSError:
+            return False
+        if not packet:
+            return False
+        message = _decode(packet)
+        if isinstance(message, RankRefused):
+            if (cause := self._ended_before(rank)) is not None:
+                self._judge(NodeLost(_ended(cause)))
+            kind = ConfigurationError if message.operator else InternalError
+            self._judge(kind(message.why if message.operator else f"rank {rank.number}: {message.why}"))
+        with self._changed:
+            rank.said.add(type(message))
+            self._changed.notify_all()
+        return True
+
+    def _ended_before(self, complaining: _Rank) -> _Rank | None:
+        """A rank that ends makes the others complain: it is what counts."""
+        exits = select.poll()
+        for rank in self._ranks:
+            if rank is not complaining:
+                exits.register(rank.exit, select.POLLIN)
+        ended = {descriptor for descriptor, _ in exits.poll(_COMPLAINT_S * 1000)}
+        return next((rank for rank in self._ranks if rank.exit in ended), None)
+
+    def _tick(self) -> None:
+        written = self._memory.written
+        behind = self._memory.behind(written)
+        for rank in self._ranks:
+            beat = self._memory.beat_of(rank.number)
+            rank.silent_ticks = 0 if beat != rank.beat else rank.silent_ticks + 1
+            rank.beat = beat
+            if rank.number not in behind:
+                rank.behind_ticks = 0
+            elif not rank.behind_ticks or rank.number not in self._memory.behind(rank.asked):
+                rank.asked, rank.behind_ticks = written, 1
+            else:
+                rank.behind_ticks += 1
+            seconds = self._most_ticks * _TICK_S
+            if rank.silent_ticks > self._most_ticks:
+                self._judge(NodeLost(f"rank {rank.number} has not run for {seconds:.1f} s"))
+            elif rank.behind_ticks > self._most_ticks:
+                self._judge(
+                    NodeLost(f"rank {rank.number} has not taken step {rank.asked} for {seconds:.1f} s")
+                )
+
+    def _judge(self, verdict: TandemError) -> None:
+        """The first one counts."""
+        with self._changed:
+            if self._verdict is not None or self._stopping:
+                return
+            self._verdict = verdict
+            self._changed.notify_all()
+        logger.error("the ranks of %s end together: %s", self._name, verdict)
+
+    def _end(self, kept: int) -> None:
+        """With a verdict at once, else by themselves."""
+        os.close(kept)
+        for rank in self._ranks:
+            if self._verdict is not None:
+                rank.process.kill()
+            rank.control.close()
+        if self._verdict is not None and self._group is not None:
+            self._group.abort()
+        deadline = time.monotonic() + _END_S
+        for rank in self._ranks:
+            try:
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                rank.process.kill()
+                rank.process.wait()
+            os.close(rank.exit)
+        os.close(self._memory_fd)
+        if self._verdict is not None:
+            self._lost(str(self._verdict))
+
+
+def _ended(rank: _Rank) -> str:
+    code = rank.process.poll()
+    if code is None:
+        return f"rank {rank.number} has ended"
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"rank {rank.number} has ended ({how})"
+
+
+def device_of_rank(device: str, rank: int) -> str:
+    """Rank 0 has the node's device, the others those that follow it."""
+    if device == "cpu":
+        return device
+    from tandem.engine.model.checkpoint import choose_device
+
+    chosen = choose_device(device)
+    return f"cuda:{(chosen.index or 0) + rank}" if chosen.type == "cuda" else "cpu"
+
+
+def _check_devices(device: str, size: int) -> None:
+    import torch
+
+    last = device_of_rank(device, size - 1)
+    if last != "cpu" and torch.device(last).index >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"pools.<pool>.tensor_parallel is {size}, and of {torch.cuda.device_count()} CUDA devices here {size} do not follow one "
+            f"another from {device_of_rank(device, 0)} on: give each node so many, on a Ray cluster with resources: {{GPU: {size}}}"
+        )

@@ -1,0 +1,68 @@
+"""All ranks of a node in this process, a thread each, with gloo between them: what they compute is what processes compute."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.wide.forward import follow
+from tandem.engine.model.wide.shard import Shard
+from tandem.node.ranks.group import GroupCollectives
+
+CPU = torch.device("cpu")
+Load = Callable[[Shard | None], TorchRunner]
+
+
+class _Queues:
+    def __init__(self, others: int) -> None:
+        self.queues: list[queue.SimpleQueue[list[np.ndarray] | None]] = [
+            queue.SimpleQueue() for _ in range(others)
+        ]
+
+    def send(self, arrays: Sequence[np.ndarray]) -> None:
+        for one in self.queues:
+            one.put([array.copy() for array in arrays])
+
+    def cause_of(self, error: Exception) -> Exception:
+        return error
+
+
+@contextlib.contextmanager
+def ranks_here(width: int, load: Load) -> Iterator[TorchRunner]:
+    """Rank 0's runner; the others follow until the end. A width of 1 is a model that is whole."""
+    if width == 1:
+        yield load(None)
+        return
+    lead = _Queues(width - 1)
+    problems: list[Exception] = []
+    with tempfile.TemporaryDirectory() as folder:
+
+        def shard(rank: int) -> Shard:
+            group = GroupCollectives(rank, width, f"{folder}/meeting", CPU)
+            return Shard(rank, width, group, lead if rank == 0 else None)
+
+        def other(rank: int) -> None:
+            try:
+                mine = shard(rank)
+                follow(load(mine).forward, lead.queues[rank - 1].get, mine, CPU)
+            except Exception as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=other, args=(rank,), daemon=True) for rank in range(1, width)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield load(shard(0))
+        finally:
+            for one in lead.queues:
+                one.put(None)
+            for thread in threads:
+                thread.join(60)
+    assert not problems

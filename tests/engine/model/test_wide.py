@@ -1,0 +1,166 @@
+"""A model that several ranks share says what the whole one says, however the work is cut up, shared or lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.wide.shard import Shard
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.sampling import SamplingParams
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from tests.engine.model.ranks_here import ranks_here
+
+NUM_TOKENS = 8
+# A tied head, norms of each head, windows, soft-capping, a scaled embedding, experts, and matrices whose outputs all ranks get.
+WIDE = [
+    (name, width) for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral") for width in (2, 4)
+]
+WIDE += [("qwen3-moe", 2), ("phi3", 2), ("llama4", 2)]
+
+
+def load(path: Path, shard: Shard | None, num_speculative_tokens: int = 0) -> TorchRunner:
+    return load_runner(
+        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
+        CacheConfig(block_size=4, memory_bytes=4 << 20),
+        SchedulerConfig(max_num_seqs=4, num_speculative_tokens=num_speculative_tokens),
+        native=False,
+        shard=shard,
+    )
+
+
+@dataclasses.dataclass
+class WideCase:
+    runner: TorchRunner
+    width: int
+    kv_heads: int
+    gathers: bool
+    prompts: list[list[int]]
+    answers: list[tiny.Answer]
+
+
+@pytest.fixture(scope="module")
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Path, list[list[int]], list[tiny.Answer]]]:
+    return {}
+
+
+@pytest.fixture(
+    scope="module",
+    params=WIDE,
+    ids=lambda param: f"{param[0]}-on-{param[1]}",
+)
+def wide(
+    request: pytest.FixtureRequest,
+    saved: dict[str, tuple[Path, list[list[int]], list[tiny.Answer]]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[WideCase]:
+    name, width = request.param
+    if name not in saved:
+        path = tiny.save(name, tmp_path_factory.mktemp("wide"))
+        rng = random.Random(name)
+        prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in (1, 23, 37)]
+        prompts.append(prompts[2][:30] + prompts[1][:6])
+        saved[name] = path, prompts, tiny.reference(path, prompts, NUM_TOKENS)
+    path, prompts, answers = saved[name]
+    config = transformers.AutoConfig.from_pretrained(path)
+    with ranks_here(width, functools.partial(load, path)) as runner:
+        yield WideCase(runner, width, config.num_key_value_heads, name == "phi3", prompts, answers)
+
+
+def test_mixed_batches_in_chunks_on_ranks(wide: WideCase) -> None:
+    driver = Driver(wide.runner)
+    for index, prompt in enumerate(wide.prompts):
+        driver.add(f"r{index}", prompt, SamplingParams(temperature=0.0, logprobs=0))
+    outputs = driver.generate(NUM_TOKENS, max_chunk=11)
+    assert list(outputs.values()) == [answer.tokens for answer in wide.answers]
+    for index, answer in enumerate(wide.answers):
+        reported = [entry.logprob for entry in driver.requests[f"r{index}"].logprobs]
+        assert reported[:NUM_TOKENS] == pytest.approx(answer.logprobs, abs=2e-4)
+    wide.runner.forget_requests()
+
+
+def test_a_rank_keeps_its_own_heads(wide: WideCase) -> None:
+    kept = wide.kv_heads if wide.gathers else max(1, wide.kv_heads // wide.width)
+    assert wide.runner.kv_cache.shape[3] == kept
+
+
+def test_prefix_hits_and_preemption_on_ranks(wide: WideCase) -> None:
+    driver = Driver(wide.runner, 3)
+    driver.add("first", wide.prompts[2])
+    driver.step({"first": 28})
+    driver.add("second", wide.prompts[3], prefix_of="first", shared_tokens=28)
+    driver.step({"second": 2})
+    driver.preempt("second")
+    outputs = driver.generate(NUM_TOKENS)
+    assert outputs == {"first": wide.answers[2].tokens, "second": wide.answers[3].tokens}
+    wide.runner.forget_requests()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save("llama", tmp_path_factory.mktemp("small"))
+
+
+def test_a_seeded_sample_is_the_same_at_every_width(small: Path) -> None:
+    said = []
+    for width in (1, 2, 4):
+        with ranks_here(width, functools.partial(load, small)) as runner:
+            driver = Driver(runner)
+            driver.add("r", [5, 9, 11], SamplingParams(temperature=0.9, top_p=0.95, seed=7))
+            said.append(driver.generate(20)["r"])
+    assert said[0] == said[1] == said[2]
+
+
+def test_drafts_change_no_token_on_ranks(small: Path) -> None:
+    prompt = [5, 9, 11, 5, 9]
+    (answer,) = tiny.reference(small, [prompt], NUM_TOKENS)
+    with ranks_here(2, functools.partial(load, small, num_speculative_tokens=3)) as runner:
+        driver = Driver(runner)
+        driver.add("r", prompt)
+        driver.step({"r": len(prompt)})
+        driver.drafts["r"] = answer.tokens[1:3]
+        assert driver.generate(NUM_TOKENS)["r"] == answer.tokens
+        assert driver.num_accepted >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "why"),
+    [
+        ("gpt2", 2, "transformers has no plan that cuts a model of type gpt2"),
+        ("gpt-oss", 2, "transformers has no plan that cuts"),
+        (
+            "llama-untied-odd-heads",
+            2,
+            "6 heads of queries and 3 of keys and values cannot be shared equally.* 1, 3, 6",
+        ),
+        ("deepseek-v3", 2, "keeps latents"),
+        ("qwen3.5", 2, "cannot be served on .* ranks"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(name: str, width: int, why: str, tmp_path: Path) -> None:
+    path = tiny.save(name, tmp_path)
+    with pytest.raises(ConfigurationError, match=why):  # noqa: SIM117
+        with ranks_here(width, functools.partial(_load_or_none, path)):
+            pass
+
+
+def _load_or_none(path: Path, shard: Shard | None) -> TorchRunner:
+    """The other ranks find out the same; here rank 0's word is enough."""
+    assert shard is not None
+    if shard.rank == 0:
+        return load(path, shard)
+    with pytest.raises(ConfigurationError):
+        load(path, shard)
+    raise SystemExit

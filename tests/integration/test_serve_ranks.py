@@ -1,0 +1,79 @@
+"""`tandem serve` with a node of several ranks: its answers are a narrow node's, and a rank that is killed or stopped ends the node
+as one, which is replaced whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.integration.cluster_lab import END_S, START_S
+
+# SmolLM2-135M has nine heads of queries and three of keys and values.
+SETTINGS = """
+pools: {aggregated: {nodes: 1, tensor_parallel: 3}}
+model: {dtype: float32}
+cache: {memory_bytes: 96MiB}
+scheduler: {max_model_len: 1024}
+"""
+RANK = "tandem.node.ranks.process"
+PROMPT = "The largest planet of the solar system is"
+
+
+def answer_of(http: httpx.Client, model: str) -> str:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def incarnation_of_node(http: httpx.Client) -> str:
+    nodes = http.get("/cluster").raise_for_status().json()["nodes"]
+    return next((node["incarnation"] for node in nodes if node["state"] == "ready"), "")
+
+
+def until_true(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + START_S
+    while not holds():
+        assert time.monotonic() < deadline, f"still not: {what}"
+        time.sleep(0.1)
+
+
+def test_a_lost_rank_ends_its_node_as_one(serve: Any, tmp_path: Path) -> None:
+    settings = tmp_path / "tandem.yaml"
+    settings.write_text(SETTINGS)
+    command = serve("--config", str(settings), "--kv-memory", "96MiB")
+
+    def ranks() -> set[int]:
+        return {pid for pid, line in command.processes().items() if RANK in line}
+
+    http = httpx.Client(
+        base_url=command.until(r"^API: +(http://\S+)/v1$", START_S)[1], timeout=120, trust_env=False
+    )
+    model = http.get("/v1/models").json()["data"][0]["id"]
+    first = answer_of(http, model)
+    assert "Jupiter" in first
+
+    for kill in (signal.SIGKILL, signal.SIGSTOP):
+        before, old = incarnation_of_node(http), ranks()
+        assert len(old) == 2
+        os.kill(min(old), kill)
+        until_true(lambda: incarnation_of_node(http) not in ("", before), "the node was replaced")  # noqa: B023
+        assert answer_of(http, model) == first
+        until_true(lambda: not ranks() & old, "no rank of the node before is left")  # noqa: B023
+
+    old = ranks()
+    os.kill(command.pid_of("ray::DecodeActor"), signal.SIGKILL)
+    until_true(lambda: len(ranks()) == 2 and not ranks() & old, "the ranks ended with their node")
+    until_true(lambda: incarnation_of_node(http) != "", "the node is back")
+    assert answer_of(http, model) == first
+
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(END_S) == 0
+    command.nothing_left()
