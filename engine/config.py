@@ -277,8 +277,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = Reserve.PROMPT
     num_speculative_tokens: Annotated[
-        NotNegative, about("tokens that are guessed from what was said before, and checked together")
+        NotNegative, about("most tokens that are guessed from what was said before, and checked together")
     ] = 0
+    max_draft_loss: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        about(
+            "share of decoding's time that guesses may cost more than they save: where they do not pay they stop "
+            "([scheduler](scheduler.md#guesses)); 1: they are always made"
+        ),
+    ] = 0.02
     max_loras: Annotated[
         NotNegative,
         about(
@@ -290,7 +297,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         AsyncScheduling,
         about(
             "`auto`, `always`, `never`: whether a step is planned while the one before it runs; "
-            "`auto` is on GPUs, without drafts"
+            "`auto` is on GPUs. A step after which tokens are guessed is not"
         ),
     ] = AsyncScheduling.AUTO
     trace_folder: Annotated[
@@ -311,11 +318,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigurationError(
                 f"scheduler.trace_folder must begin with /, for nodes have folders of their own: not {self.trace_folder!r}"
             )
-        if self.async_scheduling is AsyncScheduling.ALWAYS and self.num_speculative_tokens:
-            raise ConfigurationError(
-                "scheduler.async_scheduling cannot be always with scheduler.num_speculative_tokens above 0: "
-                "what is drafted follows from the last token"
-            )
 
     @property
     def pins_for_s(self) -> float:
@@ -324,7 +326,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def plans_ahead(self, device: str) -> bool:
         if self.async_scheduling is AsyncScheduling.AUTO:
-            return device.startswith("cuda") and not self.num_speculative_tokens
+            return device.startswith("cuda")
         return self.async_scheduling is AsyncScheduling.ALWAYS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import time
 from collections.abc import Sequence
@@ -60,6 +61,17 @@ def _reads_history(sampling: SamplingParams) -> bool:
     )
 
 
+@dataclasses.dataclass(slots=True)
+class DraftRecord:
+    """What became of one request's drafts, the newest counting most."""
+
+    right: float = 0.0
+    wrong: float = 0.0  # drafts of which a token was wrong: those after it say nothing
+    skip: int = 0  # steps without a trial, after the last one failed
+    wait: int = 0  # steps until something is guessed again
+    in_vain: int = 0  # searches in a row that found nothing
+
+
 class Request:
     """Identity and inputs never change; tokens only grow; the counters are the scheduler's.
 
@@ -76,6 +88,7 @@ class Request:
         "block_hasher",
         "cache_peers",
         "cache_salt",
+        "drafting",
         "eos_token_ids",
         "images",
         "is_last_step",
@@ -149,6 +162,7 @@ class Request:
         # Output tokens that the request brought from another node. They are computed as part of a prompt.
         self.num_initial_output_tokens = len(output_token_ids)
         self.spec_token_ids: list[int] = []  # drafts, to be verified in the next step
+        self.drafting: DraftRecord | None = None  # what became of its drafts so far
 
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0  # tokens of the open step, which is still under way

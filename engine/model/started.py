@@ -54,6 +54,7 @@ class StepOnDevice:
     )  # requests that were computed in vain
     # Where the step ends on the device, if reading its tokens does not wait for that: it has none to read.
     end: DeviceMark | None = None
+    draft_limits: dict[str, int] | None = None  # see SchedulerOutput
 
     def finish(self) -> ModelOutput:
         return self.read(self)

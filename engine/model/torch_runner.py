@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -81,8 +82,8 @@ class TorchRunner:
         self._adapters = adapters
         self._loras: dict[int, str] = {}  # by row: the identities of requests' adapters
         self._images = ImageRows(tower, self._device)
-        masks = GrammarMasks(grammars) if grammars is not None else None
-        self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
+        self._masks = GrammarMasks(grammars) if grammars is not None else None
+        self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, self._masks)
         self._pooler = Pooler()
         self._preempted: dict[str, _Preempted] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -121,7 +122,7 @@ class TorchRunner:
             self._update(step)
             if step.encoder_inputs or step.forgotten_media:
                 self._images.update(step)
-            started = StepOnDevice(self._finish)
+            started = StepOnDevice(self._finish, draft_limits=step.draft_limits)
             if not step.num_scheduled_tokens:
                 return started
             if step.new_block_ids_to_zero:
@@ -306,11 +307,13 @@ class TorchRunner:
         self._read_prompts(started.pieces, output)
         self._read_vectors(started.vectors, output)
         if started.sampled is not None:
-            self._read_sampled(started.sampled, output)
+            self._read_sampled(started.sampled, started.draft_limits, output)
         output.errors |= started.errors
         return output
 
-    def _read_sampled(self, sampled: SampledTokens, output: ModelOutput) -> None:
+    def _read_sampled(
+        self, sampled: SampledTokens, limits: dict[str, int] | None, output: ModelOutput
+    ) -> None:
         tokens: list[int] = sampled.tokens.read().tolist()
         # A request that left since, and came back or not, is told its tokens when it comes back.
         here = self._requests.tenancies[sampled.rows] == sampled.tenancies
@@ -336,10 +339,11 @@ class TorchRunner:
                 output.logprobs[req_id] = computed.read()[: len(of_request)]
             self._requests.append_tokens(row, of_request)
             output.sampled_token_ids[req_id] = of_request
-            if self._num_drafts:
-                drafts = self._propose(row)
-                if drafts:
+            if num_drafts := limits.get(req_id, 0) if limits is not None else self._num_drafts:
+                began = time.perf_counter()
+                if drafts := self._propose(row, num_drafts):
                     output.draft_token_ids[req_id] = drafts
+                output.drafting_s += time.perf_counter() - began
 
     def _read_vectors(self, vectors: list[PooledVector], output: ModelOutput) -> None:
         for one in vectors:
@@ -366,10 +370,14 @@ class TorchRunner:
                 return index
         return len(drafts)
 
-    def _propose(self, row: int) -> list[int]:
+    def _propose(self, row: int, most: int) -> list[int]:
         known = int(self._requests.num_tokens[row])
-        room = min(self._num_drafts, self._info.max_model_len - known - 1)
-        return propose(self._requests.tokens[row, :known], room) if room > 0 else []
+        room = min(most, self._info.max_model_len - known - 1)
+        drafts = propose(self._requests.tokens[row, :known], room) if room > 0 else []
+        if drafts and self._masks is not None and self._table.constrained[row]:
+            # What the grammar refuses would be checked for nothing.
+            return drafts[: self._masks.num_allowed(row, drafts, self._requests, self._table)]
+        return drafts
 
     def _pieces_of_prompts(
         self, unreported: set[int], batch: Batch, scheduled: ScheduledTokens, logits: torch.Tensor

@@ -9,6 +9,7 @@ running         first half of a step: those that run
 admission       second half: those in line
 step            the plan of one step, its prompt budget, and planning it while the last one runs
 unchanged       many steps at once that all do the same, for a simulation
+drafting        how many tokens are guessed for which request, so that it pays
 output          what the runner is told and what it answers
 results         the model's answer, booked; when a token is a request's last
 transfers       the connector's news, booked; invalid_blocks is its hardest case

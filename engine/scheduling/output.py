@@ -66,6 +66,8 @@ class SchedulerOutput:
     # Parts of images: those that are encoded before anything is computed, and those whose rows are forgotten before that.
     encoder_inputs: list[EncoderInput] = dataclasses.field(default_factory=list)
     forgotten_media: list[str] = dataclasses.field(default_factory=list)
+    # How many tokens may be guessed after this step; who is not named: none. None: as many as the runner can.
+    draft_limits: dict[str, int] | None = None
     num_prompt_tokens: int = 0  # of all, for requests that are more than one token behind
     # A connector writes to blocks of this plan as soon as it gets it: to those of a request that waits for its load.
     begins_loads: bool = False
@@ -108,6 +110,7 @@ class ModelOutput:
     draft_token_ids: dict[str, list[int]] = dataclasses.field(
         default_factory=dict
     )  # proposals for the next step
+    drafting_s: float = 0.0  # that looking for them took
     # For requests with `pooling` whose tokens are all computed: float32, the lowest byte first.
     vectors: dict[str, bytes] = dataclasses.field(default_factory=dict)
     # Those that can have no next token, or no vector, and why.

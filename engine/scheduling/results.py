@@ -85,6 +85,8 @@ class ModelResults:
                 updates.append(
                     TokenChunk(request_id, request.num_output_tokens, [], prompt_logprobs=of_prompt)
                 )
+        if state.judge is not None and step.draft_limits:
+            state.judge.searched(step.draft_limits, output.draft_token_ids, requests, output.drafting_s)
         for request_id, proposal in output.draft_token_ids.items():
             request = requests.get(request_id)
             if request is not None and request.status is _RUNNING:
@@ -104,6 +106,8 @@ class ModelResults:
             request.num_output_placeholders -= num_rejected
         if num_drafts:
             self._state.totals.drafts_settled(num_drafts, num_accepted)
+            if self._state.judge is not None:
+                self._state.judge.settled(request, num_drafts, num_accepted)
 
     def _fail(self, request: Request, error: TandemError) -> TokenChunk:
         state = self._state

@@ -22,6 +22,7 @@ from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase
 from tandem.engine.scheduling.audit import check_integrity
+from tandem.engine.scheduling.drafting import DraftJudge
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
 from tandem.engine.scheduling.pins import Pins
@@ -106,6 +107,9 @@ class Scheduler:
             waiting=WaitingRequests(policy),
             pins=pins,
             encoded=EncoderCache(cache.encoder_tokens, config.max_encoder_tokens) if reads_images else None,
+            judge=DraftJudge(config.num_speculative_tokens, config.max_draft_loss)
+            if config.num_speculative_tokens
+            else None,
         )
         self._trace = trace  # None: nothing is noted
         if trace is not None:
@@ -117,6 +121,7 @@ class Scheduler:
         self._results = ModelResults(self._state, self._lifecycle)
         self._pace = Pace(config.step_target_ms)
         self._tower_pace = Pace(config.step_target_ms)  # in tokens of images
+        self._judge = self._state.judge
         # For the makers of requests, so that prompts are hashed outside the step.
         self.block_hasher: BlockHasher | None = None
         if caching:
@@ -184,6 +189,10 @@ class Scheduler:
         if state.connector is not None:
             output.connector_metadata = state.connector.build_connector_meta(output)
         self._advance(step)
+        if self._judge is not None:
+            output.draft_limits = self._judge.limits(
+                output, map(state.requests.__getitem__, step.num_scheduled)
+            )
         state.totals.steps += 1
         if output.total_num_scheduled_tokens:
             state.totals.step_of(output.total_num_scheduled_tokens)
@@ -308,6 +317,8 @@ class Scheduler:
             self._pace.took(step.num_prompt_tokens, seconds)
             if self._state.connector is not None:
                 self._state.connector.step_took(step.num_prompt_tokens, seconds)
+        if self._judge is not None:
+            self._judge.took(step, seconds)
 
     def update_from_output(
         self,

@@ -10,6 +10,7 @@ from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.drafting import DraftJudge
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.pins import Pins
 from tandem.engine.scheduling.queue import QueuePolicy
@@ -43,6 +44,7 @@ class SchedulerState:
     held: dict[str, Request] = dataclasses.field(default_factory=dict)
     pins: Pins | None = None  # None: the policy makes none
     encoded: EncoderCache | None = None  # None: the model reads no images
+    judge: DraftJudge | None = None  # None: nothing is guessed
     pause: PauseState = PauseState.UNPAUSED
     totals: Totals = dataclasses.field(default_factory=Totals)
     answers: AnswerLengths = dataclasses.field(default_factory=AnswerLengths)

@@ -82,6 +82,10 @@ def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
     """See Scheduler.leave_open."""
     if step.ran_short or step.reads_loads or step.spec_token_ids or not step.num_scheduled_tokens:
         return False
+    if step.draft_limits:
+        return False  # what is guessed follows from its tokens
+    if state.judge is not None and any(request.spec_token_ids for request in state.running):
+        return False  # the next step may check drafts that this one had no room for
     sampled: list[Request] = []
     for request_id in step.num_scheduled_tokens:
         if request_id in step.void_req_ids:

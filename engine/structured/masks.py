@@ -9,7 +9,7 @@ import torch
 from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.staging import to_device
 from tandem.engine.model.states import RequestRows
-from tandem.engine.structured.grammars import BitMask, Grammars
+from tandem.engine.structured.grammars import BitMask, GrammarPosition, Grammars
 from tandem.wire.errors import InternalError, TandemError
 
 _BANNED = float("-inf")
@@ -71,12 +71,34 @@ class GrammarMasks:
             masked = torch.where(nothing_left, unedited, masked)
         scores[chosen] = masked
 
-    def _mask(self, row: int, position: int, requests: RequestRows, table: SamplingTable) -> BitMask | None:
-        """None: a draft before this position is no continuation of the grammar."""
-        grammar = table.params[row].grammar
+    def num_allowed(self, row: int, drafts: list[int], requests: RequestRows, table: SamplingTable) -> int:
+        """How many of these tokens may follow what the row has, by its grammar."""
+        answered = int(requests.num_tokens[row]) - int(requests.num_prompt_tokens[row])
+        try:
+            found = self._position(row, table)
+            if found.num_tokens > found.num_certain:
+                found.go_back(found.num_certain)
+            if found.num_tokens < answered:
+                start = int(requests.num_prompt_tokens[row]) + found.num_tokens
+                found.follow(requests.tokens[row, start : start + answered - found.num_tokens].tolist())
+            if found.num_tokens != answered:
+                return 0  # it has ended, or cannot go on: the next step says so
+            found.num_certain = answered
+            allowed = found.follow(drafts)
+            found.go_back(answered)
+        except TandemError:
+            return 0
+        return allowed
+
+    def _position(self, row: int, table: SamplingTable) -> GrammarPosition:
         found = table.grammars.get(row)
         if found is None:
-            found = table.grammars[row] = self._grammars.begin(grammar or "")
+            found = table.grammars[row] = self._grammars.begin(table.params[row].grammar or "")
+        return found
+
+    def _mask(self, row: int, position: int, requests: RequestRows, table: SamplingTable) -> BitMask | None:
+        """None: a draft before this position is no continuation of the grammar."""
+        found = self._position(row, table)
         first, known = int(requests.num_prompt_tokens[row]), int(requests.num_tokens[row])
         wanted = position - first
         if position <= known and found.num_tokens > found.num_certain:

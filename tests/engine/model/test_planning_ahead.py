@@ -23,7 +23,6 @@ from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tests.engine.model import tiny
 from tests.engine.model.recording import LOOKS
@@ -96,8 +95,10 @@ class CountingRunner:
         return self._runner.start(step, hooks)
 
 
-def live(runner: TorchRunner, arrivals: list[Arrival], *, ahead: bool) -> tuple[dict[str, Told], Engine]:
-    config = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24, max_model_len=64)
+def live(
+    runner: TorchRunner, arrivals: list[Arrival], *, ahead: bool, **settings: Any
+) -> tuple[dict[str, Told], Engine]:
+    config = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24, max_model_len=64, **settings)
     cache = CacheConfig(block_size=BLOCK, hash_seed="tests")
     num_blocks = 32 * len(runner.info.groups)
     scheduler = Scheduler(config, cache, runner.info.groups, num_blocks, 64, frozenset({2}))
@@ -310,7 +311,7 @@ def test_a_step_under_way_is_finished_before_the_engine_ends(llama: TorchRunner)
     ("setting", "device", "drafts", "expected"),
     [
         ("auto", "cuda:1", 0, True),
-        ("auto", "cuda", 2, False),
+        ("auto", "cuda", 2, True),
         ("auto", "cpu", 0, False),
         ("always", "cpu", 0, True),
         ("never", "cuda", 0, False),
@@ -321,6 +322,28 @@ def test_when_steps_are_planned_ahead(setting: str, device: str, drafts: int, ex
     assert config.plans_ahead(device) is expected
 
 
-def test_drafts_and_planning_ahead_exclude_each_other() -> None:
-    with pytest.raises(ConfigurationError, match="async_scheduling"):
-        SchedulerConfig(async_scheduling=AsyncScheduling.ALWAYS, num_speculative_tokens=1)
+@pytest.mark.parametrize("loss", [0.02, 1.0], ids=["as they pay", "always"])
+def test_guessing_changes_no_token(llama: TorchRunner, loss: float) -> None:
+    arrivals = draw_life(5, PLAIN, 14, aborts=0.2)
+    plain, _ = live(llama, arrivals, ahead=False)
+    for ahead in (False, True):
+        told, engine = live(llama, arrivals, ahead=ahead, num_speculative_tokens=3, max_draft_loss=loss)
+        for name, one in told.items():
+            expected = plain[name]
+            common = min(len(one.tokens), len(expected.tokens))  # where it was aborted is a matter of steps
+            assert one.tokens[:common] == expected.tokens[:common]
+            if one.finish is not None and expected.finish is not None:
+                assert (one.tokens, one.finish, one.stop_token) == (
+                    expected.tokens,
+                    expected.finish,
+                    expected.stop_token,
+                )
+        assert engine.scheduler.stats().speculative_drafted > 0
+
+
+def test_steps_in_which_nothing_is_guessed_are_planned_ahead(llama: TorchRunner) -> None:
+    arrivals = [Arrival(0, [5, 6, 7], SamplingParams(seed=3, temperature=2.0, max_tokens=50), None)]
+    plain, _ = live(llama, arrivals, ahead=False)
+    told, engine = live(llama, arrivals, ahead=True, num_speculative_tokens=3)
+    assert told == plain
+    assert engine.runner.num_ahead > 5  # type: ignore[attr-defined]

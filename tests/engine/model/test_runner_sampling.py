@@ -132,6 +132,27 @@ def test_drafts_are_proposed_from_repeating_text(path: Path) -> None:
     assert driver.drafts == {"r": [6, 7, 8]}
 
 
+def test_what_the_grammar_refuses_is_not_drafted(path: Path) -> None:
+    runner = load(path, drafts=3)
+    driver = Driver(runner)
+    driver.add("r", [5, 6, 7, 8] * 6, SamplingParams(temperature=0.0, logit_bias={5: 1000.0}))
+    asked: list[list[int]] = []
+
+    class TwoTokens:
+        """A grammar's masks as the proposer asks them."""
+
+        def num_allowed(self, row: int, drafts: list[int], *_: object) -> int:
+            asked.append(drafts)
+            return 2
+
+    runner._masks = TwoTokens()  # type: ignore[assignment]
+    driver.step({"r": 24})
+    assert driver.drafts == {"r": [6, 7, 8]}, "a request without a grammar"
+    runner._table.constrained[runner._requests.row("r")] = True
+    assert runner._propose(runner._requests.row("r"), 3) == [6, 7]
+    assert asked == [[6, 7, 8]]
+
+
 def test_logprobs_are_the_models_own(path: Path, runner: TorchRunner) -> None:
     """They are of the distribution before temperature, bias and penalties, with the chosen token's rank in it."""
     driver = Driver(runner)

@@ -151,6 +151,24 @@ def test_tokens_that_do_not_follow_the_grammar_fail_the_request() -> None:
     assert "does not follow" in str(model.failure)
 
 
+@pytest.mark.parametrize(
+    ("answered", "drafts", "allowed"),
+    [("", "yes", 3), ("", "yeah", 2), ("ye", "s", 1), ("ye", "no", 0), ("", "no", 0), ("maybe", "y", 0)],
+)
+def test_only_drafts_that_may_follow_are_made_and_asking_changes_nothing(
+    answered: str, drafts: str, allowed: int
+) -> None:
+    model = Model(SamplingParams(temperature=0, grammar='start: "yes"'))
+    tokens = [token for letter in answered for token in encode(letter)]
+    model.requests.append_tokens(model.row, tokens)
+    masks = model.sampler._masks
+    guessed = [token for letter in drafts for token in encode(letter)]
+    for _ in range(2):
+        assert masks.num_allowed(model.row, guessed, model.requests, model.table) == allowed
+    if answered != "maybe":
+        assert model.finish() == "yes"
+
+
 def test_padding_of_the_vocabulary_is_never_chosen() -> None:
     mask = grammars().empty_masks(1)[0]
     grammars().begin("start: /(.|\\n)*/").fill(mask)

@@ -1,0 +1,164 @@
+"""How many tokens are guessed for which request, so that guessing pays.
+
+A draft costs what its tokens add to the step that checks them, and the time to find it; it saves a row of a step for each token that was right.
+Both are measured here: a step's time as a line over its tokens, and how often drafts are right, for each request and for all. A request gets
+drafts as long as the next token of one is likelier right than it costs of a row. Others get trials of one token, ever more seldom, for a text may
+begin to repeat itself.
+
+All of it is paid from one account: what was saved, and an allowance, a share of what decoding takes. When it is empty, nothing is guessed. So
+drafts never cost more than the allowance, whatever the texts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+
+from tandem.engine.request import DraftRecord, Request
+from tandem.engine.scheduling.output import SchedulerOutput
+
+ALWAYS = 1.0  # of the allowance: everything may be lost, so nothing is judged
+_FADES, _FADES_FOR_ALL = 0.9, 0.99  # how much of what was seen still counts after one more
+_PRIOR = 2.0  # guesses: how much what all requests show counts for one
+_FIRST_SKIP, _LONGEST_SKIP = 4, 256  # steps between two trials
+_LONGEST_PAUSE = 16  # steps between two searches that find nothing
+_AT_FIRST, _MOST_SAVED = 8.0, 32.0  # steps: what the account begins with, and what it keeps at most
+_ASSUMED_COST = 0.5  # of a guess, of a row, until steps of different sizes were seen
+_LEAST_SPREAD = 0.05  # of steps' sizes, before their times tell what a token costs
+
+
+class _StepTimes:
+    """Seconds of a decoding step as a line over the tokens that it computes."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        for name, value in (
+            ("_weight", 1.0),
+            ("_x", num_tokens),
+            ("_y", seconds),
+            ("_xx", num_tokens * num_tokens),
+            ("_xy", num_tokens * seconds),
+        ):
+            setattr(self, name, getattr(self, name) * _FADES_FOR_ALL + value)
+
+    def per_token(self) -> float:
+        """What one more token costs; never less than nothing, nor more than an average one."""
+        if not self._weight:
+            return 0.0
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        average = mean_y / mean_x
+        spread = self._xx / self._weight - mean_x * mean_x
+        if spread < _LEAST_SPREAD:
+            return _ASSUMED_COST * average
+        slope = (self._xy / self._weight - mean_x * mean_y) / spread
+        return min(max(slope, 0.0), average)
+
+    def step(self, num_tokens: int) -> float:
+        if not self._weight:
+            return 0.0
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        return max(mean_y + self.per_token() * (num_tokens - mean_x), 0.0)
+
+
+class DraftJudge:
+    """Used by the step thread alone."""
+
+    def __init__(self, most: int, loss: float) -> None:
+        """`most`: tokens of a draft. `loss`: the share of decoding that drafts may cost more than they save."""
+        self._most = most
+        self._loss = loss
+        self._times = _StepTimes()
+        self._all = DraftRecord()
+        self._began = False
+        self._saved = 0.0  # seconds: what is left to spend
+        self._row = 0.0  # seconds: a row of the last decoding step, without drafts
+        self._cost = _ASSUMED_COST  # of a guess, of a row
+
+    def limits(self, step: SchedulerOutput, requests: Iterable[Request]) -> dict[str, int]:
+        """How many tokens may be guessed after this step, of those `requests` that get a token in it; the others: none."""
+        if self._loss < ALWAYS and self._began and self._saved <= 0:
+            return {}
+        limits = {}
+        for request in requests:
+            room = request.length_limit - request.num_tokens - 1
+            if room > 0 and request.pooling is None and request.num_computed_tokens >= request.num_tokens:
+                limit = min(self._limit(request), room)
+                if limit > 0:
+                    limits[request.request_id] = limit
+        return limits
+
+    def _limit(self, request: Request) -> int:
+        if self._loss >= ALWAYS:
+            return self._most
+        record = request.drafting
+        if record is None:
+            record = request.drafting = DraftRecord()
+        if record.wait > 0:
+            record.wait -= 1
+            return 0
+        return max(self._paying_length(self._chance(record)), 1)
+
+    def _chance(self, record: DraftRecord) -> float:
+        """That a guess is right, if those before it were."""
+        everyone = self._all
+        prior = (everyone.right + 1) / (everyone.right + everyone.wrong + 2)
+        return (record.right + _PRIOR * prior) / (record.right + record.wrong + _PRIOR)
+
+    def _paying_length(self, chance: float) -> int:
+        length, likely = 0, chance
+        while length < self._most and likely > self._cost:
+            length, likely = length + 1, likely * chance
+        return length
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        record = request.drafting
+        if record is None:
+            record = request.drafting = DraftRecord()
+        for seen, fades in ((record, _FADES), (self._all, _FADES_FOR_ALL)):
+            seen.right = seen.right * fades + num_accepted
+            seen.wrong = seen.wrong * fades + (num_accepted < num_drafts)
+        if num_accepted or self._paying_length(self._chance(record)):
+            record.skip = 0
+        else:
+            record.wait = record.skip = min(max(2 * record.skip, _FIRST_SKIP), _LONGEST_SKIP)
+        self._save(num_accepted * self._row)
+
+    def took(self, step: SchedulerOutput, seconds: float) -> None:
+        """Before the step's drafts are settled."""
+        if seconds <= 0 or not step.num_scheduled_tokens:
+            return
+        num_drafts = sum(map(len, step.spec_token_ids.values()))
+        if not step.num_prompt_tokens and not step.encoder_inputs:
+            num_tokens = step.total_num_scheduled_tokens
+            num_rows = num_tokens - num_drafts
+            self._times.add(num_tokens, seconds)
+            self._row = self._times.step(num_rows) / num_rows
+            self._cost = min(self._times.per_token() / self._row, 1.0) if self._row else _ASSUMED_COST
+            if not self._began:
+                self._began, self._saved = True, _AT_FIRST * seconds
+            self._save(self._loss * seconds)
+        self._saved -= num_drafts * self._cost * self._row
+
+    def searched(
+        self,
+        limits: Mapping[str, int],
+        found: Container[str],
+        requests: Mapping[str, Request],
+        seconds: float,
+    ) -> None:
+        """Looking for drafts took so long. Where one looks in vain again and again, one looks more seldom."""
+        self._saved -= seconds
+        for request_id in limits:
+            request = requests.get(request_id)
+            if request is None or (record := request.drafting) is None:
+                continue
+            if request_id in found:
+                record.in_vain = 0
+            else:
+                record.in_vain += 1
+                record.wait = max(record.wait, min(record.in_vain // 4, _LONGEST_PAUSE))
+
+    def _save(self, seconds: float) -> None:
+        most = _MOST_SAVED * self._times.step(1)
+        self._saved = min(self._saved + seconds, max(most, self._saved))

@@ -1,0 +1,168 @@
+"""Guessing stops where it does not pay, goes on where it does, and never costs more than its allowance."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engine.request import Request
+from tandem.engine.scheduling.drafting import DraftJudge
+from tandem.engine.scheduling.output import CachedRequestData, SchedulerOutput
+from tandem.wire.sampling import SamplingParams
+
+LOSS = 0.02
+
+
+@dataclasses.dataclass
+class Node:
+    """Steps take what a line says, and each request's next token is guessed right as often as it says."""
+
+    chances: dict[str, float]
+    fixed_s: float = 0.004
+    token_s: float = 0.002
+    search_s: float = 0.0
+    most: int = 4
+    loss: float = LOSS
+    seed: int = 0
+    seconds: float = 0.0  # all steps'
+    alone_s: float = 0.0  # the same tokens' without drafts, as far as a row's share of its step says
+    tokens: int = 0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.judge = DraftJudge(self.most, self.loss)
+        self.requests = {name: self.request(name) for name in self.chances}
+        self.drafts: dict[str, int] = {}
+        self.drafted = dict.fromkeys(self.chances, 0)
+
+    @staticmethod
+    def request(name: str) -> Request:
+        request = Request(name, [1], SamplingParams(max_tokens=1 << 30))
+        request.limit(1 << 30, frozenset())
+        request.num_computed_tokens = request.num_tokens
+        return request
+
+    def step(self) -> None:
+        rows = len(self.requests)
+        drafts = {name: [0] * count for name, count in self.drafts.items()}
+        scheduled = {name: 1 + len(drafts.get(name, ())) for name in self.requests}
+        total = sum(scheduled.values())
+        step = SchedulerOutput([], CachedRequestData(), scheduled, total, drafts, set(), set())
+        limits = self.judge.limits(step, self.requests.values())
+        taken = self.fixed_s + self.token_s * total
+        self.judge.took(step, taken)
+        row = (self.fixed_s + self.token_s * rows) / rows
+        accepted = 0
+        for name, count in self.drafts.items():
+            right = 0
+            while right < count and self.random.random() < self.chances[name]:
+                right += 1
+            self.judge.settled(self.requests[name], count, right)
+            self.drafted[name] += count
+            accepted += right
+        self.judge.searched(limits, limits, self.requests, self.search_s * len(limits))
+        self.seconds += taken + self.search_s * len(limits)
+        self.alone_s += row * (rows + accepted)
+        self.tokens += rows + accepted
+        self.steps += 1
+        self.drafts = dict(limits)
+
+    def run(self, steps: int) -> Node:
+        for _ in range(steps):
+            self.step()
+        return self
+
+    @property
+    def cost(self) -> float:
+        """Of the time that the same tokens take without drafts."""
+        return self.seconds / self.alone_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    chances=st.lists(st.sampled_from([0.0, 0.05, 0.3, 0.6, 0.95]), min_size=1, max_size=6),
+    token_s=st.sampled_from([0.0, 0.0001, 0.001, 0.01]),
+    search_s=st.sampled_from([0.0, 0.0001]),
+    most=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
+def test_drafts_never_cost_more_than_their_allowance(
+    chances: list[float], token_s: float, search_s: float, most: int, seed: int
+) -> None:
+    named = {str(place): chance for place, chance in enumerate(chances)}
+    node = Node(named, token_s=token_s, search_s=search_s, most=most, seed=seed).run(2000)
+    assert node.cost < 1 + LOSS + 60 / 2000  # what it begins with, and what savings it may spend again
+
+
+def test_where_they_are_never_right_they_cost_the_allowance_and_become_few() -> None:
+    node = Node({"a": 0.0, "b": 0.0}).run(300)
+    before = node.drafted["a"] + node.drafted["b"]
+    node.run(3000)
+    assert node.cost < 1.03
+    assert node.drafted["a"] + node.drafted["b"] - before < 0.03 * 2 * 3000
+
+
+@pytest.mark.parametrize("token_s", [0.0, 0.0005])
+def test_where_they_are_mostly_right_they_are_long(token_s: float) -> None:
+    node = Node({"a": 0.95}, token_s=token_s).run(1000)
+    assert node.tokens / node.steps > 3.5
+    assert node.cost < 0.45
+
+
+def test_where_a_token_costs_a_row_little_is_guessed() -> None:
+    node = Node({"a": 0.9}, fixed_s=0.0, token_s=0.01).run(200)
+    before = node.drafted["a"]
+    node.run(2000)
+    assert node.drafted["a"] - before < 600, "trials of one token, as far as the allowance goes"
+    assert node.cost < 1.03
+
+
+def test_a_request_that_repeats_itself_gets_drafts_beside_one_that_does_not() -> None:
+    node = Node({"code": 0.9, "chat": 0.0}, token_s=0.0005).run(2000)
+    assert node.drafted["code"] > 20 * node.drafted["chat"]
+    assert node.cost < 0.7
+
+
+def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
+    node = Node({"a": 0.0}, token_s=0.0005).run(2000)
+    node.chances["a"] = 0.95
+    node.run(400)
+    before, tokens = node.steps, node.tokens
+    node.run(200)
+    assert (node.tokens - tokens) / (node.steps - before) > 3
+
+
+def test_looking_for_drafts_that_are_never_found_becomes_seldom() -> None:
+    judge = DraftJudge(4, LOSS)
+    request = Node.request("a")
+    step = SchedulerOutput([], CachedRequestData(), {"a": 1}, 1, {}, set(), set())
+    asked = 0
+    for _ in range(1000):
+        limits = judge.limits(step, [request])
+        asked += bool(limits)
+        judge.took(step, 0.01)
+        judge.searched(limits, (), {"a": request}, 0.0)
+    assert asked < 130
+    judge.searched({"a": 1, "gone": 1}, ("a",), {"a": request}, 0.0)
+    request.drafting.wait = 0
+    assert [bool(judge.limits(step, [request])) for _ in range(3)] == [True] * 3
+
+
+def test_a_loss_of_one_judges_nothing() -> None:
+    node = Node({"a": 0.0}, loss=1.0).run(100)
+    assert node.drafted["a"] == 99 * 4
+
+
+def test_who_samples_nothing_or_ends_with_its_next_token_gets_none() -> None:
+    judge = DraftJudge(4, LOSS)
+    step = SchedulerOutput([], CachedRequestData(), {}, 0, {}, set(), set())
+    behind, last, two = (Node.request(name) for name in ("behind", "last", "two"))
+    behind.num_computed_tokens = 0
+    last.length_limit = last.num_tokens + 1
+    two.length_limit = two.num_tokens + 2
+    assert judge.limits(step, [behind, last, two]) == {"two": 1}
