@@ -7,6 +7,14 @@ import enum
 import msgspec
 
 
+class RepetitionDetection(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Ends an answer whose last tokens are one pattern, so many times in a row."""
+
+    max_pattern_size: int  # tokens
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Checked by the router against the API's limits; nodes trust the ranges but not the sender's sizes.
 
@@ -32,10 +40,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     prompt_logprobs: int | None = None
     # What the answer must follow, in llguidance's Lark dialect: a JSON schema is `start: %json {...}`.
     grammar: str | None = None
+    repetition_detection: RepetitionDetection | None = None
 
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"  # an end-of-sequence or stop token was sampled
+    STOP = "stop"  # an end-of-sequence or stop token was sampled, or what it says repeats itself
     LENGTH = "length"  # max_tokens or the context is used up
     HANDOFF = "handoff"  # the prefill node is done; the decode node goes on. Not the request's end
     ABORT = "abort"  # cancelled by its owner

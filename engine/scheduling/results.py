@@ -10,6 +10,7 @@ from tandem.engine.scheduling.step import leave_steps
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import InternalError, InvalidImage, InvalidLogits, TandemError
 from tandem.wire.requests import TokenChunk
+from tandem.wire.sampling import RepetitionDetection
 
 _RUNNING = RequestStatus.RUNNING
 
@@ -43,7 +44,11 @@ class ModelResults:
                 request.num_tokens += 1
                 if request.num_output_placeholders:
                     request.num_output_placeholders -= 1
-                if request.num_tokens >= request.length_limit or token in request.stop_token_ids:
+                if (
+                    request.num_tokens >= request.length_limit
+                    or token in request.stop_token_ids
+                    or request.sampling.repetition_detection is not None
+                ):
                     status = status_after(request, token)
                 if drafts and request_id in drafts:
                     self._settle_drafts(request, len(drafts[request_id]), 0)
@@ -141,11 +146,30 @@ def _append_until_end(request: Request, tokens: list[int]) -> tuple[list[int], R
 
 
 def status_after(request: Request, token: int) -> RequestStatus | None:
-    """How `token`, the newest of the request's tokens, ends it; None when it goes on. A stop token counts only
-    after `min_tokens`, and before the length: a request that ends on its last possible token with a stop has
-    stopped."""
+    """How `token`, the newest of the request's tokens, ends it; None when it goes on. A stop token and a repetition count
+    only after `min_tokens`, and a stop token before the length: a request that ends on its last possible token with a stop
+    has stopped."""
     if token in request.stop_token_ids and request.num_output_tokens >= request.sampling.min_tokens:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.length_limit:
         return RequestStatus.FINISHED_LENGTH_CAPPED
+    wanted = request.sampling.repetition_detection
+    if (
+        wanted is not None
+        and request.num_output_tokens >= request.sampling.min_tokens
+        and repeats(request.all_token_ids, request.num_output_tokens, wanted)
+    ):
+        return RequestStatus.FINISHED_REPETITION
     return None
+
+
+def repeats(tokens: list[int], num_output: int, wanted: RepetitionDetection) -> bool:
+    """Whether the last of `num_output` tokens at the end of `tokens` are one pattern, `min_count` times. It looks at tokens alone, so that another
+    node that goes on with them finds the same."""
+    newest, count = tokens[-1], wanted.min_count
+    for size in range(wanted.min_pattern_size, min(wanted.max_pattern_size, num_output // count) + 1):
+        if tokens[-1 - size] == newest:
+            span = size * (count - 1)
+            if tokens[-span:] == tokens[-span - size : -size]:
+                return True
+    return False

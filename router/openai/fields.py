@@ -45,6 +45,17 @@ TruncatePromptTokens = Annotated[
 ]
 
 
+PatternSize = Annotated[int, Meta(ge=1, le=512)]
+
+
+class RepetitionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ends an answer that says the same again and again: one pattern of so many tokens, at least so many times in a row."""
+
+    max_pattern_size: PatternSize
+    min_pattern_size: PatternSize = 1
+    min_count: Annotated[int, Meta(ge=2, le=1024)] = 2
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # accepted: there is no padding to leave out
@@ -74,6 +85,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool | None = None
     bad_words: BadWords | None = None
     ignore_eos: bool | None = None
+    repetition_detection: RepetitionFields | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | str | None = None  # the older names of what structured_outputs holds
     guided_regex: Text | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import TypeVar
 
-from tandem.router.openai.fields import SamplingFields
+from tandem.router.openai.fields import RepetitionFields, SamplingFields
 from tandem.router.openai.sampling_defaults import Defaults
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.sampling import SamplingParams
+from tandem.wire.sampling import RepetitionDetection, SamplingParams
 
 T = TypeVar("T")
 
@@ -61,7 +61,20 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        repetition_detection=_repetition(request.repetition_detection),
     )
+
+
+def _repetition(asked: RepetitionFields | None) -> RepetitionDetection | None:
+    if asked is None:
+        return None
+    if asked.min_pattern_size > asked.max_pattern_size:
+        raise InvalidRequest(
+            f"repetition_detection: min_pattern_size is {asked.min_pattern_size}, and max_pattern_size must not be less than that: it is "
+            f"{asked.max_pattern_size}",
+            "repetition_detection",
+        )
+    return RepetitionDetection(asked.max_pattern_size, asked.min_pattern_size, asked.min_count)
 
 
 def _first(asked: T | None, default: T) -> T:
