@@ -174,6 +174,7 @@ DERIVED: dict[tuple[str, ...], str] = {
     ("router", "model_name"): "set model.served_name instead",
     ("router", "log_level"): "set logs.level instead",
     ("router", "log_format"): "set logs.format instead",
+    ("router", "by_priority"): "set scheduler.policy instead",
     ("router", "slo_ttft_s"): "set slo.ttft_s instead",
     ("router", "slo_inter_token_s"): "set slo.inter_token_s instead",
 }

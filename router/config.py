@@ -326,6 +326,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The cluster's `slo`, as far as the router tells how often it was kept.
     slo_ttft_s: Seconds = 2.0
     slo_inter_token_s: Seconds = 0.1
+    by_priority: bool = (
+        False  # the cluster's `scheduler.policy` is priority, and so the router's line is, too
+    )
     # The cluster's `logs`.
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"

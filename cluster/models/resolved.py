@@ -9,6 +9,7 @@ import msgspec
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.adapters import adapter_place
 from tandem.cluster.models.store import Model, resolve_revision, tokenizer_folder
+from tandem.engine.config import SchedulingPolicy
 from tandem.router.text.chat_template import template_source
 from tandem.wire.errors import ConfigurationError
 
@@ -31,6 +32,7 @@ def with_model(config: TandemConfig, model: Model) -> TandemConfig:
             model_name=name,
             log_level=config.logs.level,
             log_format=config.logs.format,
+            by_priority=config.scheduler.policy is SchedulingPolicy.PRIORITY,
             slo_ttft_s=config.slo.ttft_s,
             slo_inter_token_s=config.slo.inter_token_s,
             chat_template=template_source(own) if own is not None else None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tandem.router.metrics import RouterMetrics
 from tandem.router.rates import Average
@@ -32,13 +32,14 @@ class QueueFull(Overloaded):
 class Slots:
     """One HTTP request's places. Each of its sequences needs one; they come one at a time, in the tenant's turns."""
 
-    def __init__(self, admission: Admission, tenant: str, wanted: int, tokens: int) -> None:
+    def __init__(self, admission: Admission, tenant: str, wanted: int, tokens: int, priority: int) -> None:
         self._admission = admission
         self._on_place: Callable[[], None] | None = None
         self._on_refused: Callable[[TandemError], None] | None = None
         self.tenant = tenant
         self.wanted = wanted  # that it is still in line for
         self.tokens = tokens  # whose blocks one of its sequences may take
+        self.priority = priority  # lower goes first
         self.came = 0.0  # when it stood in line first
         self.held = 0
         self.passed = 0  # how often others were let in before it because their blocks were free
@@ -104,6 +105,9 @@ class Admission:
     A place is one sequence's. A request for many begins with the first place that it gets, and goes to the end of its
     tenant's line for the next: it keeps no place empty while it waits for others, no request waits for all of its sequences,
     and it is not overtaken by more than the line's length before each of them.
+
+    Where nodes schedule by priority, the line does, too: what is said of turns holds among requests of one priority, and others wait for
+    those with a lower number.
     """
 
     def __init__(
@@ -116,6 +120,8 @@ class Admission:
         on_release: Callable[[], None],
         has_room: Callable[[int, int], bool] = lambda tokens, promised: True,
         is_paused: Callable[[], bool] = lambda: False,
+        *,
+        by_priority: bool = False,
     ) -> None:
         """`has_room`: whether a node has the blocks for a sequence of so many tokens, beside so many that were promised. `is_paused`:
         an operator holds all of them back; then there is no place."""
@@ -127,6 +133,7 @@ class Admission:
         self._on_release = on_release
         self._has_room = has_room
         self._is_paused = is_paused
+        self._by_priority = by_priority
         self._queues: OrderedDict[str, deque[Slots]] = OrderedDict()  # in the order of their turns
         self._between_ends = Average()
         self._last_end: float | None = None
@@ -134,10 +141,12 @@ class Admission:
         self.queued = 0  # sequences
         self.promised = 0  # tokens' blocks of sequences that have a place and have not begun
 
-    async def acquire(self, tenant: str, count: int, deadline: float, tokens: int = 0) -> Slots:
+    async def acquire(
+        self, tenant: str, count: int, deadline: float, tokens: int = 0, priority: int = 0
+    ) -> Slots:
         """Returns with the first of `count` places; the others may come later. `tokens`: whose blocks each of them may take. Raises
         QueueFull, DeadlineExceeded."""
-        slots = Slots(self, tenant, count, tokens)
+        slots = Slots(self, tenant, count, tokens, priority if self._by_priority else 0)
         at_once = 0
         while not self._queues and at_once < count and self._fits(slots):
             at_once += 1
@@ -151,7 +160,7 @@ class Admission:
             raise QueueFull(why, self.retry_after_s())
         if rest:
             slots.came = self._clock()
-            self._queues.setdefault(tenant, deque()).append(slots)
+            _stand_in(self._queues.setdefault(tenant, deque()), slots)
             self.queued += rest
         if at_once:
             self._metrics.router_queue_time.observe(0)
@@ -233,7 +242,7 @@ class Admission:
             self.queued -= 1
             self.held += 1
             if slots.wanted > 1:
-                queue.append(slots)
+                _stand_in(queue, slots)
             if queue:
                 self._queues.move_to_end(tenant)
             else:
@@ -248,7 +257,10 @@ class Admission:
                 None  # the first is asked first: with every status of every node the pools would be counted
             )
         passed: list[Slots] = []
-        for tenant, queue in self._queues.items():
+        turns: Iterable[tuple[str, deque[Slots]]] = self._queues.items()
+        if self._by_priority:
+            turns = sorted(turns, key=lambda turn: turn[1][0].priority)
+        for tenant, queue in turns:
             slots = queue[0]
             if self._has_room(slots.tokens, self.promised):
                 for other in passed:
@@ -265,3 +277,11 @@ class Admission:
 
     def _expected_wait_s(self) -> float:
         return (self.queued + 1) * (self._between_ends.value or 0.0)
+
+
+def _stand_in(queue: deque[Slots], slots: Slots) -> None:
+    """At the end of those with its priority."""
+    place = len(queue)
+    while place and queue[place - 1].priority > slots.priority:
+        place -= 1
+    queue.insert(place, slots)

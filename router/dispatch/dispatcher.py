@@ -71,6 +71,7 @@ class Dispatcher:
             self._tell_if_idle,
             self._placement.has_room,
             lambda: pool.is_paused,
+            by_priority=config.by_priority,
         )
         # Vectors wait for other nodes than answers do, so in a line of their own: neither keeps the other waiting.
         self.vectors = Admission(
@@ -82,6 +83,7 @@ class Dispatcher:
             self._tell_if_idle,
             self._placement.has_room_for_vector,
             lambda: pool.is_paused,
+            by_priority=config.by_priority,
         )
 
     def _capacity(self) -> int:
@@ -148,6 +150,7 @@ class Dispatcher:
             len(specs),
             min(spec.deadline for spec in specs),
             max(self._placement.expected_tokens(spec) for spec in specs),
+            min(spec.priority for spec in specs),
         )
         if trace is not None:
             trace.span(TracePhase.WAIT, came, self._clock())

@@ -17,19 +17,28 @@ SOON = 5.0
 class Place:
     """An admission with `capacity` places, on a loop of its own."""
 
-    def __init__(self, capacity: int, queued: int = 10, timeout_s: float = SOON) -> None:
+    def __init__(
+        self, capacity: int, queued: int = 10, timeout_s: float = SOON, *, by_priority: bool = False
+    ) -> None:
         self.capacity = capacity
         self.clock = asyncio.get_running_loop().time
         self.released = 0
         self.admission = Admission(
-            lambda: self.capacity, queued, timeout_s, self.clock, RouterMetrics(), self._on_release
+            lambda: self.capacity,
+            queued,
+            timeout_s,
+            self.clock,
+            RouterMetrics(),
+            self._on_release,
+            by_priority=by_priority,
         )
 
     def _on_release(self) -> None:
         self.released += 1
 
-    def ask(self, tenant: str = "", count: int = 1) -> asyncio.Task[Slots]:
-        return asyncio.create_task(self.admission.acquire(tenant, count, self.clock() + SOON))
+    def ask(self, tenant: str = "", count: int = 1, priority: int = 0) -> asyncio.Task[Slots]:
+        deadline = self.clock() + SOON
+        return asyncio.create_task(self.admission.acquire(tenant, count, deadline, priority=priority))
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -61,6 +70,53 @@ def test_places_are_given_back_and_passed_on_in_order() -> None:
         (await third).release_all()
         assert (place.admission.held, place.admission.queued) == (0, 0)
         assert place.released == 3
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("by_priority", "expected"),
+    [(True, ["b-2", "a0", "c0", "b1", "a1", "a1"]), (False, ["a1", "b1", "c0", "a1", "b-2", "a0"])],
+)
+def test_the_line_goes_by_priority_where_the_nodes_do(by_priority: bool, expected: list[str]) -> None:
+    async def work() -> None:
+        place = Place(1, by_priority=by_priority)
+        slots = await place.ask("z")
+        order: list[str] = []
+
+        async def take(tenant: str, priority: int) -> None:
+            mine = await place.ask(tenant, priority=priority)
+            order.append(f"{tenant}{priority}")
+            mine.release_all()
+
+        tasks = []
+        for tenant, priority in (("a", 1), ("b", 1), ("a", 1), ("c", 0), ("b", -2), ("a", 0)):
+            tasks.append(asyncio.create_task(take(tenant, priority)))
+            await settle()
+        slots.release_all()
+        await asyncio.gather(*tasks)
+        assert order == expected
+
+    run(work)
+
+
+def test_a_request_for_many_goes_to_the_end_of_its_priority() -> None:
+    async def work() -> None:
+        place = Place(1, by_priority=True)
+        slots = await place.ask()
+        many, other, late = place.ask(count=2, priority=1), place.ask(priority=1), place.ask(priority=2)
+        await settle()
+        slots.release_all()
+        first = await many
+        await settle()
+        assert not other.done()
+        first.release_one()
+        (await other).release_all()
+        await settle()
+        assert first.held == 1
+        assert not late.done()
+        first.release_all()
+        (await late).release_all()
 
     run(work)
 
