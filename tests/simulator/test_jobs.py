@@ -32,7 +32,7 @@ class Agents(_Simulation):
             cache=CacheConfig(block_size=16),
             router=RouterConfig(tokenizer_path="none", model_name="agents", local_prefill=LocalPrefill.NEVER),
         )
-        super().__init__(SimulationSetup(config, dict.fromkeys(Role, costs), PlayedTraffic([])), None)
+        super().__init__(SimulationSetup(config, dict.fromkeys(Role, costs), PlayedTraffic([])), None, None)
         self.decisions: list[str] = []
         self.places: list[str] = []
         self.cached: list[int] = []
