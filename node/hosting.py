@@ -165,6 +165,13 @@ class NodeHost:
         """Of this process's log, a LogPage: the lines after one that was seen, or the last ones."""
         return _encode(recent_page(LogPosition(*seen) if seen is not None else None, last, most))
 
+    def finish(self) -> None:
+        """The process was told to end: takes nothing new, and returns when everything under way has ended, or `drain_s` is over. Then
+        routers go on elsewhere with the rest."""
+        if not self._node.drain(self._node.config.timeouts.drain_s):
+            logger.warning("it ends before everything under way has ended: the rest goes on elsewhere")
+        self.stop()
+
     def stop(self) -> None:
         self._node.stop()
         self._stopped.set()

@@ -98,6 +98,7 @@ class RouterHost:
             oldest_wait_s=admission.oldest_wait_s(),
             adapters=dict(services.model.adapters),
             accepts=serving.accepts,
+            is_ending=serving.is_ending,
             answers=metrics.answers,
             errors=metrics.errors,
         )
@@ -119,6 +120,16 @@ class RouterHost:
     async def drain(self, timeout_s: float) -> bool:
         """False when some requests had to be failed because the time was over."""
         return await self._serving().drain(timeout_s)
+
+    async def finish(self) -> None:
+        """The process was told to end: another router takes its place, and it returns when everything that it has has ended. Its
+        controller hears of it with the next answer."""
+        server = self._server
+        if server is not None:
+            server.is_ending = True
+            await server.until_succeeded()
+            await server.leave(server.longest_s)
+        await self.stop()
 
     async def leave(self, timeout_s: float) -> bool:
         """Another router has its listening socket. False when some requests had to be failed because the time was over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import ipaddress
 import logging
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 CERTIFICATE_LOOK_S = 2.0  # whether its files have changed
+# For another router to take the place of one whose process was told to end; without one, its address refuses connections.
+SUCCESSOR_S = 15.0
 # Until nodes have said how they are, the router before accepts connections alone; longer only if that has ended.
 ACCEPT_S = 30.0
 
@@ -81,6 +84,9 @@ class RouterServer:
         self._listener: socket.socket | None = None
         self._accepts_by = 0.0  # at the latest, by the clock
         self.accepts = False  # connections of clients
+        self.is_ending = False  # its process was told to end
+        self._told_to_leave = asyncio.Event()
+        self._leaving: asyncio.Task[bool] | None = None
         self._stopped = False
 
     @property
@@ -275,7 +281,23 @@ class RouterServer:
 
     async def leave(self, timeout_s: float) -> bool:
         """Another router has this one's listening socket: take no new connection, finish what is there, and what still comes on the
-        connections that there are. False when the time was over first: the rest was failed."""
+        connections that there are. False when the time was over first: the rest was failed. Asked twice, it leaves once."""
+        self._told_to_leave.set()
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(timeout_s), name="leave")
+        return await asyncio.shield(self._leaving)
+
+    @property
+    def longest_s(self) -> float:
+        """When every request has ended that is there now."""
+        return self._config.timeouts.total
+
+    async def until_succeeded(self) -> None:
+        """Its controller asks it to leave when another router has its listening socket. It may have no controller."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._told_to_leave.wait(), SUCCESSOR_S)
+
+    async def _leave(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         if self._door is not None:
             self._door.close()

@@ -75,7 +75,8 @@ class RouterQueue(msgspec.Struct, frozen=True):
     queued: int = 0  # sequences that no node has room for
     oldest_wait_s: float = 0.0  # of these, how long ago the first came
     adapters: dict[str, str] = {}  # that requests may name: their digests, by name
-    accepts: bool = True  # connections of clients
+    accepts: bool = False  # connections of clients
+    is_ending: bool = False  # its process was told to end: another one must take its place
     answers: int = 0  # since it started
     errors: int = 0  # of these, with a status from 500 on, but for 503
 

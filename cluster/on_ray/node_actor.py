@@ -7,6 +7,7 @@ import ray
 
 from tandem.cluster.models.adapters import find_adapter_here
 from tandem.cluster.models.store import find_model_here
+from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.node.config import NodeConfig
 from tandem.node.hosting import NodeHost
 from tandem.node.node import Node
@@ -27,6 +28,7 @@ def make_node(config: NodeConfig) -> Node:
 class _NodeActor(NodeHost):
     def __init__(self, config: bytes) -> None:
         super().__init__(make_node, config, find_model_here, find_adapter_here)
+        self._end = PoliteEnd(self.finish)
 
 
 # Threads, not asyncio: `start`, `drain` and `hold` block, and `status` must answer meanwhile.

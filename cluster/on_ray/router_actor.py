@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import ray
 
 from tandem.cluster.models.store import find_model_here
+from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.cluster.on_ray.operating import RayControl
 from tandem.router.hosting import RouterHost
 
@@ -13,3 +16,5 @@ from tandem.router.hosting import RouterHost
 class RouterActor(RouterHost):
     def __init__(self, config: bytes) -> None:
         super().__init__(config, find_model_here, RayControl())
+        loop = asyncio.get_event_loop()
+        self._end = PoliteEnd(lambda: asyncio.run_coroutine_threadsafe(self.finish(), loop).result())

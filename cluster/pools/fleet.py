@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -52,6 +52,7 @@ class Fleet:
         self._unseen: dict[str, asyncio.Event] = {}  # machines that were never seen, and when they are
         self._admit_router = admit_router
         self._adapters = adapters
+        self.on_ending: Callable[[], None] = lambda: None  # hears of a router whose process was told to end
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
@@ -204,7 +205,7 @@ class Fleet:
     def launch_router(self, record: RouterRecord, host: Host | None) -> None:
         record = msgspec.structs.replace(record, config=self._with_tokenizer(record.config))
         router = RouterSupervisor(
-            record, host, self._around, self._admit_router, lambda: self._beside(router)
+            record, host, self._around, self._admit_router, lambda: self._beside(router), self.on_ending
         )
         self.routers[record.name] = router
         self._run(router)

@@ -85,6 +85,7 @@ class Reconciler:
             self._admit_router,
             self.adapters,
         )
+        self.fleet.on_ending = self.wake
 
     async def take_over(self) -> None:
         """Routers that run are told at first what they were told last: to them nothing has happened. Whatever is
@@ -312,9 +313,14 @@ class Reconciler:
         """One in each place that there is. Those of a machine that is gone are gone with it."""
         async with self.writing:
             places, new = self.fleet.router_places(self.machines), self.state
+            ending = []
             for record in self.state.routers:
+                router = self.fleet.routers.get(record.name)
                 if record.place not in places:
                     new = new.without_router(record.name)
+                elif router is not None and router.load.is_ending and not record.leaving:
+                    new = new.with_router(msgspec.structs.replace(record, leaving=True))
+                    ending.append(record.name)
             taken = {record.place for record in new.staying_routers}
             for place, host in places.items():
                 if place not in taken and (made := self.fleet.new_router(place, host, new.routers)):
@@ -332,6 +338,9 @@ class Reconciler:
                     self.fleet.launch_router(record, places[record.place])
                     if record.leaving:
                         self._begin_to_retire_router(record.name)
+            for name in ending:
+                self.note(f"{name} was told to end: another router takes its place")
+                self._begin_to_retire_router(name)
 
     async def _until_woken(self) -> None:
         woken = self._until_told_or_late() if self._unseen else self._wake.wait()
@@ -503,10 +512,25 @@ class Reconciler:
 
     async def _retire_router(self, name: str) -> None:
         router = self.fleet.routers.get(name)
+        if router is not None:
+            with contextlib.suppress(DeadlineExceeded):
+                await self._clock.within(
+                    self.config.timeouts.start_s,
+                    self._until_another_accepts(router),
+                    "starting another router in its place",
+                )
         finished = router is None or await router.leave()
         await self.fleet.end_router(name)
         await self._until_kept(lambda current: current.without_router(name), name)
         self.note(f"{name} is gone" + ("" if finished else "; what it had not finished has failed"))
+
+    async def _until_another_accepts(self, leaving: RouterSupervisor) -> None:
+        while not any(
+            other.place == leaving.place and other.phase is ProcessPhase.READY and other.load.accepts
+            for other in self.fleet.routers.values()
+            if other is not leaving
+        ):
+            await self.changed.wait()
 
     async def _until_kept(self, change: Callable[[ClusterState], ClusterState], name: str) -> None:
         while True:

@@ -28,6 +28,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         beside: Callable[
             [], Sequence[RouterSupervisor]
         ],  # the others in its place, that which serves longer first
+        on_ending: Callable[[], None],  # hears that its process was told to end
     ) -> None:
         super().__init__(record.name, around)
         self.config = record.config
@@ -37,6 +38,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         self.load = RouterQueue()  # as it last said
         self._admit = admit
         self._beside = beside
+        self._on_ending = on_ending
 
     @property
     def url(self) -> str:
@@ -75,9 +77,8 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         said = ""
         while True:
             revision = membership.revision
-            before = self.load.adapters
             try:
-                self.load = await self._clock.within(
+                load = await self._clock.within(
                     timeouts.silence_s,
                     handle.set_members(membership.members, membership.paused),
                     f"telling {self.name} its nodes",
@@ -98,8 +99,11 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
                 continue
             silence.answered()
             said = ""
-            if self.load.adapters != before:
+            before, self.load = self.load, load
+            if (load.accepts, load.adapters) != (before.accepts, before.adapters):
                 self._around.on_change()
+            if load.is_ending and not before.is_ending:
+                self._on_ending()
             await self._change_or_heartbeat(revision)
 
     async def _change_or_heartbeat(self, revision: int) -> None:

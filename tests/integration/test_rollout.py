@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -13,6 +15,10 @@ from safetensors.torch import load_file, save_file
 from tandem.cluster.config import RolloutConfig, TandemConfig
 from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import Model
+from tandem.cluster.on_ray.launcher import RayHandle
+from tandem.cluster.on_ray.processes import find_process
+from tandem.cluster.pools.node_supervisor import NodeSupervisor
+from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tests.integration.conftest import Deploy, LoopThread, RunningDeployment, float32_config
 from tests.integration.reference import NEW_TOKENS, ExpectedAnswer
 
@@ -140,6 +146,44 @@ def test_a_router_is_replaced_under_load_at_its_address_and_no_request_fails(
         assert (view.rollout, view.revision) == (None, change.revision)
         assert [one.url for one in view.routers] == [server.url]
         assert {node.node_id for node in view.nodes} == {"prefill-0", "decode-0"}
+        server.until_quiet()
+
+
+def test_a_router_and_a_node_that_get_sigterm_finish_what_they_have_and_are_replaced(
+    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path
+) -> None:
+    prompts = [[(11 * token + which) % 40_000 for token in range(1, 40)] for which in range(4)]
+    with deploy(float32_config(smollm2_path, prefill=0, decode=0, aggregated=2)) as server:
+        control = server.deployment.controller
+
+        def get_sigterm(process: NodeSupervisor | RouterSupervisor) -> None:
+            assert isinstance(process.handle, RayHandle)
+            os.kill(loop_thread.run(find_process(process.handle._name)).pid, signal.SIGTERM)
+
+        def incarnations() -> dict[str, str]:
+            return {node["node_id"]: node["incarnation"] for node in server.nodes()}
+
+        expected = [server.complete(prompt, NEW_TOKENS)["choices"][0]["text"] for prompt in prompts]
+        first = incarnations()
+        with Asking(server, prompts, on_new_connections=True) as asking:
+            server.until(lambda _: len(asking.answers) > 2, "the first nodes answer")
+            get_sigterm(control._fleet.nodes["aggregated-0"])
+            get_sigterm(control._fleet.routers["router"])
+            server.until(
+                lambda _: [one.name for one in loop_thread.run(control.view()).routers] == ["router~2"],
+                "another router has its place",
+            )
+            server.until(
+                lambda nodes: (
+                    incarnations().get("aggregated-0") not in (None, first["aggregated-0"])
+                    and all(node["unusable"] is None for node in nodes)
+                ),
+                "the node is there again",
+            )
+            done = len(asking.answers)
+            server.until(lambda _: len(asking.answers) > done + 4, "answers")
+        assert asking.failures == []
+        assert set(asking.answers) <= set(enumerate(expected))
         server.until_quiet()
 
 

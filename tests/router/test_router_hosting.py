@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from tandem.router import server
 from tandem.router.config import RouterConfig
 from tandem.router.hosting import RouterHost
 from tandem.wire.errors import ConfigurationError, Unavailable
@@ -73,3 +74,36 @@ def test_a_taken_port_is_said_before_anything_is_fetched() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         asyncio.run(scenario(listener.getsockname()[1]))
+
+
+def test_a_router_that_is_told_to_end_says_so_and_waits_for_its_successor(model_folder: str) -> None:
+    async def said(host: RouterHost) -> RouterQueue:
+        return msgspec.msgpack.decode(await host.set_members(msgspec.msgpack.encode([])), type=RouterQueue)
+
+    async def scenario() -> None:
+        host = RouterHost(encoded(model_folder))
+        await host.start()
+        ending = asyncio.create_task(host.finish())
+        await asyncio.sleep(0)
+        queue = await said(host)
+        assert (queue.is_ending, queue.accepts) == (True, True), "clients still find it"
+        assert await host.leave(PATIENCE_S), "another one has its socket"
+        async with asyncio.timeout(PATIENCE_S):
+            await ending
+        assert await host.hold(PATIENCE_S), "it has stopped"
+
+    asyncio.run(scenario())
+
+
+def test_without_a_controller_a_router_that_is_told_to_end_ends(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        host = RouterHost(encoded(model_folder))
+        await host.start()
+        async with asyncio.timeout(PATIENCE_S):
+            await host.finish()
+        assert await host.hold(PATIENCE_S), "it has stopped"
+
+    monkeypatch.setattr(server, "SUCCESSOR_S", 0.1)
+    asyncio.run(scenario())

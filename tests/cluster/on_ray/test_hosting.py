@@ -60,6 +60,8 @@ class FakeNode:
         return msgspec.structs.replace(INFO, role=self.config.role, epoch=INFO.epoch + (runner is not None))
 
     def drain(self, timeout_s: float) -> bool:
+        self.drained_with = timeout_s
+        assert not self.stopped
         return self.is_at_rest
 
     def release(self) -> object:
@@ -115,6 +117,18 @@ def test_our_errors_pass_and_foreign_ones_become_ours(host: tuple[NodeHost, Fake
     node.error = MemoryError("too much")
     with pytest.raises(InternalError, match="MemoryError: too much"):
         hosted.start()
+
+
+@pytest.mark.parametrize("is_at_rest", [True, False])
+def test_a_node_that_is_told_to_end_drains_before_it_stops(
+    host: tuple[NodeHost, FakeNode], *, is_at_rest: bool
+) -> None:
+    hosted, node = host
+    node.is_at_rest = is_at_rest
+    hosted.finish()
+    assert node.drained_with == node.config.timeouts.drain_s
+    assert node.stopped
+    assert hosted.hold(0.001)
 
 
 def test_hold_ends_when_the_node_is_stopped(host: tuple[NodeHost, FakeNode]) -> None:

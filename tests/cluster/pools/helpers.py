@@ -312,6 +312,7 @@ class FakeRouter(FakeProcess):
         self.memberships.append(members)
         self.paused = list(paused)
         self.on_members()
+        self.load = msgspec.structs.replace(self.load, accepts=True)
         served = [self.adapters_of(info.node_id).items() for info in members if self.hears_adapters]
         return msgspec.structs.replace(self.load, adapters=dict(set.intersection(*map(set, served or [()]))))
 

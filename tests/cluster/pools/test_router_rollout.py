@@ -156,3 +156,23 @@ async def test_a_router_that_dies_while_it_is_replaced_is_started_beside_the_new
         assert (again.name, again.door) == ("router", "door of router~2 0")
         await rig.clock.advance(LONG_S)
         assert list(running(rig)) == ["router~2"]
+
+
+@in_loop
+async def test_a_router_that_was_told_to_end_goes_when_another_one_has_its_place() -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        old = rig.launcher.router
+        rig.launcher.prepare["router~2"] = lambda router, _: setattr(router, "starts_at_once", False)
+        old.load = RouterQueue(is_ending=True)
+        await rig.clock.advance(3.0)
+        new = rig.launcher.router
+        assert (new.name, new.door, new.config) == ("router~2", "door of router 0", old.config)
+        assert old.left_with is None, "nothing else serves yet"
+        new.may_start.set()
+        await rig.clock.advance(3.0)
+        assert old.left_with is not None
+        assert list(running(rig)) == ["router~2"]
+        view = await rig.controller.view()
+        assert view.rollout is None
+        assert any("told to end" in one.text for one in view.decisions)
