@@ -3,7 +3,7 @@
 runtime             a Ray of our own, or one that runs already; the only place that starts or joins one
 hosts, launcher, state_store, errors    `cluster.launcher` and `cluster.launcher` as Ray has them
 deploying           a deployment put together out of these
-controller_actor, node_actor, router_actor   shells without logic
+controller_actor, node_actor, router_actor   shells without logic; ending: what the last two do when their process gets SIGTERM
 remote_controller   the controller from another process; operating: the door to it that a router holds open
 processes           which process is which, and signals to them, for `tandem chaos`
 """
