@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 from tandem.cluster.config import RolloutConfig, TandemConfig
 from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import Model
-from tandem.cluster.on_ray.launcher import RayHandle
-from tandem.cluster.on_ray.processes import find_process
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tests.integration.conftest import Deploy, LoopThread, RunningDeployment, float32_config
@@ -152,6 +150,9 @@ def test_a_router_is_replaced_under_load_at_its_address_and_no_request_fails(
 def test_a_router_and_a_node_that_get_sigterm_finish_what_they_have_and_are_replaced(
     deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path
 ) -> None:
+    from tandem.cluster.on_ray.launcher import RayHandle  # they import Ray, which `deploy` has prepared
+    from tandem.cluster.on_ray.processes import find_process
+
     prompts = [[(11 * token + which) % 40_000 for token in range(1, 40)] for which in range(4)]
     with deploy(float32_config(smollm2_path, prefill=0, decode=0, aggregated=2)) as server:
         control = server.deployment.controller
