@@ -224,6 +224,12 @@ class RouterServer:
             self.accepts = True
             await http.begin(self._listener)
 
+    def _never_accept(self) -> None:
+        """If it does not yet: the router whose socket it is accepts."""
+        if not self.accepts and self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
     async def _heartbeat(self) -> None:
         """Pings every node, and notices the silent ones no later than a third of an interval after they are."""
         services, interval = self.services, self._config.heartbeat.ping_interval
@@ -299,6 +305,7 @@ class RouterServer:
 
     async def _leave(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
+        self._never_accept()
         if self._door is not None:
             self._door.close()
         is_quiet = self._http is None or await self._http.leave(deadline)
@@ -322,6 +329,7 @@ class RouterServer:
             if self._exporter is not None:
                 await self._exporter.close()
             await services.supervisor.stop()
+        self._never_accept()
         if self._door is not None:
             self._door.close()
         if self._http is not None:

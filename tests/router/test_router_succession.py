@@ -96,6 +96,22 @@ def test_a_stream_goes_on_in_the_router_that_leaves(start_router: StartRouter) -
     assert second.complete(max_tokens=3).status_code == 200
 
 
+def test_one_that_leaves_before_it_knows_its_nodes_takes_no_connection(start_router: StartRouter) -> None:
+    first = start_router()
+    second = start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door))
+    assert not second.look(lambda: second.server.accepts), "it has been told of no node"
+    assert second.call(second.server.leave(PATIENCE_S))
+    second.board, second.nodes = first.board, first.nodes
+    second.announce()
+    second.wait_ready()
+    for _ in range(5):
+        with first.new_client() as client:
+            body = {"model": "fake", "prompt": "the fox", "max_tokens": 2}
+            assert client.post("/v1/completions", json=body).status_code == 200
+    assert not second.look(lambda: second.server.accepts)
+    assert second.connections() == 0
+
+
 def test_a_router_whose_predecessor_is_gone_has_a_socket_of_its_own(start_router: StartRouter) -> None:
     gone = start_router()
     name = gone.look(lambda: gone.server.door)
