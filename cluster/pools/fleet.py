@@ -193,7 +193,7 @@ class Fleet:
     ) -> RouterRecord | None:
         """A record for a router that starts there now. None: it must wait, for a machine that was never seen, or for the end of the one
         that had its place."""
-        if host is not None and host.name in self._unseen:
+        if self.is_unseen(host):
             return None
         if any(router.place == place for router in self._ending if isinstance(router, RouterSupervisor)):
             return None
@@ -201,6 +201,10 @@ class Fleet:
         taken = {record.name for record in known} | self._runs.keys()
         number = next(n for n in itertools.count(1) if _numbered(name, n) not in taken)
         return RouterRecord(_numbered(name, number), place, self.router_config(host))
+
+    def is_unseen(self, host: Host | None) -> bool:
+        """Nothing can be started there: an earlier controller saw it, and this one never did."""
+        return host is not None and host.name in self._unseen
 
     def launch_router(self, record: RouterRecord, host: Host | None) -> None:
         record = msgspec.structs.replace(record, config=self._with_tokenizer(record.config))

@@ -71,6 +71,7 @@ class Reconciler:
         self._unseen: set[str] = set()  # those of them that cannot be seen, and what runs there is heard
         self.has_looked = False  # at the whole, once
         self.retiring: dict[str, asyncio.Task[bool]] = {}
+        self._retiring_routers: set[str] = set()
         self.adapters = WantedAdapters(self._adapters_of)
         self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
         self.fleet = Fleet(
@@ -334,7 +335,8 @@ class Reconciler:
             for name in [name for name in self.fleet.routers if new.router(name) is None]:
                 self._tasks.spawn(self.fleet.end_router(name), f"end {name}")
             for record in new.routers:
-                if record.name not in self.fleet.routers:
+                known = self.fleet.routers.keys() | self._retiring_routers
+                if record.name not in known and not self.fleet.is_unseen(places[record.place]):
                     self.fleet.launch_router(record, places[record.place])
                     if record.leaving:
                         self._begin_to_retire_router(record.name)
@@ -508,6 +510,7 @@ class Reconciler:
         return task
 
     def _begin_to_retire_router(self, name: str) -> None:
+        self._retiring_routers.add(name)
         self._tasks.spawn(self._retire_router(name), f"retire {name}")
 
     async def _retire_router(self, name: str) -> None:
@@ -522,6 +525,7 @@ class Reconciler:
         finished = router is None or await router.leave()
         await self.fleet.end_router(name)
         await self._until_kept(lambda current: current.without_router(name), name)
+        self._retiring_routers.discard(name)
         self.note(f"{name} is gone" + ("" if finished else "; what it had not finished has failed"))
 
     async def _until_another_accepts(self, leaving: RouterSupervisor) -> None:

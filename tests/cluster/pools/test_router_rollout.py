@@ -11,7 +11,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import RolloutView
 from tandem.router.config import RouterPlacement
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.nodes import RouterQueue
+from tandem.wire.nodes import Role, RouterQueue
 from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, in_loop, one_machine, settle
 from tests.cluster.pools.pools_rig import machine, pools
 
@@ -142,6 +142,23 @@ async def test_a_controller_that_comes_back_goes_on_with_the_routers_that_it_fin
         await rig.clock.advance(20.0)
         assert list(running(rig)) == ["router~2"]
         assert await rollout_of(rig) is None
+
+
+@in_loop
+async def test_a_router_whose_process_takes_long_to_end_is_not_started_again() -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        old = rig.launcher.router
+        old.may_stop.clear()
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(20.0)
+        assert old.left_with is not None
+        await rig.controller.scale({Role.DECODE: 2})  # the controller looks at everything again
+        await rig.clock.advance(20.0)
+        assert [router.name for router in rig.launcher.routers] == ["router", "router~2"]
+        old.may_stop.set()
+        await rig.clock.advance(20.0)
+        assert [router.name for router in (await rig.controller.view()).routers] == ["router~2"]
 
 
 @in_loop
