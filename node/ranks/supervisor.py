@@ -167,11 +167,15 @@ class Ranks:
     def stop(self) -> None:
         """Idempotent. Returns when no other rank is left."""
         with self._changed:
+            if self._stopping:
+                return
             self._stopping = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._wake, 1)
         if self._thread.ident is not None:
             self._thread.join()
+        else:
+            os.close(self._memory_fd)
+        os.close(self._wake)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait_for(self, said: type[FromRank], seconds: float) -> None:
