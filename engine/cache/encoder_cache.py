@@ -1,8 +1,8 @@
 """Which outputs of the vision tower the runner has, by the content that they are of, and who needs them.
 
-A running request holds what its next tokens need until these are computed. What no request holds stays for other requests with the same
-image, and makes room, the longest unused first, when there is no other. A request never waits for what another one will let go only after
-it: each holds what stands in its way before it goes on.
+A running request holds what a step's tokens need until these are computed. What no request holds stays for other requests with the same
+image, and makes room, the longest unused first, when there is no other. Between two steps a request holds the part that it is in the middle
+of and no other, so requests never wait for each other in a circle.
 
 A step encodes so many tokens of images at most; a part that is larger is encoded in a step of its own.
 """
@@ -51,10 +51,6 @@ class EncoderCache:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def used(self) -> int:
-        return self._used
 
     def begin_step(self, most: float) -> None:
         """`most`: tokens that this step may encode, if fewer than others."""
@@ -187,6 +183,9 @@ def _entered(request: Request) -> set[str]:
 
 def _features(request: Request, start: int, num_new: int) -> Iterator[MediaFeature]:
     """Those that the tokens touch, in order."""
+    last = request.media[-1]
+    if last.offset + last.length <= start:
+        return  # as for every token of its answer
     for feature in request.media:
         if feature.offset >= start + num_new:
             return

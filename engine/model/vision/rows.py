@@ -37,9 +37,6 @@ class ImageRows:
         """Whether any request has images."""
         return bool(self._media)
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def set(self, row: int, media: Sequence[MediaFeature]) -> None:
         if media:
             self._media[row] = media
@@ -85,6 +82,8 @@ class ImageRows:
                 if rope is None:
                     rope = np.tile(positions_of(batch), (3, 1))
                 rope[:, begin:end] = rope_positions(media, first, last)
+            if media[-1].offset + media[-1].length <= first:
+                continue  # as for every token of its answer
             for feature in media:
                 start, stop = max(feature.offset, first), min(feature.offset + feature.length, last)
                 if start >= stop:

@@ -89,9 +89,8 @@ class _ProcessedImages:
         raise NotImplementedError
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
-        before = (
-            torch.get_num_threads()
-        )  # one, where the rest of the step has kernels with threads of their own
+        # One, where the rest of the step has kernels with threads of their own.
+        before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
             return self._encoded(inputs)
