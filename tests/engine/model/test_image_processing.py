@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from tandem.engine.model.vision.positions import rope_positions
 from tandem.wire.errors import ConfigurationError
@@ -21,8 +24,23 @@ from tandem.wire.images import (
     media_features,
     processor_settings,
 )
-from tests.engine.model.tiny_vision import QWEN2_5_VL, Qwen2VLImageProcessorPil, SmolVLMImageProcessorPil
-from tests.pictures import PATCH, PROCESSOR, QWEN_PROCESSOR, QWEN_RULES, RULES, SCALE
+from tests.engine.model.tiny_vision import (
+    QWEN2_5_VL,
+    Qwen2VLImageProcessorPil,
+    SmolVLMImageProcessorPil,
+    prompt_of,
+)
+from tests.pictures import (
+    PATCH,
+    PROCESSOR,
+    QWEN_PROCESSOR,
+    QWEN_RULES,
+    RULES,
+    SCALE,
+    TOKENS,
+    picture,
+    tokenizer,
+)
 
 # Longer than 200 times as high is no image to a router.
 SIDES = st.integers(4, 300)
@@ -86,6 +104,17 @@ def test_positions_are_transformers(
     theirs, _ = qwen_model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
     ours = rope_positions(media, begin, begin + count)
     assert ours.tolist() == theirs[:, 0, begin : begin + count].tolist()
+
+
+@pytest.mark.parametrize("size", [(40, 30), (30, 40), (48, 16), (9, 90)])
+def test_a_prompt_is_what_transformers_processor_writes(size: tuple[int, int]) -> None:
+    words = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), pad_token="<pad>")
+    images = Idefics3ImageProcessorPil(**PROCESSOR, return_row_col_info=True)
+    processor = Idefics3Processor(image_processor=images, tokenizer=words, image_seq_len=TOKENS)
+    file = picture(1, *size)
+    opened = [Image.open(io.BytesIO(file)) for _ in range(2)]
+    (theirs,) = processor(text=["A<image>B<image>C"], images=[opened], add_special_tokens=False)["input_ids"]
+    assert prompt_of(["A", file, "B", file, "C"])[0] == list(theirs)
 
 
 CONFIG: dict[str, Any] = {
