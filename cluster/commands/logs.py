@@ -7,8 +7,10 @@ log, and the ids of its attempts in a node's; a router's line names both, so tha
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from datetime import datetime
 from typing import Any
@@ -30,6 +32,8 @@ LOOK_S = 1.0
 _MOST_LOOKS = 600
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _STYLES = {"warning": "yellow", "error": "red", "critical": "bold red", "debug": "dim"}
+# A path is logged as a client sent it: it must not steer the operator's terminal.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -82,6 +86,8 @@ class LogReader:
         self._after: dict[str, LogPosition] = {}
         self._silent: dict[str, str] = {}
         self._ids = {chosen.request} if chosen.request is not None else set()
+        # Of requests by their nodes' ids, where no router has said yet whose they are.
+        self._passed: deque[ShownLine] = deque(maxlen=KEPT_LINES)
         self._oldest = time_of_day() - chosen.since_s if chosen.since_s is not None else 0.0
 
     async def look(self, cluster: OperatedCluster) -> tuple[list[ShownLine], list[Remark]]:
@@ -93,7 +99,14 @@ class LogReader:
             new += self._take(found, remarks)
             if not any(page.more for page in found.pages.values()):
                 break
-        return [line for line in sorted(new, key=lambda line: line.time) if self._is_wanted(line)], remarks
+        return sorted(self._chosen(new), key=lambda line: line.time), remarks
+
+    def _chosen(self, new: list[ShownLine]) -> list[ShownLine]:
+        known = [*self._passed, *filter(self._is_shown, new)]
+        if self._ids:
+            self._passed.clear()
+            self._passed.extend(line for line in known if line.attempts and not self._is_of_request(line))
+        return [line for line in known if self._is_of_request(line)]
 
     def _take(self, found: ClusterLogs, remarks: list[Remark]) -> Iterable[ShownLine]:
         for name, page in found.pages.items():
@@ -116,9 +129,10 @@ class LogReader:
                 remarks.append(Remark(name, f"gives no lines: {why}"))
         self._silent = dict(found.silent)
 
-    def _is_wanted(self, line: ShownLine) -> bool:
-        if line.time < self._oldest or _LEVELS.get(line.level, 50) < _LEVELS[self._filter.level]:
-            return False
+    def _is_shown(self, line: ShownLine) -> bool:
+        return line.time >= self._oldest and _LEVELS.get(line.level, 50) >= _LEVELS[self._filter.level]
+
+    def _is_of_request(self, line: ShownLine) -> bool:
         if not self._ids:
             return True
         return line.request_id in self._ids or any(one in self._ids for one in line.attempts)
@@ -196,5 +210,6 @@ def _text(line: ShownLine) -> str:
     at = datetime.fromtimestamp(line.time).astimezone().strftime("%m-%d %H:%M:%S.%f")[:-3]
     style = _STYLES.get(line.level)
     level = f"[{style}]{line.level}[/]" if style is not None else line.level
+    message = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", line.message)
     logger: Any = line.logger.removeprefix("tandem.")
-    return f"[dim]{at}[/] [cyan]{escape(line.process)}[/] {level} [dim]{escape(logger)}[/] {escape(line.message)}"
+    return f"[dim]{at}[/] [cyan]{escape(line.process)}[/] {level} [dim]{escape(logger)}[/] {escape(message)}"

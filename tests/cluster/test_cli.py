@@ -43,7 +43,6 @@ def test_help_imports_nothing_that_takes_time() -> None:
     assert child.stdout.strip() == "[]"
 
 
-@pytest.mark.slow
 def test_every_command_that_prints_can_print_json() -> None:
     """A chat is a conversation, and a completion is a shell's source."""
     without = []
@@ -59,6 +58,7 @@ def test_every_command_that_prints_can_print_json() -> None:
     assert without == ["chat", "completion"]
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_said_before_anything_is_loaded() -> None:
     """Slow: runs an interpreter. Neither Ray nor torch may have been imported when it fails."""
     with socket.socket() as listener:

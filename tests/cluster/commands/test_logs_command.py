@@ -167,3 +167,28 @@ def test_it_is_shown_to_people_and_to_machines(
     show_logs(None, LogFilter(), follow=False, as_json=True)
     [line] = json.loads(capsys.readouterr().out)
     assert (line["process"], line["message"]) == ("decode-0", "serves [/] markup")
+
+
+def test_lines_of_a_request_are_found_that_came_before_the_router_said_whose_they_are() -> None:
+    cluster, reader = Processes("router", "decode-0"), LogReader(LogFilter(request="my-id"))
+    cluster.write("decode-0", f"begins {ATTEMPT}")
+    cluster.write("decode-0", f"begins req-{'1234' * 8}")
+    assert look(cluster, reader)[0] == []
+    cluster.write("router", f"my-id: ended ({ATTEMPT})", "tandem.router.dispatch.life")
+    assert look(cluster, reader)[0] == [
+        f"decode-0: begins {ATTEMPT}",
+        f"router: my-id: ended ({ATTEMPT})",
+    ]
+    assert look(cluster, reader)[0] == []
+
+
+def test_no_line_steers_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Processes("router")
+    cluster.write("router", "GET /\x1b[2J\x9b2J")
+    monkeypatch.setattr(logs, "with_controller", lambda address, work, url: asyncio.run(work(cluster)))
+    show_logs(None, LogFilter(), follow=False, as_json=False)
+    said = capsys.readouterr().out
+    assert "GET /" in said
+    assert not {"\x1b", "\x9b"} & {*said}
