@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.replay.reading import TraceReader
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
-from tandem.loadgen.traces import read_trace
+from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.simulator.costs import CostModel, read_costs
-from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic
+from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic, rows_of_steps
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
@@ -40,7 +41,12 @@ def costs_of(options: argparse.Namespace) -> dict[Role, CostModel]:
 
 def add_traffic(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("traffic: a trace, or requests by chance")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's JSONL or Azure's CSV")
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Mooncake's JSONL, Azure's CSV, or a node's scheduler trace",
+    )
     group.add_argument(
         "--requests", type=int, metavar="N", help="the first N of the trace (default: all of them)"
     )
@@ -97,7 +103,17 @@ def traffic_of(options: argparse.Namespace) -> PlayedTraffic:
     if options.requests is not None and options.requests < 1:
         raise ConfigurationError(f"--requests must be at least 1, not {options.requests}")
     played = RecordedTraffic(options.trace_speed, options.trace_scale, options.copies)
-    return played.of(read_trace(options.trace, options.requests), options.traffic_seed)
+    return played.of(_recorded(options.trace, options.requests), options.traffic_seed)
+
+
+def _recorded(file: Path, limit: int | None) -> Sequence[TraceRow]:
+    """In one of the public formats, or as a node's scheduler has written it."""
+    try:
+        with file.open("rb") as lines:
+            is_of_scheduler = b'"event"' in lines.readline(4096)
+    except OSError as error:
+        raise ConfigurationError(f"--trace {file} cannot be read: {error.strerror}") from error
+    return rows_of_steps(TraceReader(file))[:limit] if is_of_scheduler else read_trace(file, limit)
 
 
 def service_level(text: str) -> ServiceLevel:

@@ -4,13 +4,14 @@ equal text with equal text before it, so the trace's hash ids are the hashes by 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
+from tandem.cluster.replay.reading import TracedStep
 from tandem.engine.cache.hashing import BlockHasher, HashedContent
 from tandem.loadgen.load import poisson
 from tandem.loadgen.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
@@ -42,6 +43,54 @@ class PlayedTraffic:
             tokens += [OWN_TEXT + index] * (row.input_tokens - len(tokens))
         del tokens[row.input_tokens :]
         return tokens
+
+
+@dataclasses.dataclass(slots=True)
+class _SeenRequest:
+    came_at: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0  # when it was last seen
+    has_ended: bool = False
+
+
+def rows_of_steps(steps: Iterable[TracedStep]) -> list[TraceRow]:
+    """The requests of a node's scheduler trace, by when they came. What was found in its prefix cache is no part of their prompts, for the
+    trace does not say what it was."""
+    seen: dict[tuple[int, str], _SeenRequest] = {}
+    starts = 0
+    header = None
+    for step in steps:
+        if step.header != header:
+            header, starts = step.header, starts + 1  # the node was started again
+        clock = header.unix_time - header.clock if header is not None else 0.0
+        snapshot = step.snapshot
+        for one in (*snapshot.running, *snapshot.waiting, *snapshot.blocked):
+            request = seen.setdefault(
+                (starts, one.request_id), _SeenRequest(clock + snapshot.at - one.waited_s)
+            )
+            request.tokens = max(request.tokens, one.tokens)
+        for event in step.prefixes:
+            found = seen.get((starts, event.request_id))
+            if found is not None and not found.prompt_tokens:
+                found.prompt_tokens, found.cached_tokens = event.prompt_tokens, event.local_tokens
+        for name in step.decision.finished:
+            if (ended := seen.get((starts, name))) is not None:
+                ended.has_ended = True
+    admitted = [request for request in seen.values() if request.prompt_tokens]
+    if not admitted:
+        raise ConfigurationError("the scheduler trace has no request that was admitted")
+    first = min(request.came_at for request in admitted)
+    rows = [
+        TraceRow(
+            request.came_at - first,
+            max(request.prompt_tokens - request.cached_tokens, 1),
+            # The last token comes after the last look.
+            max(request.tokens - request.prompt_tokens + request.has_ended, 1),
+        )
+        for request in admitted
+    ]
+    return sorted(rows, key=lambda row: row.arrival_s)
 
 
 class NameHasher(BlockHasher):

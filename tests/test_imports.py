@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cluster.api_client",
         "cluster.config",
         "cluster.pools",
+        "cluster.replay.reading",
         "cluster.saving",
         "cluster.tasks",
         "cluster.trace.why",
