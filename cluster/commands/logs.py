@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from tandem.cluster.admin import OperatedCluster
 from tandem.cluster.commands.operate import with_controller
-from tandem.cluster.commands.output import print_json
+from tandem.cluster.commands.output import print_json, print_json_line
 from tandem.wire.errors import ConfigurationError, TandemError
 from tandem.wire.logs import KEPT_LINES, ClusterLogs, LogLine, LogPosition, LogsQuery
 
@@ -171,7 +171,7 @@ def show_logs(
                 aside.print(f"[yellow]![/] {remark.process}: {escape(remark.text)}")
             for line in lines:
                 if as_json and follow:
-                    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+                    print_json_line(line)
                 elif as_json:
                     shown.append(line)
                 else:

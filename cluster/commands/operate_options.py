@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from tandem.cluster.commands.output import add_output, print_json, wants_json
+from tandem.cluster.commands.output import add_output, print_json, print_json_line, wants_json
 
 if TYPE_CHECKING:
     from tandem.cluster.admin import OperatedCluster
@@ -175,36 +175,37 @@ def _watch_status(options: argparse.Namespace, key: str | None) -> int:
     from rich.console import Console
 
     from tandem.cluster.commands.operate import with_controller
-    from tandem.cluster.commands.overview import show_overview
+    from tandem.cluster.commands.overview import overview, show_overview
     from tandem.cluster.commands.status import fetch_status, show_status
     from tandem.wire.errors import ConfigurationError
 
-    if wants_json(options):
-        raise ConfigurationError("--watch shows a screen: `-o json` prints the status once, without it")
     if not LEAST_WATCH_S <= options.watch <= MOST_WATCH_S:
         raise ConfigurationError(
             f"--watch must be seconds from {LEAST_WATCH_S:g} to {MOST_WATCH_S:g}, not {options.watch:g}"
         )
-    console = Console()
+    console, as_lines = Console(), wants_json(options)
 
-    async def watch(look: Callable[[], Awaitable[Callable[[], int]]]) -> int:
+    async def watch(look: Callable[[], Awaitable[Callable[[], object]]]) -> int:
         while True:
             show = await look()
-            console.clear()
+            if not as_lines:
+                console.clear()
             show()
             await asyncio.sleep(options.watch)
 
     if options.url:
 
-        async def look_at_router() -> Callable[[], int]:
+        async def look_at_router() -> Callable[[], object]:
             seen = await asyncio.to_thread(fetch_status, options.url, key)
-            return lambda: show_status(seen, console)
+            return lambda: print_json_line(seen) if as_lines else show_status(seen, console)
 
         return asyncio.run(watch(look_at_router))
 
     async def watch_cluster(controller: OperatedCluster) -> int:
-        async def look() -> Callable[[], int]:
+        async def look() -> Callable[[], object]:
             view = await controller.view()
+            if as_lines:
+                return lambda: print_json_line(overview(view, key))
             return lambda: show_overview(view, key, console)
 
         return await watch(look)

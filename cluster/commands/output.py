@@ -76,6 +76,14 @@ def wants_json(options: argparse.Namespace) -> bool:
     return str(options.format) == "json"
 
 
+def print_json_line(value: object) -> None:
+    """One of many, each on a line of its own."""
+    import msgspec
+
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()
+
+
 def print_json(value: object) -> None:
     from tandem.cluster.saving import as_json
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
 import httpx
@@ -78,7 +79,6 @@ def test_what_is_fetched_is_checked() -> None:
     ("words", "wrong"),
     [
         (["--watch", "0"], "--watch must be seconds from 0.2"),
-        (["--watch", "-o", "json"], "without it"),
     ],
 )
 def test_a_watch_that_cannot_be_meant_is_refused_before_anything_is_asked(
@@ -89,7 +89,10 @@ def test_a_watch_that_cannot_be_meant_is_refused_before_anything_is_asked(
         options.run(options)
 
 
-def test_a_watch_shows_the_router_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [[], ["-o", "json"]])
+def test_a_watch_shows_the_router_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
     asked: list[str] = []
 
     def fetch(url: str, key: str | None) -> dict[str, Any]:
@@ -102,7 +105,10 @@ def test_a_watch_shows_the_router_again_and_again(monkeypatch: pytest.MonkeyPatc
         }
 
     monkeypatch.setattr("tandem.cluster.commands.status.fetch_status", fetch)
-    options = make_parser().parse_args(["status", "--url", "http://router", "--watch", "0.2"])
+    options = make_parser().parse_args(["status", "--url", "http://router", "--watch", "0.2", *words])
     with pytest.raises(InternalError, match="it is gone"):
         options.run(options)
     assert asked == ["http://router"] * 3
+    if words:
+        looks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [look["router"]["model"] for look in looks] == ["m", "m"]
