@@ -20,6 +20,10 @@ CPU = torch.device("cpu")
 Load = Callable[[Shard | None], TorchRunner]
 
 
+class EndOfRank(Exception):
+    """Raised by what loads a rank's part: this rank has nothing to follow."""
+
+
 class _Queues:
     def __init__(self, others: int) -> None:
         self.queues: list[queue.SimpleQueue[list[np.ndarray] | None]] = [
@@ -52,6 +56,8 @@ def ranks_here(width: int, load: Load) -> Iterator[TorchRunner]:
             try:
                 mine = shard(rank)
                 follow(load(mine).forward, lead.queues[rank - 1].get, mine, CPU)
+            except EndOfRank:
+                pass
             except Exception as error:
                 problems.append(error)
 

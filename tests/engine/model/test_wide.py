@@ -19,7 +19,7 @@ from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
-from tests.engine.model.ranks_here import ranks_here
+from tests.engine.model.ranks_here import EndOfRank, ranks_here
 
 NUM_TOKENS = 8
 # A tied head, norms of each head, windows, soft-capping, a scaled embedding, experts, and matrices whose outputs all ranks get.
@@ -163,4 +163,4 @@ def _load_or_none(path: Path, shard: Shard | None) -> TorchRunner:
         return load(path, shard)
     with pytest.raises(ConfigurationError):
         load(path, shard)
-    raise SystemExit
+    raise EndOfRank
