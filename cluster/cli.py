@@ -517,8 +517,7 @@ def _why(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.api_client import key_from_environment
-    from tandem.cluster.trace.command import TraceClient
-    from tandem.cluster.trace.why_command import explained
+    from tandem.cluster.trace.command import TraceClient, explained
     from tandem.cluster.trace.why_text import show_explanation
 
     client = TraceClient(options.url, key_from_environment())

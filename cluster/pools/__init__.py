@@ -11,6 +11,6 @@ supervisor, node_supervisor, router_supervisor   one process: started, watched, 
 unseen_node                       one that an earlier controller placed on a machine that this one does not see
 witnesses                         what routers, clients and nodes see of one that is silent
 autoscaling, load_meter, autoscaler              how large a pool should be; what is measured; the loop around both
-adapters, adapter_desk            which LoRA adapters a node is to have; changed on every node or on none
+adapter_desk                      which LoRA adapters nodes have; changed on every node or on none
 event_log                         what happened, numbered
 """

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tandem.cluster.pools.adapters import AdapterPlaces
-from tandem.cluster.pools.node_supervisor import NodeSupervisor
+from tandem.cluster.pools.node_supervisor import AdapterPlaces, NodeSupervisor
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.rules import broken_adapters
 from tandem.cluster.tasks import Clock

@@ -13,8 +13,7 @@ import msgspec
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Host, Launcher
-from tandem.cluster.pools.adapters import WantedAdapters
-from tandem.cluster.pools.node_supervisor import Admit, KeepLeftOut, NodeSupervisor
+from tandem.cluster.pools.node_supervisor import Admit, KeepLeftOut, NodeSupervisor, WantedAdapters
 from tandem.cluster.pools.placement import node_config, router_config
 from tandem.cluster.pools.router_supervisor import AdmitRouter, RouterSupervisor
 from tandem.cluster.pools.state import Membership, NodePlacement, NodeRecord, RouterRecord

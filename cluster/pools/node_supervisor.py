@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from tandem.cluster.describe import ranges
 from tandem.cluster.launcher import Host, NodeHandle
-from tandem.cluster.pools.adapters import AdapterPlaces, WantedAdapters
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.cluster.pools.unseen_node import UnseenNode
 from tandem.cluster.tasks import first_of
@@ -28,6 +28,18 @@ Admit = Callable[[NodeInfo], Awaitable[None]]
 
 KeepLeftOut = Callable[[str, str], Awaitable[None]]
 """Keeps, for the next controller, that this node is left out, and why."""
+
+
+AdapterPlaces = Mapping[str, str]
+"""Where each adapter is, by name: a folder, or owner/name on the hub."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WantedAdapters:
+    """`of` a node, by its id; None: its configuration has no room for any. `changing` is held while nodes are told others."""
+
+    of: Callable[[str], AdapterPlaces | None]
+    changing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
 
 class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):

@@ -18,9 +18,8 @@ from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, StateStore
 from tandem.cluster.pools import plan, rollout, state
-from tandem.cluster.pools.adapters import AdapterPlaces, WantedAdapters
 from tandem.cluster.pools.fleet import Fleet
-from tandem.cluster.pools.node_supervisor import NodeSupervisor
+from tandem.cluster.pools.node_supervisor import AdapterPlaces, NodeSupervisor, WantedAdapters
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase

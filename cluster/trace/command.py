@@ -1,4 +1,4 @@
-"""`tandem trace [REQUEST_ID]`."""
+"""`tandem trace [REQUEST_ID]`, and where `tandem why` finds what is known of a request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from tandem.cluster.api_client import ApiClient
 from tandem.cluster.saving import as_json, check_picture, save_picture, write_json
 from tandem.cluster.trace.picture import draw_trace
 from tandem.cluster.trace.text import show_list, show_trace
+from tandem.cluster.trace.why import Explanation, explain, explain_account
 from tandem.router.page_state import PageState
+from tandem.router.recent import Targets
 from tandem.router.tracing.record import TraceList, TraceRecord
-from tandem.wire.errors import ConfigurationError, InternalError
+from tandem.wire.errors import ConfigurationError, InternalError, RequestError
 
 
 def run(
@@ -88,3 +90,23 @@ class TraceClient:
             raise InternalError(
                 f"{self._api.url}{path} does not look like a Tandem router's: {error}"
             ) from error
+
+
+def explained(client: TraceClient, name: str) -> Explanation:
+    """By its trace, or what its router kept of the last and the slowest requests. Raises RequestError when nothing is known of it."""
+    try:
+        return explain(client.find(name))
+    except RequestError as not_traced:
+        try:
+            state = client.state()
+        except RequestError:
+            raise not_traced from None  # a tenant's key: only traces are its own to see
+        targets = Targets(state.ttft_s, state.inter_token_s)
+        accounts = [*reversed(state.latest), *(slow.account for slow in state.slowest)]
+        for account in accounts:
+            if account.request_id == name:
+                return explain_account(account, targets)
+        raise RequestError(
+            f"{name!r} is not among the last {len(state.latest)} requests of {client.url}, nor among the slowest of the last ten "
+            f"minutes, and was not traced"
+        ) from not_traced

@@ -1,6 +1,5 @@
 """Models that read images: what their vision tower makes of an image takes the place of its placeholders' embeddings.
 
 tower       from image files to the rows that stand for their parts
-positions   of tokens beside images, where a model counts by rows and columns
-rows        which of these the runner keeps, and where a step's rows want them
+rows        which of these the runner keeps, where a step's rows want them, and their positions where a model counts by rows and columns
 """

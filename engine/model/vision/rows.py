@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from tandem.engine.model.staging import to_device
-from tandem.engine.model.vision.positions import positions_of, rope_positions
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.images import MediaFeature
@@ -100,3 +99,37 @@ class ImageRows:
             return batch, errors
         places = to_device(np.concatenate(rows), self._device)
         return dataclasses.replace(batch, image_rows=places, image_states=torch.cat(states)), errors
+
+
+def rope_positions(media: Sequence[MediaFeature], begin: int, end: int) -> npt.NDArray[np.int64]:
+    """[3, end - begin]: time, row and column of a prompt's and its answer's tokens from `begin` to `end`.
+
+    A text's tokens have one number for all three. An image's tokens share the time at which it begins, and have a row and a column from
+    there; the text goes on after the larger of the two. So tokens after an image stand nearer than their number says.
+    """
+    found = np.tile(np.arange(begin, end), (3, 1))
+    shift = 0
+    for feature in media:
+        if feature.offset >= end:
+            break
+        after = feature.offset + feature.length
+        first, last = max(feature.offset, begin), min(after, end)
+        if first < last:
+            places = np.arange(first, last) - feature.offset
+            columns = (np.zeros_like(places), places // feature.columns, places % feature.columns)
+            found[:, first - begin : last - begin] = feature.offset + shift + np.stack(columns)
+        shift += max(feature.length // feature.columns, feature.columns) - feature.length
+        if after < end:
+            rest = max(after, begin)
+            found[:, rest - begin :] = np.arange(rest, end) + shift
+    return found
+
+
+def positions_of(batch: Batch) -> npt.NDArray[np.int64]:
+    """One number for each token, as a batch without images has them."""
+    counts = np.diff(batch.host_query_start)
+    first = batch.host_context_lens - counts
+    found: npt.NDArray[np.int64] = np.arange(int(counts.sum())) - np.repeat(
+        batch.host_query_start[:-1] - first, counts
+    )
+    return found

@@ -24,8 +24,7 @@ from transformers.distributed import DistributedConfig
 
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.wide import plan
-from tandem.engine.model.wide.heads import heads_of_rank
-from tandem.engine.model.wide.shard import Shard
+from tandem.engine.model.wide.shard import Shard, heads_of_rank
 from tandem.wire.errors import ConfigurationError, InternalError
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")

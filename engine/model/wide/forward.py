@@ -1,4 +1,4 @@
-"""Rank 0 tells the others what to compute, and they compute it with it."""
+"""Rank 0 tells the others what to compute, as arrays, for they know no requests; and they compute it with it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,58 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from tandem.engine.model.batch import Batch
+from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.runner import Forward, LayerHooks
-from tandem.engine.model.staging import on
-from tandem.engine.model.wide.batches import arrays_of, batch_of
+from tandem.engine.model.staging import on, to_device_together
 from tandem.engine.model.wide.shard import Lead, Shard
+from tandem.wire.errors import InternalError
+
+_FIXED = 6  # arrays before those of groups
+
+
+def arrays_of(batch: Batch) -> list[np.ndarray]:
+    """Without its hidden rows, which rank 0 alone reads. On a device the tokens are not among them: the newest may be there alone."""
+    host = batch.host
+    if host is None or host.logit_rows is None:
+        raise InternalError("a batch that was made by hand cannot be sent to other ranks")
+    tokens = batch.token_ids.numpy() if batch.token_ids.device.type == "cpu" else np.zeros(0, np.int64)
+    numbers = np.array([batch.num_decodes, batch.max_context_len, len(host.slot_mapping)], np.int64)
+    return [
+        numbers,
+        tokens,
+        host.positions,
+        host.query_start,
+        host.context_lens,
+        host.logit_rows,
+        *host.slot_mapping,
+        *host.block_tables,
+    ]
+
+
+def batch_of(arrays: Sequence[np.ndarray], device: torch.device) -> Batch:
+    """On a device its tokens are still to come."""
+    numbers, tokens, positions, query_start, context_lens, logit_rows = arrays[:_FIXED]
+    num_decodes, max_context_len, groups = numbers.tolist()
+    if device.type != "cpu":
+        tokens = np.zeros(len(positions), np.int64)
+    tensors = to_device_together(
+        [tokens, positions, query_start, context_lens, logit_rows, *arrays[_FIXED:]], device
+    )
+    slots, tables = tuple(arrays[_FIXED : _FIXED + groups]), tuple(arrays[_FIXED + groups :])
+    return Batch(
+        token_ids=tensors[0],
+        positions=tensors[1],
+        query_start=tensors[2],
+        context_lens=tensors[3],
+        logit_rows=tensors[4],
+        slot_mapping=tuple(tensors[5 : 5 + groups]),
+        block_tables=tuple(tensors[5 + groups :]),
+        num_decodes=num_decodes,
+        max_context_len=max_context_len,
+        host_query_start=query_start,
+        host_context_lens=context_lens,
+        host=HostBatch(positions, query_start, context_lens, slots, tables, logit_rows),
+    )
 
 
 class LeadingForward:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from tandem.engine.model.wide.heads import fits
+from tandem.engine.model.wide.shard import fits
 from tandem.wire.errors import ConfigurationError
 
 WHOLE = {"replicate", "replicated_with_grad_allreduce"}  # on every rank

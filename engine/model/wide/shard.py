@@ -1,4 +1,5 @@
-"""Which rank of a node this is, and what it may ask of the others. How they are reached is the node's affair."""
+"""Which rank of a node this is, which heads of keys and values it keeps, and what it may ask of the others. How they are reached is the
+node's affair."""
 
 from __future__ import annotations
 
@@ -49,3 +50,18 @@ class Shard:
     def least(self, number: int) -> int:
         """The smallest that any rank has."""
         return int(self.collectives.gather(torch.tensor([number], device=self.device)).min())
+
+
+def heads_of_rank(total: int, rank: int, size: int) -> range:
+    """An equal share, in order; where there are fewer heads than ranks, the one that the rank's queries ask for, which other
+    ranks keep, too."""
+    if total >= size:
+        share = total // size
+        return range(rank * share, (rank + 1) * share)
+    head = rank * total // size
+    return range(head, head + 1)
+
+
+def fits(query_heads: int, kv_heads: int, size: int) -> bool:
+    """Whether every rank gets as many queries as any other, and all the heads that they ask for."""
+    return query_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)

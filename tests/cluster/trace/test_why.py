@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tandem.cluster.trace.command import TraceClient
+from tandem.cluster.trace.command import TraceClient, explained
 from tandem.cluster.trace.why import BETWEEN, explain, explain_account
-from tandem.cluster.trace.why_command import explained
 from tandem.cluster.trace.why_text import show_explanation
 from tandem.router.page_state import PageState, RouterState
 from tandem.router.policy.alternatives import Alternative
