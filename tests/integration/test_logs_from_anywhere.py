@@ -16,6 +16,10 @@ def test_a_request_is_found_in_every_process(
 ) -> None:
     base = float32_config(smollm2_path, prefill=1, decode=1)
     with deploy(msgspec.structs.replace(base, logs=LogsConfig(level="debug"))) as server:
+        # A decode node reads prompts itself while its router has not heard of a prefill node.
+        server.until(
+            lambda nodes: len(nodes) == 2 and all(node.get("free_blocks") for node in nodes), "both serve"
+        )
         answer = server.http.post(
             "/v1/completions",
             json={"model": server.model, "prompt": [5, 6, 7, 8] * 20, "max_tokens": 4},
