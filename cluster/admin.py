@@ -11,11 +11,13 @@ from msgspec import Meta
 
 from tandem.cluster.config import ClusterTimeouts, NodeCount, TandemConfig
 from tandem.cluster.control import DRAIN_S, AppliedChange, ClusterView
-from tandem.cluster.pools.supervisor import MAX_START_FAILURES
 from tandem.wire.errors import ConfigurationError, InvalidRequest, RequestError
 from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 from tandem.wire.settings import LONGEST_S
+
+# For what makes nodes load. The controller itself ends what stands still (`timeouts.start_s`): this ends what it has lost.
+LOADING_S = 24 * 3600.0
 
 
 class UnknownAction(RequestError):
@@ -85,7 +87,7 @@ class RoleAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Role
 
     async def act(self, cluster: OperatedCluster) -> Any:
-        await cluster.change_role(self.node, self.role, role_patience(await cluster.timeouts()))
+        await cluster.change_role(self.node, self.role, LOADING_S)
         return {"node": self.node, "role": self.role}
 
 
@@ -119,8 +121,7 @@ class AdaptersAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unload: list[str] = []
 
     async def act(self, cluster: OperatedCluster) -> Any:
-        patience_s = adapters_patience(await cluster.timeouts())
-        return {"adapters": await cluster.adapters(self.load, self.unload, patience_s)}
+        return {"adapters": await cluster.adapters(self.load, self.unload, LOADING_S)}
 
 
 class ApplyAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,16 +147,6 @@ class LogsAction(LogsQuery, frozen=True, forbid_unknown_fields=True):
 
     async def act(self, cluster: OperatedCluster) -> Any:
         return await cluster.logs(LogsQuery(self.names, self.after, self.last))
-
-
-def role_patience(timeouts: ClusterTimeouts) -> float:
-    """A node that does not come to rest is replaced by a process that starts in the new role."""
-    return timeouts.nodes.drain_s + MAX_START_FAILURES * timeouts.start_s
-
-
-def adapters_patience(timeouts: ClusterTimeouts) -> float:
-    """Nodes read what is new, or take back what another one refuses; then routers hear of it."""
-    return 2 * timeouts.start_s + timeouts.unresponsive_s
 
 
 AdminAction = (

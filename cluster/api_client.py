@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,14 @@ from tandem.wire.errors import ConfigurationError, RequestError, TandemError, Un
 
 KEY = "TANDEM_API_KEY"
 ANSWER_S = 5.0
+
+# An answer may take as long as a model takes to load. A peer whose machine is gone is noticed within a minute all the same.
+_NOTICE_SILENT_PEER = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+]
 
 
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -45,9 +54,11 @@ class ApiClient:
                 base_url=self.url,
                 headers=headers,
                 timeout=timeout,
-                transport=transport,
+                transport=transport
+                or httpx.HTTPTransport(
+                    verify=trusted(self.url), trust_env=False, socket_options=_NOTICE_SILENT_PEER
+                ),
                 trust_env=False,
-                verify=trusted(self.url),
             )
         except httpx.InvalidURL as error:
             raise ConfigurationError(

@@ -124,7 +124,7 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the controller waits, and when it gives up on whom."""
 
     start_s: Annotated[
-        Seconds, about("for one node to fetch what it lacks of its model, load it and answer")
+        Seconds, about("without progress of a process that downloads or loads, before it is ended")
     ] = 300.0
     heartbeat_s: Annotated[Seconds, about("between the controller's questions to a node")] = 0.5
     silence_s: Annotated[Seconds, about("for an answer to the controller; a later one is none")] = 2.0

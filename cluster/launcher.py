@@ -19,10 +19,8 @@ from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterQueue
+from tandem.wire.progress import Report
 from tandem.wire.requests import NodeStatus
-
-Report = Callable[[str, float], None]
-"""What is being done, and how much of it is done (0 to 1)."""
 
 FixModel = Callable[[TandemConfig, str], Awaitable[tuple[TandemConfig, str]]]
 """The configuration with one commit of its model instead of a name that will stand for another one tomorrow, and that
@@ -68,12 +66,14 @@ class NodeHandle(Handle[NodeInfo], Protocol):
         """No request that comes from now on begins from KV that is cached there now, in any tier. False: not in time."""
         ...
 
-    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+    async def set_adapters(
+        self, wanted: Mapping[str, str], timeout_s: float, report: Report
+    ) -> dict[str, str]:
         """All adapters that new requests may name: where each is. Answers with their digests, by name. Raises ConfigurationError for one
         that cannot be served there, and nothing has changed then."""
         ...
 
-    async def change_role(self, config: NodeConfig) -> NodeInfo:
+    async def change_role(self, config: NodeConfig, report: Report) -> NodeInfo:
         """The same process, with the weights that it has loaded, as another node: a new epoch, new addresses. Only
         after a `drain` that was finished; raises Unavailable otherwise."""
         ...

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from tandem.wire.errors import DeadlineExceeded, TandemError
+from tandem.wire.progress import LastProgress
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,22 @@ class Clock:
         if has_ended(result):
             return result.result()
         raise DeadlineExceeded(f"{what} took longer than {seconds:g} s")
+
+    async def while_it_progresses(
+        self, limit_s: float, work: Coroutine[Any, Any, T], what: str, progress: LastProgress
+    ) -> T:
+        """The work's result, however long it takes, or DeadlineExceeded when it has reported nothing new for `limit_s`."""
+        progress.begin()
+        result, _ = await first_of(work, self._until_silent(limit_s, progress))
+        if has_ended(result):
+            return result.result()
+        raise DeadlineExceeded(f"{what} made no progress for {limit_s:g} s, {progress}")
+
+    async def _until_silent(self, limit_s: float, progress: LastProgress) -> None:
+        while nap := progress.next_look(limit_s):
+            slept_at = self.now()
+            await self.sleep(nap)
+            progress.overslept(self.now() - slept_at - nap)
 
 
 async def first_of(work: Awaitable[T], other: Awaitable[S]) -> tuple[asyncio.Future[T], asyncio.Future[S]]:

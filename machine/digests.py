@@ -12,14 +12,23 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 _AT_ONCE = 4  # files; hashing lets go of the interpreter
 _FRESH_NS = 2_000_000_000  # a file that was just written may be written again within one tick of its clock
 _SHA256 = re.compile("[0-9a-f]{64}")
+
+
+OnRead = Callable[[int], None]
+"""Hears of every so many bytes that were read, from several threads."""
+
+
+def _unheard(num_bytes: int) -> None:
+    pass
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -33,13 +42,13 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
         return None
 
 
-def digests_of(files: Sequence[Path]) -> list[str]:
+def digests_of(files: Sequence[Path], on_read: OnRead = _unheard) -> list[str]:
     """Each file's digest, in hexadecimal. Several are read at once. Raises OSError."""
     with ThreadPoolExecutor(max_workers=min(_AT_ONCE, max(1, len(files)))) as pool:
-        return list(pool.map(digest_of, files))
+        return list(pool.map(lambda file: digest_of(file, on_read), files))
 
 
-def digest_of(file: Path) -> str:
+def digest_of(file: Path, on_read: OnRead = _unheard) -> str:
     real = file.resolve()
     if real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name
@@ -48,10 +57,19 @@ def digest_of(file: Path) -> str:
     if kept is not None and (known := _read(kept, before)) is not None:
         return known
     with real.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
+        digest = _hash(content, on_read)
     if kept is not None and _identity(real) == before and time.time_ns() - before[-1] > _FRESH_NS:
         _write(kept, before, digest)
     return digest
+
+
+def _hash(content: BinaryIO, on_read: OnRead) -> str:
+    sha256 = hashlib.sha256()
+    buffer = memoryview(bytearray(1 << 20))
+    while num_bytes := content.readinto(buffer):  # type: ignore[attr-defined]
+        sha256.update(buffer[:num_bytes])
+        on_read(num_bytes)
+    return sha256.hexdigest()
 
 
 def _identity(file: Path) -> list[int]:

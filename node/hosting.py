@@ -19,6 +19,7 @@ from tandem.node.node import Node
 from tandem.wire.errors import InternalError, TandemError, Unavailable
 from tandem.wire.logs import LogPosition, begin_logging, recent_page
 from tandem.wire.nodes import NodeInfo
+from tandem.wire.progress import Report, SaidProgress
 from tandem.wire.sockets import admit, raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,10 @@ _SWITCH_S = (
     0.001  # a handover passes through several threads: each waits so long for one that computes in Python
 )
 
-FindModel = Callable[[str, Callable[[str, float], None]], str]
+FindModel = Callable[[str, Report], str]
 """From a model's name to a folder on this machine; says what it is doing. Fetches what is missing."""
 
-FindAdapter = Callable[[str, str, Callable[[str, float], None]], str]
+FindAdapter = Callable[[str, str, Report], str]
 """The same for an adapter: its name, where it is, and whom to tell."""
 
 
@@ -61,8 +62,8 @@ class NodeHost:
         self._node = make_node(settings)
         self._starting = threading.Lock()
         self._info: NodeInfo | None = None
-        self._progress = threading.Condition()
-        self._steps: tuple[int, str, float] = (0, "", 0.0)
+        self._progress = SaidProgress()
+        self._report = self._progress.report
         self._stopped = threading.Event()
 
     def configuration(self) -> bytes:
@@ -122,16 +123,9 @@ class NodeHost:
             logger.exception("the node did not start")
             raise InternalError(f"{type(error).__name__}: {error}") from None
 
-    def _report(self, what: str, fraction: float) -> None:
-        with self._progress:
-            self._steps = (self._steps[0] + 1, what, fraction)
-            self._progress.notify_all()
-
     def progress_after(self, seen: int, timeout_s: float) -> tuple[int, str, float]:
-        """The latest step of `start` and its number; waits for one that is newer than `seen`."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._steps[0] > seen or self._stopped.is_set(), timeout_s)
-            return self._steps
+        """The latest step of what loads, and its number; waits for one that is newer than `seen`."""
+        return self._progress.after(seen, timeout_s)
 
     def admit(self, keys: list[str]) -> None:
         """The public keys of all processes that may speak to this one, every time."""
@@ -175,8 +169,7 @@ class NodeHost:
     def stop(self) -> None:
         self._node.stop()
         self._stopped.set()
-        with self._progress:
-            self._progress.notify_all()
+        self._progress.end()
 
     def hold(self, timeout_s: float) -> bool:
         """Whether the node has been stopped; waits so long for it. A call that waits ends at once when the process dies.

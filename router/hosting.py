@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -22,12 +23,14 @@ from tandem.router.server import RouterServer
 from tandem.wire.errors import Unavailable
 from tandem.wire.logs import LogPosition, LogsConfig, begin_logging, recent_page
 from tandem.wire.nodes import NodeInfo, RouterInfo, RouterQueue
+from tandem.wire.progress import Report, SaidProgress
 from tandem.wire.sockets import raise_descriptor_limit
 
 _SWITCH_S = 0.001
 _GARBAGE_OBJECTS = 10_000
+_FOLLOWERS = 4  # a controller, and those before it that were killed while they waited
 
-FindModel = Callable[[str, Callable[[str, float], None]], str]
+FindModel = Callable[[str, Report], str]
 """From a model's name to a folder on this machine; says what it is doing. Fetches what is missing."""
 
 
@@ -53,6 +56,8 @@ class RouterHost:
         self._starting: asyncio.Task[RouterInfo] | None = None
         self._server: RouterServer | None = None
         self._stopped = asyncio.Event()
+        self._progress = SaidProgress()
+        self._followers = ThreadPoolExecutor(_FOLLOWERS, thread_name_prefix="progress")
 
     def configuration(self) -> bytes:
         """What it was made with, for a controller that comes back and asks whether this is its router."""
@@ -70,8 +75,9 @@ class RouterHost:
         if self._find_model is not None:
             if not door:
                 listen(config.host, config.port).close()  # a taken port is found before anything is fetched
-            path = await asyncio.to_thread(self._find_model, config.tokenizer_path, _say_nothing)
+            path = await asyncio.to_thread(self._find_model, config.tokenizer_path, self._progress.report)
             config = msgspec.structs.replace(config, tokenizer_path=path)
+        self._progress.report("loading the tokenizer", 0.0)
         self._server = RouterServer(config, self._control)
         url = await self._server.start(door)
         # A collection that walked over what was imported would keep every stream waiting.
@@ -80,6 +86,11 @@ class RouterHost:
         # The default looks for garbage after every request or two, and finds none: what a request makes is freed as it ends.
         gc.set_threshold(_GARBAGE_OBJECTS)
         return RouterInfo(url, self._server.services.links.endpoint, self._server.door)
+
+    async def progress_after(self, seen: int, timeout_s: float) -> tuple[int, str, float]:
+        """The latest step of `start`, and its number; waits for one that is newer than `seen`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._followers, self._progress.after, seen, timeout_s)
 
     def _serving(self) -> RouterServer:
         if self._server is None:
@@ -138,6 +149,8 @@ class RouterHost:
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop()
+        self._progress.end()
+        self._followers.shutdown(wait=False)
         self._stopped.set()
 
     async def hold(self, timeout_s: float) -> bool:
@@ -145,7 +158,3 @@ class RouterHost:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopped.wait(), timeout_s)
         return self._stopped.is_set()
-
-
-def _say_nothing(what: str, fraction: float) -> None:
-    pass

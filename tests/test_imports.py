@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "wire.kv_events",
         "wire.nodes",
         "wire.pooling",
+        "wire.progress",
         "wire.requests",
         "wire.sampling",
         "wire.settings",

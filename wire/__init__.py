@@ -16,6 +16,7 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     tracing     node -> router: where a traced request's time went, and by which clock
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
     sharing     node -> node: how one copies KV out of another's tier in host memory
+    progress    what a long work says of itself, and for how long it has said nothing new
     logs        what a process writes to its log, for people or for machines
     listening   whether a process still listens at an address, asked of its machine's kernel
     endpoints   where a process is reached: its address, and the key that it must hold

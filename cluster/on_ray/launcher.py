@@ -14,18 +14,19 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.launcher import Host, NodeHandle, Report, RouterHandle
+from tandem.cluster.launcher import Host, NodeHandle, RouterHandle
 from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.hosts import ray_nodes
 from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
-from tandem.cluster.tasks import cancel
+from tandem.cluster.tasks import cancel, first_of, has_ended
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
 from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterQueue
+from tandem.wire.progress import Report
 from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,27 @@ class RayHandle:
             return False  # it is asked again
         return any(node["NodeID"] == self._machine and node["Alive"] for node in nodes)
 
+    async def _followed(self, actor: Any, question: Any, report: Report) -> Any:
+        """The answer, and meanwhile what the process says that it does. Without its words it would seem to stand still, so what
+        ends the following ends the question."""
+        answered, following = await first_of(answer(question), self._follow_progress(actor, report))
+        return answered.result() if has_ended(answered) else following.result()
+
+    async def _follow_progress(self, actor: Any, report: Report) -> None:
+        if not hasattr(actor, "progress_after"):
+            await asyncio.Event().wait()  # a router of a version that did not say; it runs already
+        seen = 0
+        while True:
+            try:
+                number, what, fraction = await answer(actor.progress_after.remote(seen, _PROGRESS_WAIT_S))
+            except TandemError as error:  # whether the process has ended is what the question finds out
+                logger.debug("%s does not say what it is doing: %s", self._name, error)
+                await asyncio.sleep(_REACH_AGAIN_S)
+                continue
+            if number > seen:
+                seen = number
+                report(what, fraction)
+
     async def drain(self, timeout_s: float) -> bool:
         return bool(await answer((await self.actor()).drain.remote(timeout_s)))
 
@@ -180,21 +202,11 @@ class RayHandle:
 class RayNode(RayHandle):
     async def start(self, report: Report) -> NodeInfo:
         actor = await self.actor()
-        progress = asyncio.ensure_future(self._follow_progress(actor, report))
-        try:
-            info = msgspec.msgpack.decode(await answer(actor.start.remote()), type=NodeInfo)
-        finally:
-            await cancel(progress)
+        info = msgspec.msgpack.decode(
+            await self._followed(actor, actor.start.remote(), report), type=NodeInfo
+        )
         self._serves = True
         return info
-
-    async def _follow_progress(self, actor: Any, report: Report) -> None:
-        seen = 0
-        while True:
-            number, what, fraction = await answer(actor.progress_after.remote(seen, _PROGRESS_WAIT_S))
-            if number > seen:
-                seen = number
-                report(what, fraction)
 
     async def admit(self, keys: list[str]) -> None:
         await answer((await self.actor()).admit.remote(keys))
@@ -208,12 +220,16 @@ class RayNode(RayHandle):
     async def reset_cache(self, timeout_s: float) -> bool:
         return bool(await answer((await self.actor()).reset_cache.remote(timeout_s)))
 
-    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float) -> dict[str, str]:
-        return dict(await answer((await self.actor()).set_adapters.remote(dict(wanted), timeout_s)))
+    async def set_adapters(
+        self, wanted: Mapping[str, str], timeout_s: float, report: Report
+    ) -> dict[str, str]:
+        actor = await self.actor()
+        return dict(await self._followed(actor, actor.set_adapters.remote(dict(wanted), timeout_s), report))
 
-    async def change_role(self, config: NodeConfig) -> NodeInfo:
-        changed = (await self.actor()).change_role.remote(msgspec.msgpack.encode(config))
-        return msgspec.msgpack.decode(await answer(changed), type=NodeInfo)
+    async def change_role(self, config: NodeConfig, report: Report) -> NodeInfo:
+        actor = await self.actor()
+        changed = actor.change_role.remote(msgspec.msgpack.encode(config))
+        return msgspec.msgpack.decode(await self._followed(actor, changed, report), type=NodeInfo)
 
 
 class RayRouter(RayHandle):
@@ -221,10 +237,9 @@ class RayRouter(RayHandle):
     door = ""  # of the router whose listening socket it is to have
 
     async def start(self, report: Report) -> RouterInfo:
-        report("loading the tokenizer", 0.0)
-        info = msgspec.msgpack.decode(
-            await answer((await self.actor()).start.remote(self.door)), type=RouterInfo
-        )
+        actor = await self.actor()
+        started = await self._followed(actor, actor.start.remote(self.door), report)
+        info = msgspec.msgpack.decode(started, type=RouterInfo)
         self._url = info.url
         self._serves = True
         return info

@@ -44,7 +44,7 @@ class AdapterDesk:
                 digests = await self._tell(nodes, wanted)
                 await self._keep(wanted, number)
             except TandemError:
-                await asyncio.gather(*(self._set(node, before) for node in nodes), return_exceptions=True)
+                await asyncio.gather(*(node.set_adapters(before) for node in nodes), return_exceptions=True)
                 raise
         for name in wanted.keys() | before.keys():
             if wanted.get(name) != before.get(name):
@@ -78,7 +78,7 @@ class AdapterDesk:
 
     async def _tell(self, nodes: Sequence[NodeSupervisor], wanted: AdapterPlaces) -> dict[str, str]:
         """The digests, which are the same everywhere."""
-        answers = await asyncio.gather(*(self._set(node, wanted) for node in nodes), return_exceptions=True)
+        answers = await asyncio.gather(*(node.set_adapters(wanted) for node in nodes), return_exceptions=True)
         digests: dict[str, str] = {}
         for node, answer in zip(nodes, answers, strict=True):
             if isinstance(answer, ConfigurationError):
@@ -95,9 +95,6 @@ class AdapterDesk:
                         "on both"
                     )
         return digests
-
-    async def _set(self, node: NodeSupervisor, wanted: AdapterPlaces) -> dict[str, str]:
-        return await node.set_adapters(wanted, self._pools.config.timeouts.start_s)
 
     async def _keep(self, wanted: dict[str, str], number: int) -> None:
         pools = self._pools

@@ -92,7 +92,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             # Adopted from a controller that was killed while it changed the role.
             if not await handle.drain(self._timeouts.nodes.drain_s):
                 raise Unavailable(f"it still works as a {info.role.value} node")
-            info = await handle.change_role(self.config)
+            info = await handle.change_role(self.config, self.report)
         await self._tell_adapters(handle, is_member=info == self.info)
         with contextlib.suppress(TandemError):  # it is told again when it answers
             await self._tell_keys(handle)  # before a router or another node speaks to it
@@ -113,9 +113,9 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     async def _set_adapters(
         self, handle: NodeHandle, wanted: AdapterPlaces, limit_s: float
     ) -> dict[str, str]:
+        """`limit_s` is for the node's step loop to take them, once they are loaded. The caller limits the wait."""
         self._adapters_told = None
-        telling = handle.set_adapters(wanted, limit_s)
-        digests = await self._clock.within(limit_s, telling, f"telling {self.name} its adapters")
+        digests = await handle.set_adapters(wanted, limit_s, self.report)
         self._adapters_told = dict(wanted)
         return digests
 
@@ -125,7 +125,10 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         if wanted is None or wanted == self._adapters_told or self._adapters.changing.locked():
             return
         try:
-            await self._set_adapters(handle, wanted, self._timeouts.silence_s)
+            # Not as long as it progresses: the node must be asked how it is. What it loads meanwhile it has the next time.
+            limit_s = self._timeouts.silence_s
+            telling = self._set_adapters(handle, wanted, limit_s)
+            await self._clock.within(limit_s, telling, f"telling {self.name} its adapters")
         except ConfigurationError as error:
             self._adapters_told = dict(wanted)
             self._events.trouble(self.name, f"lacks an adapter that others have: {error}")
@@ -231,8 +234,8 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         if info.role is self.config.role:
             return info
         await self._around.membership.withdraw(info)
-        new = await self._clock.within(
-            self._timeouts.start_s, handle.change_role(self.config), f"changing the role of {self.name}"
+        new = await self._while_it_progresses(
+            handle.change_role(self.config, self.report), f"changing the role of {self.name}"
         )
         self.status = None
         await self._announce(new)
@@ -286,11 +289,14 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         if self.phase is not ProcessPhase.READY:
             raise Unavailable(f"{self.name} did not start as a {config.role.value} node: {self.detail}")
 
-    async def set_adapters(self, wanted: AdapterPlaces, limit_s: float) -> dict[str, str]:
+    async def set_adapters(self, wanted: AdapterPlaces) -> dict[str, str]:
         """The digests of what it serves then. Raises errors of `wire.errors`; what it has is not known then, but after ConfigurationError."""
         if self.handle is None:
             raise Unavailable("it does not run")
-        return await self._set_adapters(self.handle, wanted, limit_s)
+        return await self._while_it_progresses(
+            self._set_adapters(self.handle, wanted, self._timeouts.start_s),
+            f"telling {self.name} its adapters",
+        )
 
     async def reset_cache(self) -> bool:
         """False when it does not answer, or not in time."""

@@ -515,12 +515,7 @@ class Reconciler:
     async def _retire_router(self, name: str) -> None:
         router = self.fleet.routers.get(name)
         if router is not None:
-            with contextlib.suppress(DeadlineExceeded):
-                await self._clock.within(
-                    self.config.timeouts.start_s,
-                    self._until_another_accepts(router),
-                    "starting another router in its place",
-                )
+            await first_of(self._until_another_accepts(router), self._until_none_comes(router))
         finished = router is None or await router.leave()
         await self.fleet.end_router(name)
         await self._until_kept(lambda current: current.without_router(name), name)
@@ -529,11 +524,27 @@ class Reconciler:
 
     async def _until_another_accepts(self, leaving: RouterSupervisor) -> None:
         while not any(
-            other.place == leaving.place and other.phase is ProcessPhase.READY and other.load.accepts
-            for other in self.fleet.routers.values()
-            if other is not leaving
+            other.phase is ProcessPhase.READY and other.load.accepts for other in self._beside(leaving)
         ):
             await self.changed.wait()
+
+    async def _until_none_comes(self, leaving: RouterSupervisor) -> None:
+        """One that starts in its place is waited for as long as it progresses."""
+        limit_s = self.config.timeouts.start_s
+        began = self._clock.now()
+        while True:
+            starting = [other for other in self._beside(leaving) if other.phase is ProcessPhase.STARTING]
+            waited_s = min([self._clock.now() - began, *(other.progress.silent_s for other in starting)])
+            if waited_s >= limit_s:
+                return
+            await self._clock.sleep(max(limit_s - waited_s, self.config.timeouts.heartbeat_s))
+
+    def _beside(self, router: RouterSupervisor) -> list[RouterSupervisor]:
+        return [
+            other
+            for other in self.fleet.routers.values()
+            if other is not router and other.place == router.place
+        ]
 
     async def _until_kept(self, change: Callable[[ClusterState], ClusterState], name: str) -> None:
         while True:

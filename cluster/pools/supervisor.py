@@ -11,9 +11,9 @@ import abc
 import asyncio
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.events import Events
@@ -23,6 +23,7 @@ from tandem.cluster.pools.witnesses import Silence, Witnesses
 from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.logs import LogPage, LogPosition
+from tandem.wire.progress import LastProgress
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ MAX_START_FAILURES = 3
 
 Ready = TypeVar("Ready")
 H = TypeVar("H", bound=Handle[object])
+T = TypeVar("T")
 
 
 class ProcessPhase(enum.StrEnum):
@@ -68,6 +70,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self._clock = around.clock
         self._settled = asyncio.Event()  # it has been READY or LEFT_OUT
         self._leaving = False  # when it is lost, it is not replaced
+        self.progress = LastProgress(around.clock.now)  # of its start, or of what it loads later
         self.handle: H | None = None
         self._has_worked = False
 
@@ -172,14 +175,18 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
 
     async def _start_or_end(self, handle: H) -> Ready:
         """A process that dies while it starts may leave its `start` unanswered."""
-        limit_s = self._timeouts.start_s
         start, ended = await first_of(
-            self._clock.within(limit_s, self._start(handle), f"starting {self.name} (timeouts.start_s)"),
-            handle.ended(),
+            self._while_it_progresses(self._start(handle), f"starting {self.name}"), handle.ended()
         )
         if has_ended(start):
             return start.result()
         raise TandemError(f"its process ended while it started: {ended.result()}")
+
+    async def _while_it_progresses(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """What loads takes as long as it takes. `report` is what says that it goes on."""
+        return await self._clock.while_it_progresses(
+            self._timeouts.start_s, work, f"{what} (timeouts.start_s)", self.progress
+        )
 
     async def _watch_until_lost(self, handle: H, ready: Ready) -> str:
         watch, ended = await first_of(self._watch(handle, ready), handle.ended())
@@ -224,4 +231,5 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self._settled.set()
 
     def report(self, what: str, fraction: float) -> None:
+        self.progress.report(what, fraction)
         self._events.progress(self.name, what, fraction)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from tandem.cluster.launcher import NodeHandle, Report
+from tandem.cluster.launcher import NodeHandle
 from tandem.node.config import NodeConfig
 from tandem.wire.errors import Unavailable
 from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import NodeInfo
+from tandem.wire.progress import Report
 from tandem.wire.requests import NodeStatus
 
 
@@ -48,11 +49,13 @@ class UnseenNode:
     async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
         return await (await self._node()).log_page(after, last, most)
 
-    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float) -> dict[str, str]:
-        return await (await self._node()).set_adapters(wanted, timeout_s)
+    async def set_adapters(
+        self, wanted: Mapping[str, str], timeout_s: float, report: Report
+    ) -> dict[str, str]:
+        return await (await self._node()).set_adapters(wanted, timeout_s, report)
 
-    async def change_role(self, config: NodeConfig) -> NodeInfo:
-        return await (await self._node()).change_role(config)
+    async def change_role(self, config: NodeConfig, report: Report) -> NodeInfo:
+        return await (await self._node()).change_role(config, report)
 
     async def stop(self) -> None:
         if self._found is not None:

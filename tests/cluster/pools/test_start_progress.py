@@ -1,0 +1,163 @@
+"""What starts or loads takes as long as it takes, while it says something new; `timeouts.start_s` counts its silence."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.wire.errors import Unavailable
+from tandem.wire.nodes import Role
+from tests.cluster.pools.helpers import TIMEOUTS, FakeNode, FakeProcess, FakeRouter, Rig, in_loop
+from tests.cluster.pools.pools_rig import PD, pools
+from tests.cluster.pools.test_adapters import with_room
+
+LIMIT_S = 100.5  # no sum of whole seconds
+PATIENT = msgspec.structs.replace(TIMEOUTS, start_s=LIMIT_S)
+
+Script = list[tuple[int, str | None]]
+"""Pauses, and what the process says after each."""
+
+scripts: st.SearchStrategy[Script] = st.lists(
+    st.tuples(st.integers(0, 140), st.sampled_from([None, "downloading", "loading"])), max_size=12
+)
+
+
+def hold_back(process: FakeProcess, earlier: int) -> None:
+    process.starts_at_once = earlier > 0
+
+
+def stands_still(script: Script) -> bool:
+    """By the rule: some pause between two different words is longer than the limit."""
+    silent, last = 0, "loading the weights"
+    for pause, word in script:
+        silent += pause
+        if silent > LIMIT_S:
+            return True
+        if word not in (None, last):
+            silent, last = 0, word
+    return False
+
+
+@given(scripts)
+def test_a_node_that_starts_is_ended_if_and_only_if_it_stood_still(script: Script) -> None:
+    @in_loop
+    async def scenario() -> None:
+        async with Rig(*PD, timeouts=PATIENT) as rig:
+            rig.launcher.prepare["decode-0"] = hold_back
+            starting = asyncio.create_task(rig.controller.start())
+            await rig.clock.advance(0)
+            node = rig.launcher.node("decode-0")
+            for pause, word in script:
+                await rig.clock.advance(pause)
+                if word is not None and not node.stopped:
+                    node.report(word, 0.0)
+            assert node.stopped == stands_still(script)
+            node.may_start.set()
+            await rig.clock.advance(TIMEOUTS.restart_backoff_max_s)
+            await starting
+            said = rig.events.of("trouble", "decode-0")
+            assert bool(said) == stands_still(script)
+            assert all("made no progress for 100.5 s" in each for each in said)
+
+    scenario()
+
+
+@in_loop
+async def test_what_a_silent_node_did_last_is_told() -> None:
+    async with Rig(*PD, timeouts=PATIENT) as rig:
+        rig.launcher.prepare["decode-0"] = hold_back
+        starting = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(0)
+        rig.launcher.node("decode-0").report("downloading me/model", 0.41)
+        await rig.clock.advance(LIMIT_S + TIMEOUTS.restart_backoff_max_s)
+        await starting
+        (said,) = rig.events.of("trouble", "decode-0")
+        assert (
+            "starting decode-0 (timeouts.start_s) made no progress for 100.5 s, at 'downloading me/model', 41% of it"
+            in said
+        )
+
+
+@in_loop
+async def test_a_controller_that_stood_still_itself_ends_no_node_that_starts() -> None:
+    async with Rig(*PD, timeouts=PATIENT) as rig:
+        rig.launcher.prepare["decode-0"] = hold_back
+        starting = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(10)
+        rig.clock.stand_still(10 * LIMIT_S)
+        await rig.clock.advance(0)
+        node = rig.launcher.node("decode-0")
+        assert not node.stopped
+        node.may_start.set()
+        await rig.clock.advance(0)
+        await starting
+
+
+@in_loop
+async def test_a_router_that_fetches_its_model_is_waited_for() -> None:
+    async with Rig(*PD, timeouts=PATIENT) as rig:
+        rig.launcher.prepare["router"] = hold_back
+        starting = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(0)
+        router: FakeRouter = rig.launcher.router
+        for percent in range(1, 6):
+            await rig.clock.advance(LIMIT_S - 1)
+            router.report("downloading", percent / 100)
+        router.may_start.set()
+        await rig.clock.advance(0)
+        await starting
+        assert rig.launcher.routers == [router]
+
+
+async def until_done(rig: Rig, task: asyncio.Task[object]) -> None:
+    for _ in range(10):
+        await rig.clock.advance(TIMEOUTS.heartbeat_s)
+        if task.done():
+            return task.result()
+    raise AssertionError("it is still under way")
+
+
+async def with_news(rig: Rig, node: FakeNode) -> None:
+    for percent in range(1, 6):
+        await rig.clock.advance(LIMIT_S - 1)
+        node.report("loading", percent / 100)
+
+
+@in_loop
+async def test_a_change_of_role_that_loads_is_waited_for() -> None:
+    async with Rig(pools=pools(2, 1), timeouts=PATIENT) as rig:
+        await rig.controller.start()
+        node = rig.launcher.node("prefill-1")
+        node.may_load.clear()
+        change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
+        await with_news(rig, node)
+        assert not change.done()
+        node.may_load.set()
+        await rig.clock.advance(0)
+        await change
+        assert rig.launcher.node("prefill-1") is node
+
+
+@in_loop
+async def test_adapters_that_are_downloaded_are_waited_for_while_that_goes_on() -> None:
+    async with Rig(*PD, config=with_room(), timeouts=PATIENT) as rig:
+        await rig.controller.start()
+        node = rig.launcher.node("decode-0")
+        node.may_load.clear()
+        change = asyncio.create_task(rig.controller.adapters({"sql": "/adapters/sql"}, []))
+        await with_news(rig, node)
+        assert not change.done()
+        node.may_load.set()
+        await until_done(rig, change)
+        assert change.result() == {"sql": "/adapters/sql"}
+
+        node.may_load.clear()
+        change = asyncio.create_task(rig.controller.adapters({"law": "/adapters/law"}, []))
+        await rig.clock.advance(LIMIT_S)
+        node.may_load.set()
+        with pytest.raises(Unavailable, match=r"made no progress for 100\.5 s"):
+            await until_done(rig, change)
