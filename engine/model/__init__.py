@@ -16,5 +16,5 @@ lora/           low-rank updates of its linear layers, many in one batch
 wide/           the same models on several ranks
 fused/          the same models with fewer, larger operations
 decode_graphs, decode_inputs, cuda
-                steps recorded once per shape and replayed
+                steps recorded once per shape and replayed, on devices; recorded_steps and tape: on CPUs
 """

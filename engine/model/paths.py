@@ -206,6 +206,9 @@ def load_general(
         adapters = AdapterSlots(adapted, model.dtype, device)
 
     def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
+        from tandem.engine.model.attention.cpu import CpuAttention
+        from tandem.engine.model.recorded_steps import RecordedSteps
+
         if alone or mixers is not None:
             # The other ways count layers that attend without a gap. Each step takes its rows apart by itself, so it is not recorded.
             states = LayerStates(kv_cache, mixers.layout) if mixers is not None else None
@@ -214,6 +217,8 @@ def load_general(
             )
         attention = _choose_attention(kv_cache, plan, parts, shape, pieces, model.dtype)
         forward = TransformersForward(model, attention, parts, adapted=adapted)
+        if isinstance(attention, CpuAttention):
+            return RecordedSteps(forward, attention)
         if device.type != "cuda":
             return forward
         from tandem.engine.model.cuda import CudaRecorder

@@ -8,6 +8,7 @@ from ctypes import byref, c_int32
 
 import torch
 
+from tandem.engine.model import tape
 from tandem.engine.model.attention.interface import FixedAttention
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.batch import Batch
@@ -123,18 +124,18 @@ class _Step:
         heads, tokens, dim = query.shape
         out = query.new_empty(tokens, heads * dim)
         angles = None if rotary is None else byref(_angles(rotary.cosines, rotary.sines))
-        checked(
-            attention.pieces.native.tandem_attend(
-                attention.pieces.handle,
-                attention.kind_of_layer[layer],
-                attention.plan.slot_of_layer[layer],
-                byref(_heads(query)),
-                byref(_heads(key)),
-                byref(_heads(value)),
-                angles,
-                byref(described(out)),
-            )
+        arguments = (
+            attention.pieces.handle,
+            attention.kind_of_layer[layer],
+            attention.plan.slot_of_layer[layer],
+            byref(_heads(query)),
+            byref(_heads(key)),
+            byref(_heads(value)),
+            angles,
+            byref(described(out)),
         )
+        turning = () if rotary is None else (rotary.cosines, rotary.sines)
+        tape.call(attention.pieces.native.tandem_attend, arguments, (query, key, value, *turning, out))
         return out.view(tokens, heads, dim)
 
 

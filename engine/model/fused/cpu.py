@@ -9,6 +9,7 @@ from ctypes import byref, c_int32
 
 import torch
 
+from tandem.engine.model import tape
 from tandem.engine.model.fused.pieces import Activation, Matrix, Piece
 from tandem.engine.model.native.forward import cores_for
 from tandem.engine.model.native.weights import checked, numbered
@@ -54,7 +55,9 @@ class CpuPieces:
         def run(x: torch.Tensor) -> torch.Tensor:
             rows = in_rows(x, inputs)
             out = rows.new_empty((rows.shape[0], outputs))
-            _check(native(self.handle, number, byref(described(rows)), byref(described(out))))
+            tape.call(
+                native, (self.handle, number, byref(described(rows)), byref(described(out))), (rows, out)
+            )
             return out.view(*x.shape[:-1], outputs)
 
         return run
@@ -67,7 +70,8 @@ class CpuPieces:
         def run(x: torch.Tensor) -> torch.Tensor:
             rows = in_rows(x, inputs)
             out = rows.new_empty((rows.shape[0], outputs))
-            _check(native(self.handle, first, second, kind, byref(described(rows)), byref(described(out))))
+            pointers = byref(described(rows)), byref(described(out))
+            tape.call(native, (self.handle, first, second, kind, *pointers), (rows, out))
             return out.view(*x.shape[:-1], outputs)
 
         return run
@@ -81,7 +85,9 @@ class CpuPieces:
         def run(x: torch.Tensor) -> torch.Tensor:
             rows = in_rows(x, width)
             out = torch.empty(rows.shape, dtype=rows.dtype)
-            _check(native(self.handle, number, byref(described(rows)), byref(described(out))))
+            tape.call(
+                native, (self.handle, number, byref(described(rows)), byref(described(out))), (rows, out)
+            )
             return out.view(x.shape)
 
         return run
@@ -114,11 +120,6 @@ def described(rows: torch.Tensor) -> library.KernelRows:
     """Points into the tensor, which must outlive the call."""
     count, width = rows.shape
     return library.KernelRows(rows.data_ptr(), count, rows.stride(0), width, library.DTYPES[rows.dtype])
-
-
-def _check(status: int) -> None:
-    if status != 0:
-        checked(status)
 
 
 def _parts(tensors: Sequence[torch.Tensor] | None) -> ctypes.Array[library.WeightRows] | None:

@@ -1,0 +1,213 @@
+"""Short steps on a CPU that are recorded and played again: their tokens must be those of the model, whatever comes and goes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model import recorded_steps
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.recorded_steps import RecordedSteps
+from tandem.engine.model.tape import CannotRecord, Tape
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.transformers_forward import TransformersForward
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from tests.engine.model.hooks import Recorder
+
+NUM_TOKENS = 12
+LENGTHS = (1, 6, 19, 33)
+RECORDED = ("llama", "llama-untied-odd-heads", "qwen3", "mistral-window", "gemma3", "gpt2")
+
+
+def load(path: Path, dtype: str = "float32", drafts: int = 0) -> TorchRunner:
+    return load_runner(
+        ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=2),
+        CacheConfig(block_size=4, memory_bytes=4 << 20),
+        SchedulerConfig(max_num_seqs=5, num_speculative_tokens=drafts),
+        native=False,
+    )
+
+
+def prompts_of(architecture: str) -> list[list[int]]:
+    rng = random.Random(architecture)
+    return [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
+
+
+def as_it_comes(runner: TorchRunner) -> TransformersForward:
+    """Without recording: how the same model computes each step."""
+    steps = runner.forward
+    assert isinstance(steps, RecordedSteps)
+    runner._forward = steps._forward
+    return steps._forward
+
+
+def answers_of(runner: TorchRunner, prompts: list[list[int]]) -> dict[str, list[int]]:
+    driver = Driver(runner)
+    for index, prompt in enumerate(prompts):
+        driver.add(str(index), prompt)
+    return driver.generate(NUM_TOKENS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", RECORDED)
+def test_tokens_are_the_models_whatever_comes_and_goes(architecture: str, dtype: str, tmp_path: Path) -> None:
+    path = tiny.save(architecture, tmp_path)
+    prompts = prompts_of(architecture)
+    plain = load(path, dtype)
+    as_it_comes(plain)
+    runner = load(path, dtype)
+    steps = runner.forward
+    assert isinstance(steps, RecordedSteps)
+    schedules = []
+    for each in (plain, runner):
+        driver, rng = Driver(each, 4), random.Random(4)
+        waiting, answers = list(range(len(prompts))), {}
+        while waiting or driver.requests:
+            if waiting and rng.random() < 0.2:
+                index = waiting.pop()
+                driver.add(str(index), prompts[index])
+            if driver.requests and rng.random() < 0.05:
+                driver.preempt(rng.choice(list(driver.requests)))
+            work = {
+                r.req_id: rng.randint(1, r.pending) for r in driver.requests.values() if rng.random() < 0.9
+            }
+            driver.step(work)
+            for req_id, request in list(driver.requests.items()):
+                if len(request.output) >= NUM_TOKENS:
+                    answers[req_id] = driver.finish(req_id).output
+        driver.step({})
+        schedules.append(answers)
+    assert schedules[0] == schedules[1]
+    assert steps.num_replays > 0
+    assert len(steps.sizes) > 1
+
+
+def test_layers_are_announced_around_a_step_that_is_played_again(tmp_path: Path) -> None:
+    runner = load(tiny.save("llama", tmp_path))
+    driver = Driver(runner)
+    driver.add("r", prompts_of("llama")[1])
+    driver.step({"r": LENGTHS[1]})
+    layers = range(runner.info.num_layers)
+    each = [[("load", layer), ("save", layer)] for layer in layers]
+    for _ in range(3):  # recorded, and compared twice
+        recorder = Recorder()
+        driver.step({"r": 1}, recorder)
+        assert recorder.calls == [call for calls in each for call in calls]
+    recorder = Recorder()
+    driver.step({"r": 1}, recorder)
+    assert runner.forward.num_replays == 1  # type: ignore[attr-defined]
+    assert recorder.calls == [calls[0] for calls in each] + [calls[1] for calls in each]
+
+
+@pytest.mark.parametrize("how", ["item", "list", "array"])
+def test_a_model_that_looks_at_its_results_runs_as_it_comes(how: str, tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    prompts = prompts_of("llama")
+    expected = answers_of(load(path), prompts)
+    runner = load(path)
+    forward = as_it_comes(runner)
+    compute: Any = forward.compute
+    looks: dict[str, Any] = {
+        "item": lambda logits: float(logits.sum()),
+        "list": lambda logits: logits.sum(1).tolist()[0],
+        "array": lambda logits: float(logits.numpy().sum()),
+    }
+
+    def looking(*arguments: Any) -> torch.Tensor:
+        logits: torch.Tensor = compute(*arguments)
+        return logits if looks[how](logits) > 0 else logits * 1
+
+    forward.compute = looking  # type: ignore[method-assign]
+    steps = RecordedSteps(forward, forward.attention)  # type: ignore[arg-type]
+    runner._forward = steps
+    assert answers_of(runner, prompts) == expected
+    assert steps.sizes == []
+    assert steps.num_replays == 0
+
+
+def test_a_value_that_is_frozen_unseen_is_found_before_it_counts(tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    runner = load(path)
+    forward = as_it_comes(runner)
+    compute: Any = forward.compute
+    steps_so_far = 0
+
+    def counting(*arguments: Any) -> torch.Tensor:
+        # The host's own knowledge goes into the result, and torch sees a constant.
+        logits: torch.Tensor = compute(*arguments)
+        return logits + steps_so_far
+
+    forward.compute = counting  # type: ignore[method-assign]
+    steps = RecordedSteps(forward, forward.attention)  # type: ignore[arg-type]
+    runner._forward = steps
+    driver = Driver(runner)
+    driver.add("r", prompts_of("llama")[1])
+    driver.step({"r": LENGTHS[1]})
+    for _ in range(6):
+        steps_so_far += 1
+        driver.step({"r": 1})
+    assert steps.sizes == []
+    assert steps.num_replays == 0
+
+
+def test_recordings_take_so_much_memory_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny.save("llama", tmp_path)
+    prompts = prompts_of("llama")
+    expected = answers_of(load(path), prompts)
+    monkeypatch.setattr(recorded_steps, "_MOST_BYTES", 1_000)
+    runner = load(path)
+    assert answers_of(runner, prompts) == expected
+    steps = runner.forward
+    assert isinstance(steps, RecordedSteps)
+    assert steps.sizes == []
+    assert steps.num_replays == 0
+
+
+def test_vectors_and_prompts_are_computed_as_they_come(tmp_path: Path) -> None:
+    runner = load(tiny.save("qwen3", tmp_path))
+    driver = Driver(runner)
+    driver.add("r", prompts_of("qwen3")[1])
+    driver.step({"r": 4})  # a chunk, whose rows want no logits
+    driver.step({"r": LENGTHS[1] - 4})
+    assert runner.forward.sizes == []  # type: ignore[attr-defined]
+
+
+class TestTapes:
+    def test_what_changes_in_place_and_what_is_made_is_done_again(self) -> None:
+        given, total = torch.arange(6.0).view(2, 3), torch.zeros(3)
+
+        def work() -> torch.Tensor:
+            rows = given.t()[:, 0]  # a view is no operation
+            total.add_(rows)
+            first, second = torch.cat((rows, total)).split(3)
+            return torch.stack(torch.sort(first * 2 + second, descending=True)[:1])
+
+        tape = Tape()
+        made = tape.record(work)
+        assert made.tolist() == [[6.0, 3.0, 0.0]]
+        given.copy_(torch.ones(2, 3))
+        tape.play()
+        # 2 * 1 + the total, which has grown by one
+        assert total.tolist() == [1.0, 2.0, 3.0]
+        assert made.tolist() == [[5.0, 4.0, 3.0]]
+        assert tape.num_bytes > 0
+
+    @pytest.mark.parametrize(
+        "look",
+        [
+            lambda x: x[x > 0],
+            lambda x: x.nonzero(),
+            lambda x: x if x.any() else -x,
+            lambda x: torch.tensor(x.tolist()),
+            lambda x: torch.from_numpy(x.numpy()),
+        ],
+    )
+    def test_work_that_looks_at_values_is_refused(self, look: Any) -> None:
+        with pytest.raises(CannotRecord, match="values"):
+            Tape().record(lambda: look(torch.arange(3.0)))
