@@ -22,6 +22,8 @@ M = TypeVar("M")
 MAX_ENDPOINTS = 1024
 # A peer that nothing was sent to for so long may be gone for ever, and each restart of a node is a new endpoint.
 IDLE_S = 60.0
+# Every question is asked again, so a lost one costs less than a connection that waits for its turn to try again.
+UNACKNOWLEDGED_S = 2.0
 
 
 class SideChannel(Generic[M]):
@@ -39,7 +41,7 @@ class SideChannel(Generic[M]):
         """`messages`: the type of what arrives."""
         self._clock = clock
         self._inbox: Inbox[M] = Inbox(host, messages, on_message, name=name)
-        self._outbox = Outbox()
+        self._outbox = Outbox(unacknowledged_s=UNACKNOWLEDGED_S)
         self._used: OrderedDict[str, float] = OrderedDict()  # when last; the longest ago first
         self._probe = ListenerProbe()
         self.undeliverable = 0

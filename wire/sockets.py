@@ -46,6 +46,8 @@ KEEPALIVE_INTERVAL_S = 10
 # Between two attempts to reach an endpoint, doubling from the first value to the second.
 RECONNECT_S = 0.05
 RECONNECT_MAX_S = 1.0
+# For one attempt. The kernel alone would try again ever more seldom, and for half a minute not notice that a link is whole again.
+CONNECT_S = 2.0
 # What a LoopInbox handles in one turn of the loop. A message for many sequences can take milliseconds.
 MESSAGES_PER_TURN = 256
 TURN_S = 0.005
@@ -307,7 +309,10 @@ class Outbox:
     they were sent. Delivery is not confirmed: a sender that needs to know asks for an answer and sets a deadline.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, unacknowledged_s: float = 0.0) -> None:
+        """A connection is made again, and what was on its way is lost, when the other side's kernel has acknowledged nothing for
+        `unacknowledged_s`. 0: the kernel tries for a quarter of an hour, ever more seldom."""
+        self._unacknowledged_s = unacknowledged_s
         self._encoder = msgspec.msgpack.Encoder()
         self._context = _process.enter()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
@@ -347,6 +352,9 @@ class Outbox:
         socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
         socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_S * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MAX_S * 1000))
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_S * 1000))
+        if self._unacknowledged_s:
+            socket.setsockopt(zmq.TCP_MAXRT, int(self._unacknowledged_s * 1000))
         try:
             socket.connect(_process.keys.protect_caller(socket, endpoint))
         except (zmq.ZMQError, NodeLost) as error:

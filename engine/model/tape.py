@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tandem.engine.model.native.weights import checked
 
 # What they return depends on values, in its shape or altogether.
-_LOOKS = frozenset(
+LOOKS = frozenset(
     {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "item"}
 )
 # What they make holds nothing yet.
@@ -110,7 +110,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__name__.split(".")[0]
-        if name in _LOOKS or (name.startswith("index") and _picks_by_mask(args)):
+        if name in LOOKS or (name.startswith("index") and _picks_by_mask(args)):
             raise CannotRecord(f"it looks at values ({name})")
         result = func(*args, **kwargs)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

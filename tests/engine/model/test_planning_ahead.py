@@ -19,13 +19,13 @@ from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import LayerHooks
 from tandem.engine.model.started import StepOnDevice
+from tandem.engine.model.tape import LOOKS
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tests.engine.model import tiny
-from tests.engine.model.recording import LOOKS
 from tests.engine.model.test_decode_graphs import graphed
 from tests.engine.model.test_decode_graphs import load as load_as_on_a_gpu
 from tests.engine.model.test_invalid_logits import Spoiling
