@@ -23,7 +23,7 @@
 # make check    style, types, and which package imports which
 # make test-gpu-packages   FlashInfer's own package takes our calls and writes its kernels' sources, Triton interprets ours, the GPU's
 #                    benchmark goes through on a CPU: no GPU
-# make wheel    dist/*.whl with compiled kernels; test-install installs one in an empty environment, dependencies and all
+# make wheel    dist/*.whl with compiled kernels, for glibc 2.28 and newer; test-install installs one in an empty environment, dependencies and all
 # make docs     the parts of documents that are written from the code
 # make clean    the environment and everything that tools left here; the model cache stays
 #
@@ -97,7 +97,7 @@ test-lab: install
 SETS ?= clients litellm aiperf guidellm
 # Apart because their versions of one library differ: no environment holds both LiteLLM and LangChain.
 SET_clients = 'openai>=3' 'anthropic>=2' 'instructor>=1.17' 'langchain-openai>=1.7'
-SET_litellm = 'litellm>=1.80' 'mcp>=1'
+SET_litellm = 'litellm>=1.80' 'mcp>=1' 'openai-harmony>=0.0.8'
 SET_aiperf = 'aiperf>=0.13'
 SET_guidellm = '$(TORCH)' 'guidellm>=0.5'
 

@@ -101,7 +101,7 @@ void Team::serve(int thread) {
     cpu_set_t only;
     CPU_ZERO(&only);
     CPU_SET(cores_[thread], &only);
-    pthread_setaffinity_np(pthread_self(), sizeof only, &only);  // refused: it runs where it may
+    sched_setaffinity(0, sizeof only, &only);  // this thread; refused: it runs where it may
   }
 #endif
   for (int seen = 0;; seen = next(seen)) {

@@ -1,5 +1,5 @@
-"""Draws the documents' pictures: `python docs/figures/draw.py`. The plot's figures are read from the table in README.md, so
-that it cannot say something else."""
+"""Draws the documents' pictures: `python docs/figures/draw.py`. The plots' figures are read from the tables in README.md and
+docs/performance.md, so that they cannot say something else."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parents[1] / "README.md"
+PERFORMANCE = HERE.parent / "performance.md"
 
 INK, SOFT, LINE, PAPER = "#1b1f24", "#57606a", "#8c959f", "#ffffff"
 ROUTER, PREFILL, DECODE, CLIENT = "#ddf4ff", "#fff1d6", "#dafbe1", "#f6f8fa"
 KV = "#cf222e"
-SERIES = ("#0969da", "#54aeff", "#bf8700", "#d4a72c")
+SYSTEMS = {
+    "Tandem 1P+1D": "#0969da",
+    "Tandem aggregated": "#54aeff",
+    "vLLM 1P+1D": "#bf8700",
+    "vLLM aggregated": "#d4a72c",
+}
+LOADS = ("1 user", "4 users", "8 users", "chats beside long prompts", "sharing 1,000 tokens")
 
 
 class Picture:
@@ -196,7 +203,6 @@ def figures(text: str) -> list[tuple[str, list[float]]]:
 
 def plot(text: str) -> Picture:
     groups = figures(text)
-    systems = ("Tandem 1P+1D", "Tandem aggregated", "vLLM 1P+1D", "vLLM aggregated")
     picture = Picture(
         760, 60 + 96 * len(groups), "The longest gaps between tokens (p99) of Tandem and vLLM on two cores"
     )
@@ -211,19 +217,82 @@ def plot(text: str) -> Picture:
     for place, (title, values) in enumerate(groups):
         top = 46 + 96 * place
         picture.text(20, top + 12, title, anchor="start", fill=INK)
-        for row, (system, value) in enumerate(zip(systems, values, strict=True)):
+        for row, ((system, color), value) in enumerate(zip(SYSTEMS.items(), values, strict=True)):
             y = top + 20 + 17 * row
             picture.text(170, y + 11, system, anchor="end", size=11)
             width = 520 * value / longest
-            picture.bar(178, y, width, 14, SERIES[row])
+            picture.bar(178, y, width, 14, color)
             picture.text(
                 184 + width, y + 11, f"{value:g}" if value else "not measured", anchor="start", size=11
             )
     return picture
 
 
+Table = dict[tuple[str, str], list[float]]  # by load and system: the columns' medians
+
+
+def whole_system(text: str) -> dict[str, Table]:
+    """The tables of the whole system in docs/performance.md, by machine. Each stands after the text that names its machine."""
+    found: dict[str, Table] = {}
+    before, *tables = text.split("| load | system |")
+    for table in tables:
+        rows: Table = {}
+        load = ""
+        for line in table.splitlines()[2:]:
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if not line.startswith("|"):
+                break
+            load = cells[0] or load
+            rows[load, cells[1]] = [
+                float(re.sub(r"[*,]|\(.*", "", cell).strip() or "nan") for cell in cells[2:]
+            ]
+        found[re.findall(r"AMD|Intel", before)[-1]] = rows
+        before = table
+    return found
+
+
+def bars(tables: dict[str, Table], column: int, title: str, heading: str) -> Picture:
+    """One column of the tables: the machines beside each other, each with a scale of its own."""
+    picture = Picture(760, 74 + 88 * len(LOADS), title)
+    picture.text(20, 24, heading, bold=True, anchor="start")
+    for place, (machine, rows) in enumerate(tables.items()):
+        left = 20 + 375 * place
+        picture.text(left, 50, machine, bold=True, anchor="start")
+        longest = max(values[column] for (load, _), values in rows.items() if load in LOADS)
+        for at, load in enumerate(LOADS):
+            top = 60 + 88 * at
+            picture.text(left, top + 10, load, anchor="start", fill=INK, size=12)
+            for row, (system, color) in enumerate(SYSTEMS.items()):
+                y = top + 16 + 16 * row
+                picture.text(left + 112, y + 10, system, anchor="end", size=10)
+                values = rows.get((load, system))
+                width = 190 * values[column] / longest if values else 0
+                picture.bar(left + 118, y, width, 12, color)
+                label = f"{values[column]:,g}" if values else "not measured"
+                picture.text(left + 123 + width, y + 10, label, anchor="start", size=10)
+    return picture
+
+
 def pictures() -> dict[str, str]:
+    measured = whole_system(PERFORMANCE.read_text(encoding="utf-8"))
+    where = "two cores, no GPU, SmolLM2-135M"
     return {
+        "first-tokens.svg": str(
+            bars(
+                measured,
+                0,
+                "Median time to the first token of Tandem and vLLM",
+                f"Time to the first token, median ms: shorter is sooner ({where})",
+            )
+        ),
+        "throughput.svg": str(
+            bars(
+                measured,
+                3,
+                "Tokens per second of Tandem and vLLM",
+                f"Tokens per second of all users: longer is more ({where})",
+            )
+        ),
         "architecture.svg": str(architecture()),
         "timeline.svg": str(timeline()),
         "gaps.svg": str(plot(README.read_text(encoding="utf-8"))),

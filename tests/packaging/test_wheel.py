@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,23 @@ def test_nothing_but_one_name_is_installed(wheel: Path) -> None:
 
 def test_the_wheel_is_for_any_python_on_this_platform(wheel: Path) -> None:
     assert re.fullmatch(r"tandem_serve-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
+
+
+# The newest of each that manylinux_2_28 promises.
+MANYLINUX_2_28 = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0)}
+
+
+def test_the_library_asks_for_nothing_newer_than_manylinux_has(wheel: Path, tmp_path: Path) -> None:
+    """A wheel that is built on a newer system still loads on one with glibc 2.28."""
+    if shutil.which("readelf") is None:
+        pytest.skip("readelf (binutils) reads what a library asks for")
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.extract("tandem/kernels/compiled/libtandem_native.so", tmp_path)
+    needs = run("readelf", "--version-info", "--wide", library).partition("Version needs section")[2]
+    asked = set(re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", needs))
+    assert {kind for kind, _ in asked} >= {"GLIBC", "GLIBCXX"}
+    for kind, version in asked:
+        assert tuple(map(int, version.split("."))) <= MANYLINUX_2_28[kind], f"{kind}_{version}"
 
 
 def test_the_kernels_come_compiled(environment: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from tandem.router.config import ReasoningName, ToolFormat
 from tandem.router.formats.detection import detected_calls, format_of
 from tandem.router.formats.harmony import HarmonyCalls
+from tandem.router.formats.pieces import Arguments, CallBegins, Reasoning, Text
 from tandem.router.formats.registry import CALLS, MENTIONED, REASONING
 from tandem.router.text.chat_template import ChatTemplate
 from tandem.wire.errors import InvalidRequest
@@ -145,6 +148,51 @@ def test_the_formats_are_those_of_the_template(name: str) -> None:
     else:
         assert found.calls == CALLS[calls]
         assert found.reasoning == REASONING.get(reasoning)
+
+
+TOLD_IN_WORDS = {"chatml", "gemma2", "gemma3"}  # templates that write no calls
+
+
+def turn_of(name: str) -> tuple[str, str]:
+    """A prompt, and the turn that the template writes after it for a model that thought and called."""
+    prompt = family(name).render([USER], tools=[WEATHER], extra={"enable_thinking": True, "thinking": True})
+    history = family(name).render([USER, CALLED], tools=[WEATHER], add_generation_prompt=False)
+    asked, answered = (text.rpartition(USER["content"])[2] for text in (prompt, history))
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False))
+    turn = answered[sum(1 for _ in same) :]
+    marks = format_of(ToolFormat.AUTO, ReasoningName.AUTO, family(name)).reasoning
+    if marks is not None and prompt.rstrip().endswith(marks.begin) and marks.end not in turn:
+        # The template leaves thoughts out of the history.
+        turn = CALLED["reasoning_content"] + marks.end + turn
+    return prompt, turn
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - TOLD_IN_WORDS))
+def test_a_turn_that_the_template_writes_is_read_back_however_it_is_cut(name: str) -> None:
+    prompt, turn = turn_of(name)
+    found = format_of(ToolFormat.AUTO, ReasoningName.AUTO, family(name))
+
+    def read(cuts: list[int]) -> tuple[str, str, list[str], str]:
+        reader = found.reader(prompt, {"weather": WEATHER["function"]["parameters"]})
+        assert reader is not None
+        edges = [0, *cuts, len(turn)]
+        pieces = [piece for start, end in pairwise(edges) for piece in reader.push(turn[start:end])]
+        pieces += reader.finish()
+        return (
+            "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)).strip(),
+            "".join(piece.text for piece in pieces if isinstance(piece, Text)),
+            [piece.name for piece in pieces if isinstance(piece, CallBegins)],
+            "".join(piece.text for piece in pieces if isinstance(piece, Arguments)),
+        )
+
+    whole = read([])
+    reasoning, text, names, arguments = whole
+    assert reasoning == (CALLED["reasoning_content"] if CALLED["reasoning_content"] in turn else "")
+    assert (names, json.loads(arguments)) == (["weather"], {"city": "Oslo", "days": 2})
+    assert (CALLED["content"] in text) == (CALLED["content"] in turn)
+    for cut in range(1, len(turn)):
+        assert read([cut]) == whole, (turn[:cut], turn[cut:])
+    assert read(list(range(1, len(turn)))) == whole
 
 
 @pytest.mark.parametrize(("name", "marks"), MENTIONED)
