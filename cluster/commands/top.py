@@ -133,10 +133,13 @@ def _slowest(state: PageState) -> list[RenderableType]:
         return []
     causes = Counter(slow.cause for slow in state.slowest)
     table = Table(box=None, pad_edge=False)
-    for name in ("slowest requests", "cause", "of slo", "first token", "per token", "nodes"):
-        table.add_column(
-            name, no_wrap=True, justify="right" if name in ("of slo", "first token", "per token") else "left"
-        )
+    # An id is to be copied and a figure to be read: in a narrow terminal words are folded.
+    longest = max(len(slow.account.request_id) for slow in state.slowest)
+    table.add_column("slowest requests", no_wrap=True, min_width=longest)
+    table.add_column("cause", overflow="fold")
+    for name in ("of slo", "first token", "per token"):
+        table.add_column(name, justify="right", min_width=len("10000 ms"))
+    table.add_column("nodes", overflow="fold")
     for slow in state.slowest:
         account = slow.account
         table.add_row(

@@ -163,10 +163,13 @@ def show_list(console: Console, traces: TraceList) -> None:
         )
         return
     table = Table(box=None, pad_edge=False)
-    for name in ("at", "request", "answer", "route"):
-        table.add_column(name, no_wrap=True)
+    table.add_column("at", no_wrap=True, min_width=len("00:00:00"))
+    longest = max((len(one.request_id) for one in traces.traces), default=0)
+    table.add_column("request", no_wrap=True, min_width=longest)
+    for name in ("answer", "route"):
+        table.add_column(name, overflow="fold")
     for name in ("status", "in", "out", "ms"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for one in traces.traces:
         at = datetime.fromtimestamp(one.began_unix_s, UTC).strftime("%H:%M:%S")
         table.add_row(

@@ -56,9 +56,9 @@ def _change(seconds: float, error_s: float) -> str:
 
 def _table(title: str, reasons: Sequence[Reason], total_s: float) -> Table:
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", show_header=False)
-    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, min_width=len(_ms(total_s)))
     table.add_column(no_wrap=True, width=_BAR)
-    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     for reason in reasons:
         share = reason.seconds / total_s if total_s else 0.0

@@ -49,6 +49,18 @@ def test_it_shows_nodes_the_last_ten_minutes_and_the_slowest_by_cause() -> None:
     assert text.index("p0") < text.index("d0"), "what needs a person stands first"
 
 
+def test_in_a_narrow_terminal_an_id_can_still_be_copied() -> None:
+    request_id = "0123456789abcdef" * 2
+    known = state()
+    slow = known.slowest[0]
+    slow = msgspec.structs.replace(slow, account=msgspec.structs.replace(slow.account, request_id=request_id))
+    out = Console(file=io.StringIO(), width=80)
+    out.print(screen(msgspec.structs.replace(known, slowest=[slow]), None))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert request_id in text
+    assert "…" not in text.split("slowest requests")[1]
+
+
 def test_rates_are_of_the_time_between_two_looks() -> None:
     row = next(line for line in shown(busy(300, 3.0), busy(100, 1.0)).splitlines() if line.startswith("d0"))
     assert row.split()[-1] == "100"

@@ -160,3 +160,11 @@ def test_it_is_shown_with_its_sum() -> None:
     assert "5,400 ms" in text.split("to the first token")[1]
     assert "p1: 500 ms expected" in text
     json.dumps(msgspec.to_builtins(explain(whole())))
+
+
+def test_in_a_narrow_terminal_no_figure_is_cut() -> None:
+    out = Console(file=io.StringIO(), width=80)
+    show_explanation(out, explain(whole()))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    assert "5,400 ms" in text.split("to the first token")[1]
