@@ -254,6 +254,13 @@ def make_parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="check this machine and say what to do about what is wrong")
     _add_settings(doctor)
+    doctor.add_argument(
+        "--reach",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="also check that this machine reaches the ports of another one of the cluster (once for each)",
+    )
     add_output(doctor)
     doctor.set_defaults(run=_doctor)
 
@@ -432,7 +439,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
     from tandem.cluster.commands.doctor import doctor
 
-    return doctor(read_settings(options).config, Console(), as_json=wants_json(options))
+    config = read_settings(options).config
+    return doctor(config, Console(), hosts=options.reach, as_json=wants_json(options))
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ apply         another configuration for a cluster that serves
 overview, status     `tandem status`, from the controller and from one router
 logs          lines of every process's log, in one order
 top           the cluster as it changes, and its slowest requests
-doctor, machine_checks   what this machine offers; one check for each subject
+doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between machines and between GPUs
 bench         one run of the load generator (loadgen/), from its flags to its table
 chat, show_config
 init          a commented tandem.yaml and a cluster's files

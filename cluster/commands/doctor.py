@@ -8,15 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console
 from rich.markup import escape
 
+from tandem.cluster.commands.link_checks import link_checks
 from tandem.cluster.commands.machine_checks import Check, Finding, Level, checks_for
 from tandem.cluster.commands.output import print_json
 from tandem.cluster.config import TandemConfig
 
 
-def doctor(config: TandemConfig, console: Console, *, as_json: bool = False) -> int:
-    """1 where something FAILs."""
+def doctor(
+    config: TandemConfig, console: Console, *, hosts: Sequence[str] = (), as_json: bool = False
+) -> int:
+    """1 where something FAILs. `hosts`: the cluster's other machines, whose ports must be open for this one."""
     with Console(stderr=True).status("looking at this machine (about ten seconds)"):
-        findings = run_checks(checks_for(config))
+        findings = run_checks({**checks_for(config), **link_checks(hosts)})
     if as_json:
         print_json(findings)
     else:

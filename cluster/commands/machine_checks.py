@@ -46,7 +46,7 @@ def checks_for(config: TandemConfig) -> dict[str, Check]:
         "python": check_python,
         "ray": check_ray,
         "nixl": check_nixl,
-        **({"nixl-gpu": check_nixl_on_gpu} if _has_gpu() else {}),
+        **({"nixl-gpu": check_nixl_on_gpu} if has_gpu() else {}),
         "torch": check_torch,
         "compiler": check_compiler,
         "cores": lambda: check_cores(config),
@@ -72,13 +72,13 @@ def check_ray() -> Finding:
         "from tandem.cluster.on_ray.runtime import ray_version, start_ray, stop_ray\n"
         "start_ray(); stop_ray(); print(ray_version())"
     )
-    child = _python(script)
+    child = run_python(script)
     if child.returncode == 0:
         return Finding("ray", Level.OK, f"{child.stdout.strip()}, starts and stops")
     return Finding(
         "ray",
         Level.FAIL,
-        _last_line(child),
+        last_line(child),
         "see /tmp/ray/session_latest/logs; Ray needs to write to /tmp/ray and ~/.ray, and to listen on local ports",
     )
 
@@ -108,7 +108,7 @@ def check_nixl() -> Finding:
     return Finding("nixl", Level.OK, what)
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
@@ -144,10 +144,10 @@ def check_torch() -> Finding:
         "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
         "print(torch.__version__, '|', torch.backends.cpu.get_cpu_capability(), '|', '; '.join(names))"
     )
-    child = _python(script)
+    child = run_python(script)
     if child.returncode != 0:
         return Finding(
-            "torch", Level.FAIL, _last_line(child), "install the package torch again, for this machine"
+            "torch", Level.FAIL, last_line(child), "install the package torch again, for this machine"
         )
     version, instructions, gpus = (part.strip() for part in child.stdout.strip().split("|"))
     what = f"{version}, CPU with {instructions}" + (f", {gpus}" if gpus else "")
@@ -272,7 +272,7 @@ def check_model(name: str) -> Finding:
     return Finding("model", Level.OK, found.path)
 
 
-def _python(script: str) -> subprocess.CompletedProcess[str]:
+def run_python(script: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             [sys.executable, "-c", script],
@@ -286,6 +286,6 @@ def _python(script: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], 1, "", f"nothing happened within {_CHECK_TIMEOUT_S:.0f} s")
 
 
-def _last_line(child: subprocess.CompletedProcess[str]) -> str:
+def last_line(child: subprocess.CompletedProcess[str]) -> str:
     lines = child.stderr.strip().splitlines()
     return lines[-1] if lines else f"it ended with status {child.returncode}"

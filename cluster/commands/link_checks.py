@@ -1,0 +1,233 @@
+"""What can be wrong between this machine and others, and between its GPUs: RDMA, locked memory, clocks, ports."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from tandem.cluster.commands.machine_checks import Check, Finding, Level, has_gpu, last_line, run_python
+from tandem.cluster.describe import format_size
+
+_CONNECT_S = 3.0
+_RAY_PORTS = (6379, 8076)  # of its head
+_CAP_IPC_LOCK = 1 << 14
+_UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
+_MICROSECONDS_OF_ANY_CLOCK = (
+    1_000_000  # the kernel's bound of the error of one that is kept in time is far below this
+)
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def link_checks(hosts: Sequence[str]) -> dict[str, Check]:
+    """`hosts`: the cluster's others, as far as the operator names them."""
+    return {
+        "rdma": lambda: check_rdma(RDMA_DEVICES, Path("/dev/infiniband")),
+        "memlock": lambda: check_locked_memory(
+            resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], own_capabilities(), rdma_devices(RDMA_DEVICES)
+        ),
+        **({"peers": check_gpu_peers} if has_gpu() else {}),
+        "clock": lambda: check_clock(*kernel_clock()),
+        **{f"to {host}": lambda host=host: check_reach(host, probed_ports()) for host in hosts},  # type: ignore[misc]
+    }
+
+
+# --- RDMA
+
+
+def rdma_devices(folder: Path) -> list[str]:
+    try:
+        return sorted(device.name for device in folder.iterdir())
+    except OSError:
+        return []
+
+
+def check_rdma(folder: Path, verbs: Path) -> Finding:
+    """`folder`: what the kernel says of the devices; `verbs`: what a process opens to use them."""
+    devices = rdma_devices(folder)
+    if not devices:
+        return Finding("rdma", Level.OK, "no RDMA device: between machines KV travels over TCP")
+    ports = [_port(port) for device in devices for port in sorted((folder / device / "ports").glob("*"))]
+    active = [text for text, is_active in ports if is_active]
+    what = ", ".join(active or [text for text, _ in ports] or devices)
+    if not active:
+        return Finding(
+            "rdma",
+            Level.WARN,
+            f"no port is active: {what}",
+            "look at the cable, the switch and, for InfiniBand, the subnet manager (ibstat); until then KV travels over TCP",
+        )
+    usable = [file for file in verbs.glob("uverbs*") if os.access(file, os.R_OK | os.W_OK)]
+    if not usable:
+        return Finding(
+            "rdma",
+            Level.WARN,
+            f"{what}, but no {verbs}/uverbs* can be opened here",
+            "give the container the devices (docker run --device /dev/infiniband; on Kubernetes the rdma component), or this user "
+            "the right to read and write them",
+        )
+    return Finding("rdma", Level.OK, what)
+
+
+def _port(folder: Path) -> tuple[str, bool]:
+    """In words, and whether something can be sent there. The kernel writes `4: ACTIVE`, `400 Gb/sec (4X NDR)`, `InfiniBand`."""
+    state = _read(folder / "state").partition(":")[2].strip() or "state unknown"
+    rate = _read(folder / "rate").partition(" (")[0]
+    layer = _read(folder / "link_layer")
+    device = folder.parent.parent.name
+    parts = " ".join(part for part in (layer, rate, state.lower()) if part)
+    return f"{device}:{folder.name} {parts}", state == "ACTIVE"
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def check_locked_memory(limit: int, capabilities: int, devices: Sequence[str]) -> Finding:
+    if limit == resource.RLIM_INFINITY:
+        return Finding("memlock", Level.OK, "no limit on locked memory")
+    if capabilities & _CAP_IPC_LOCK:
+        return Finding("memlock", Level.OK, "no limit on locked memory (IPC_LOCK)")
+    what = f"up to {format_size(limit)} of locked memory"
+    if not devices:
+        return Finding("memlock", Level.OK, f"{what}; nothing here needs more without RDMA")
+    return Finding(
+        "memlock",
+        Level.WARN,
+        f"{what}: RDMA locks the whole KV cache",
+        "take the limit away: ulimit -l unlimited, LimitMEMLOCK=infinity for a service, docker run --ulimit memlock=-1; in a pod it is "
+        "that of the container runtime's service on the machine",
+    )
+
+
+def own_capabilities() -> int:
+    """Those that are in effect, as the kernel's bits."""
+    for line in _read(Path("/proc/self/status")).splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+# --- GPUs
+
+
+def check_gpu_peers() -> Finding:
+    """Whether each GPU reads each other one's memory without the host's."""
+    child = run_python(
+        "import json, torch\n"
+        "count = torch.cuda.device_count()\n"
+        "pairs = [(a, b) for a in range(count) for b in range(count) if a != b]\n"
+        "print(json.dumps([count, [p for p in pairs if not torch.cuda.can_device_access_peer(*p)]]))"
+    )
+    if child.returncode != 0:
+        return Finding("peers", Level.WARN, last_line(child), "see the finding on torch first")
+    count, apart = msgspec.json.decode(child.stdout, type=tuple[int, list[tuple[int, int]]])
+    return judge_gpu_peers(count, apart)
+
+
+def judge_gpu_peers(count: int, apart: Sequence[tuple[int, int]]) -> Finding:
+    """`apart`: the pairs of which the first cannot read the second's memory."""
+    if count < 2:
+        return Finding("peers", Level.OK, "fewer than two usable GPUs: none has to reach another")
+    if not apart:
+        return Finding("peers", Level.OK, f"each of {count} GPUs reads the memory of each other one")
+    named = ", ".join(f"{one} → {other}" for one, other in apart[:6]) + (" …" if len(apart) > 6 else "")
+    return Finding(
+        "peers",
+        Level.WARN,
+        f"{len(apart)} of {count * (count - 1)} ways between GPUs pass through host memory: {named}",
+        "look at nvidia-smi topo -m: put a node's ranks on GPUs that reach each other; in a virtual machine or with PCIe's ACS "
+        "switched on none do",
+    )
+
+
+# --- clocks
+
+
+class _Timex(ctypes.Structure):
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 512),  # more than any kernel writes
+    )
+
+
+def kernel_clock() -> tuple[bool, int]:
+    """Whether something keeps this machine's clock in time, and by how many microseconds it may be wrong. Raises OSError."""
+    timex = _Timex()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.adjtimex(ctypes.byref(timex)) < 0:
+        raise OSError(ctypes.get_errno(), "adjtimex")
+    return not timex.status & _UNSYNCHRONISED, timex.maxerror
+
+
+def check_clock(is_kept: bool, error_us: int) -> Finding:
+    if is_kept and error_us < _MICROSECONDS_OF_ANY_CLOCK:
+        return Finding("clock", Level.OK, f"kept in time, to within {error_us / 1000:.0f} ms")
+    return Finding(
+        "clock",
+        Level.WARN,
+        "nothing keeps this machine's clock in time"
+        if not is_kept
+        else f"this machine's clock may be wrong by {error_us / 1e6:.1f} s",
+        "run chrony, systemd-timesyncd or ntpd on the machine itself: lines of logs from several machines are put in order by it, "
+        "and certificates are valid by it; no decision about requests depends on it",
+    )
+
+
+# --- ports
+
+
+def probed_ports(range_file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> list[int]:
+    """Ray's, and three of those that a system gives to a process that asks for any."""
+    words = _read(range_file).split() or ["32768", "60999"]
+    low, high = int(words[0]), int(words[-1])
+    return [*_RAY_PORTS, low, (low + high) // 2, high]
+
+
+def check_reach(host: str, ports: Sequence[int], within_s: float = _CONNECT_S) -> Finding:
+    """Asks another machine of the cluster. One that refuses is reached: nothing has to listen there yet."""
+    subject = f"to {host}"
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        return Finding(subject, Level.FAIL, f"{host} does not resolve: {error.strerror}", "name an address")
+    with ThreadPoolExecutor(max_workers=len(ports)) as pool:
+        problems = list(pool.map(lambda port: _why_unreached(str(address), port, within_s), ports))
+    unreached = {port: why for port, why in zip(ports, problems, strict=True) if why}
+    if not unreached:
+        return Finding(subject, Level.OK, f"reached on each of the TCP ports {', '.join(map(str, ports))}")
+    named = ", ".join(f"{port} ({why})" for port, why in unreached.items())
+    return Finding(
+        subject,
+        Level.FAIL,
+        f"not reached on {'any port' if len(unreached) == len(ports) else 'some TCP ports'}: {named}",
+        "open all TCP ports between the cluster's machines, and to those alone: Ray and Tandem let the system choose most of theirs; "
+        "manifests/firewall/tandem.nft has the rules",
+    )
+
+
+def _why_unreached(address: str, port: int, within_s: float) -> str:
+    """ "" for a machine that answers, in whatever way."""
+    try:
+        socket.create_connection((address, port), within_s).close()
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return "" if error.errno == errno.ECONNREFUSED else error.strerror or str(error)
+    return ""

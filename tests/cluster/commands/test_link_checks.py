@@ -1,0 +1,184 @@
+"""What the doctor says of the ways between machines and between GPUs that it is shown."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.commands import link_checks
+from tandem.cluster.commands.machine_checks import Level
+
+NO_LIMIT = resource.RLIM_INFINITY
+IPC_LOCK = 1 << 14
+
+
+def device(folder: Path, name: str, *states: str) -> None:
+    for number, state in enumerate(states, 1):
+        port = folder / name / "ports" / str(number)
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+        (port / "link_layer").write_text("InfiniBand\n")
+
+
+@pytest.fixture
+def verbs(tmp_path: Path) -> Path:
+    folder = tmp_path / "dev"
+    folder.mkdir()
+    (folder / "uverbs0").touch()
+    return folder
+
+
+def test_a_machine_without_rdma_is_told_what_carries_its_kv(tmp_path: Path, verbs: Path) -> None:
+    found = link_checks.check_rdma(tmp_path / "not there", verbs)
+    assert found.level is Level.OK
+    assert "over TCP" in found.what
+
+
+def test_an_rdma_port_that_is_active_is_named_with_its_rate(tmp_path: Path, verbs: Path) -> None:
+    device(tmp_path / "sys", "mlx5_0", "4: ACTIVE", "1: DOWN")
+    found = link_checks.check_rdma(tmp_path / "sys", verbs)
+    assert (found.level, found.what) == (Level.OK, "mlx5_0:1 InfiniBand 400 Gb/sec active")
+
+
+def test_rdma_ports_that_are_all_down_are_worth_a_warning(tmp_path: Path, verbs: Path) -> None:
+    device(tmp_path / "sys", "mlx5_0", "1: DOWN")
+    device(tmp_path / "sys", "mlx5_1", "2: INIT")
+    found = link_checks.check_rdma(tmp_path / "sys", verbs)
+    assert found.level is Level.WARN
+    assert (
+        found.what
+        == "no port is active: mlx5_0:1 InfiniBand 400 Gb/sec down, mlx5_1:1 InfiniBand 400 Gb/sec init"
+    )
+    assert "ibstat" in found.advice
+
+
+def test_rdma_that_a_container_does_not_have_is_worth_a_warning(tmp_path: Path) -> None:
+    device(tmp_path / "sys", "mlx5_0", "4: ACTIVE")
+    found = link_checks.check_rdma(tmp_path / "sys", tmp_path / "dev")
+    assert found.level is Level.WARN
+    assert "--device /dev/infiniband" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "devices", "level"),
+    [
+        (8 << 20, 0, ["mlx5_0"], Level.WARN),
+        (8 << 20, 0, [], Level.OK),
+        (8 << 20, IPC_LOCK, ["mlx5_0"], Level.OK),
+        (NO_LIMIT, 0, ["mlx5_0"], Level.OK),
+    ],
+)
+def test_a_limit_on_locked_memory_matters_where_rdma_is(
+    limit: int, capabilities: int, devices: list[str], level: Level
+) -> None:
+    found = link_checks.check_locked_memory(limit, capabilities, devices)
+    assert found.level is level
+    assert ("ulimit -l unlimited" in found.advice) == (level is Level.WARN)
+
+
+def test_the_capabilities_of_this_process_are_read() -> None:
+    (line,) = [each for each in Path("/proc/self/status").read_text().splitlines() if "CapEff" in each]
+    assert f"{link_checks.own_capabilities():016x}" == line.split()[1]
+
+
+@pytest.mark.parametrize(
+    ("count", "apart", "what"),
+    [
+        (1, [], "fewer than two usable GPUs"),
+        (4, [], "each of 4 GPUs reads the memory of each other one"),
+        (2, [(0, 1), (1, 0)], "2 of 2 ways between GPUs pass through host memory: 0 → 1, 1 → 0"),
+        (4, [(a, b) for a in range(4) for b in range(4) if a != b], "0 → 1, 0 → 2, 0 → 3, 1 → 0, 1 → 2, 1 → 3 …"),
+    ],
+)  # fmt: skip
+def test_gpus_that_do_not_reach_each_other_are_named(
+    count: int, apart: list[tuple[int, int]], what: str
+) -> None:
+    found = link_checks.judge_gpu_peers(count, apart)
+    assert what in found.what
+    assert found.level is (Level.WARN if apart else Level.OK)
+
+
+@pytest.mark.slow
+def test_peers_of_a_machine_without_gpus_are_none() -> None:
+    """Slow: a process of its own imports torch."""
+    assert link_checks.check_gpu_peers().level is Level.OK
+
+
+def test_a_clock_that_nothing_keeps_in_time_is_worth_a_warning() -> None:
+    assert link_checks.check_clock(is_kept=True, error_us=12_000).what == "kept in time, to within 12 ms"
+    lost = link_checks.check_clock(is_kept=False, error_us=16_000_000)
+    assert (lost.level, lost.what) == (Level.WARN, "nothing keeps this machine's clock in time")
+    assert "chrony" in lost.advice
+    drifting = link_checks.check_clock(is_kept=True, error_us=1_500_000)
+    assert (drifting.level, drifting.what) == (
+        Level.WARN,
+        "this machine's clock may be wrong by 1.5 s",
+    )
+
+
+def test_the_kernel_says_how_its_clock_is() -> None:
+    is_kept, error_us = link_checks.kernel_clock()
+    assert isinstance(is_kept, bool)
+    assert error_us >= 0
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening
+
+
+def free_port() -> int:
+    with socket.socket() as once:
+        once.bind(("127.0.0.1", 0))
+        return once.getsockname()[1]
+
+
+def test_a_machine_is_reached_where_it_accepts_and_where_it_refuses(listener: socket.socket) -> None:
+    ports = [listener.getsockname()[1], free_port()]
+    found = link_checks.check_reach("127.0.0.1", ports)
+    assert found.level is Level.OK
+    assert str(ports[0]) in found.what
+
+
+def test_ports_that_are_not_answered_are_named_with_what_to_open(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = listener.getsockname()[1]
+    connect = socket.create_connection
+
+    def behind_a_firewall(address: tuple[str, int], within_s: float) -> socket.socket:
+        if address[1] == 6379:
+            raise TimeoutError
+        if address[1] == 8076:
+            raise OSError(113, "No route to host")
+        return connect(address, within_s)
+
+    monkeypatch.setattr(socket, "create_connection", behind_a_firewall)
+    found = link_checks.check_reach("127.0.0.1", [6379, 8076, reached])
+    assert found.level is Level.FAIL
+    assert found.what == "not reached on some TCP ports: 6379 (no answer), 8076 (No route to host)"
+    assert "tandem.nft" in found.advice
+    assert "any port" in link_checks.check_reach("127.0.0.1", [6379]).what
+
+
+def test_a_name_that_does_not_resolve_fails() -> None:
+    assert link_checks.check_reach("no-such-host.invalid", [1]).level is Level.FAIL
+
+
+def test_ports_are_probed_where_the_system_takes_them_from(tmp_path: Path) -> None:
+    (tmp_path / "range").write_text("40000\t50000\n")
+    assert link_checks.probed_ports(tmp_path / "range") == [6379, 8076, 40000, 45000, 50000]
+    assert link_checks.probed_ports(tmp_path / "missing")[2:] == [32768, 46883, 60999]
+
+
+def test_each_machine_that_is_named_is_a_check_of_its_own() -> None:
+    checks = link_checks.link_checks(["10.0.0.2", "10.0.0.3"])
+    assert {"rdma", "memlock", "clock", "to 10.0.0.2", "to 10.0.0.3"} <= checks.keys()
