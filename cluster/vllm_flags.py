@@ -148,6 +148,7 @@ REASONING_FORMATS = {
     "openai_gptoss": "harmony",
     "gpt-oss": "harmony",
     "seed_oss": "seed_think",
+    "kimi": "kimi",
 }
 
 VLLM: tuple[Flag, ...] = (

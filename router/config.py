@@ -76,6 +76,7 @@ class ReasoningName(enum.StrEnum):
     GEMMA4 = "gemma4"  # <|channel>thought
     COHERE = "cohere"  # <|START_THINKING|>
     GRANITE = "granite"  # Here is my thought process:
+    KIMI = "kimi"  # ◁think▷
     HARMONY = "harmony"  # gpt-oss's channels
 
 

@@ -82,6 +82,14 @@ def test_every_code_of_an_error_in_the_page_is_one_that_the_api_has() -> None:
         assert re.search(rf"^\| [\d, ]*{status}[\d, ]* \|.*`{code}`", api, re.MULTILINE), code
 
 
+def test_every_row_of_the_comparison_says_where_it_was_read() -> None:
+    table, _, sources = GUIDES["comparison"].partition("## Where this was read")
+    compared = re.findall(r"^\| ([^|*]+) \|(?: [^|]* \|){6}$", table, re.MULTILINE)
+    named = re.findall(r"^\| ([^|]+) \|(?: [^|]* \|){2}$", sources, re.MULTILINE)
+    assert [row for row in compared if row != "what it is"] == named[1:]
+    assert len(named) > 30
+
+
 def test_the_pictures_are_what_their_script_draws() -> None:
     place = DOCS / "figures" / "draw.py"
     spec = importlib.util.spec_from_file_location("draw", place)

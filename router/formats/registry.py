@@ -281,5 +281,6 @@ REASONING: Mapping[ReasoningName, ReasoningFormat] = {
     ReasoningName.MISTRAL: ReasoningFormat("[THINK]", "[/THINK]"),
     ReasoningName.GEMMA4: ReasoningFormat("<|channel>thought\n", "<channel|>"),
     ReasoningName.COHERE: ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningName.KIMI: ReasoningFormat("◁think▷", "◁/think▷"),
     ReasoningName.GRANITE: ReasoningFormat("Here is my thought process:", "Here is my response:"),
 }
