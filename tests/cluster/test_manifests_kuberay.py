@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tandem.cluster.cli import make_parser
+from tandem.cluster.models.store import models_folder
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.cluster.setting_layers import read_file
 from tandem.cluster.settings import resolve
@@ -31,7 +32,8 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 ROOT = Path(__file__).resolve().parents[2]
 KUBERAY = ROOT / "manifests" / "kuberay"
 BASE = KUBERAY / "base"
-SCHEMA = ROOT / "tests" / "data" / "kuberay" / "raycluster-v1.schema.json.gz"
+COMPONENTS = KUBERAY / "components"
+SCHEMAS = ROOT / "tests" / "data" / "kuberay"
 CUSTOMIZATIONS = sorted(KUBERAY.glob("*/*/kustomization.yaml"))
 
 Document = dict[str, Any]
@@ -58,11 +60,15 @@ def strict(schema: Any) -> Any:
     return made
 
 
-@pytest.fixture(scope="module")
-def validator() -> jsonschema.Draft202012Validator:
-    schema = strict(json.loads(gzip.decompress(SCHEMA.read_bytes())))
+def validator_of(kind: str) -> jsonschema.Draft202012Validator:
+    schema = strict(json.loads(gzip.decompress((SCHEMAS / f"{kind}-v1.schema.json.gz").read_bytes())))
     schema["properties"]["metadata"] = {"type": "object"}  # Kubernetes checks this part by itself
     return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    return validator_of("raycluster")
 
 
 def mistakes(validator: jsonschema.Draft202012Validator, document: Document) -> list[str]:
@@ -318,7 +324,10 @@ def patched(document: Document, patch: str) -> Document:
     """JSON Patch, as far as the overlays use it."""
     document = copy.deepcopy(document)
     for operation in yaml.safe_load(patch):
-        *steps, last = [int(step) if step.isdigit() else step for step in operation["path"].split("/")[1:]]
+        *steps, last = [
+            int(step) if step.isdigit() else step.replace("~1", "/")
+            for step in operation["path"].split("/")[1:]
+        ]
         section: Any = document
         for step in steps:
             section = section[step]
@@ -326,6 +335,9 @@ def patched(document: Document, patch: str) -> Document:
             section[last]  # what is not there cannot be replaced
         else:
             assert operation["op"] == "add"
+            if last == "-":
+                section.append(operation["value"])
+                continue
             assert last not in section
         section[last] = operation["value"]
     return document
@@ -335,27 +347,41 @@ def patched(document: Document, patch: str) -> Document:
 def test_a_customized_raycluster_is_still_one(
     validator: jsonschema.Draft202012Validator, raycluster: Document, file: Path
 ) -> None:
-    for patch in load(file)["patches"]:
+    for patch in load(file).get("patches", []):
         assert patch["target"] == {"kind": raycluster["kind"], "name": raycluster["metadata"]["name"]}
         raycluster = patched(raycluster, patch["patch"])
     assert mistakes(validator, raycluster) == []
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("folder", [BASE, KUBERAY / "overlays" / "gpu"], ids=lambda folder: folder.name)
-def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder: Path) -> None:
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+KINDS = {"ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "RayCluster", "Service"}
+
+
+def rendered_by_kind(folder: Path) -> dict[str, Document]:
     done = subprocess.run(
         ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    rendered = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
-    assert set(rendered) == {
-        "ConfigMap",
-        "NetworkPolicy",
-        "PodDisruptionBudget",
-        "RayCluster",
-        "Service",
+    return {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
+
+
+def with_components(folder: Path, base: Path, *names: str) -> dict[str, Document]:
+    """As an operator's own overlay in `folder` has them."""
+    customization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(base, folder)],
+        "components": [os.path.relpath(COMPONENTS / name, folder) for name in names],
     }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(customization))
+    return rendered_by_kind(folder)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("folder", [BASE, KUBERAY / "overlays" / "gpu"], ids=lambda folder: folder.name)
+def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder: Path) -> None:
+    rendered = rendered_by_kind(folder)
+    assert set(rendered) == KINDS
     raycluster = rendered["RayCluster"]
     assert mistakes(validator, raycluster) == []
     images = {
@@ -367,6 +393,94 @@ def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder
     assert ":" in images.pop()
     (volume,) = raycluster["spec"]["headGroupSpec"]["template"]["spec"]["volumes"]
     assert volume["configMap"]["name"] == rendered["ConfigMap"]["metadata"]["name"]
+
+
+# --- components
+
+
+def environment_of(container: Document) -> dict[str, Any]:
+    names = [entry["name"] for entry in container["env"]]
+    assert len(names) == len(set(names))
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+
+
+@needs_kubectl
+def test_all_components_go_together_and_with_gpus(
+    validator: jsonschema.Draft202012Validator, tmp_path: Path
+) -> None:
+    names = ["hub-token", "model-volume", "podmonitor", "rdma"]
+    assert {*names, "persistent-head"} == {folder.name for folder in COMPONENTS.iterdir()}
+    rendered = with_components(tmp_path, KUBERAY / "overlays" / "gpu", *names)
+    assert set(rendered) == KINDS | {"PersistentVolumeClaim", "PodMonitor"}
+    raycluster = rendered["RayCluster"]
+    assert mistakes(validator, raycluster) == []
+    for container in containers(raycluster):
+        assert {"HF_TOKEN", "HF_HOME", "TANDEM_CACHE", "POD_IP"} <= environment_of(container).keys()
+    _, *nodes = containers(raycluster)
+    for container in nodes:
+        for side in ("requests", "limits"):
+            assert container["resources"][side] == {
+                "cpu": "8",
+                "memory": "64Gi",
+                "nvidia.com/gpu": "1",
+                "rdma/hca_shared_devices_a": "1",
+            }
+
+
+@needs_kubectl
+def test_models_of_all_pods_are_on_one_volume_that_they_may_write(tmp_path: Path) -> None:
+    rendered = with_components(tmp_path, BASE, "model-volume")
+    claim, raycluster = rendered["PersistentVolumeClaim"], rendered["RayCluster"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    spec = raycluster["spec"]
+    for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+        pod = group["template"]["spec"]
+        (volume,) = [each for each in pod["volumes"] if each["name"] == "models"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        (container,) = pod["containers"]
+        (mount,) = [each for each in container["volumeMounts"] if each["name"] == "models"]
+        environment = environment_of(container)
+        for name in ("TANDEM_CACHE", "HF_HOME"):
+            assert Path(environment[name]).is_relative_to(mount["mountPath"])
+        assert models_folder(environment).is_relative_to(mount["mountPath"])
+        assert pod["securityContext"]["fsGroup"] == container["securityContext"]["runAsUser"]
+
+
+@needs_kubectl
+def test_the_hubs_token_is_a_secret_that_must_be_there(tmp_path: Path) -> None:
+    raycluster = with_components(tmp_path, BASE, "hub-token")["RayCluster"]
+    for container in containers(raycluster):
+        secret = environment_of(container)["HF_TOKEN"]["secretKeyRef"]
+        assert secret == {"name": "tandem-hub", "key": "token", "optional": False}
+
+
+@needs_kubectl
+def test_rdma_adds_one_right_and_a_device_to_nodes_alone(tmp_path: Path) -> None:
+    """Locking memory is the right: a device reads and writes it without the kernel, so it must stay where it is."""
+    head, *nodes = containers(with_components(tmp_path, BASE, "rdma")["RayCluster"])
+    assert head["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert not any(name.startswith("rdma/") for name in head["resources"]["limits"])
+    for container in nodes:
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        device = {name: n for name, n in container["resources"]["limits"].items() if name.startswith("rdma/")}
+        assert device == {"rdma/hca_shared_devices_a": "1"}
+        assert device.items() <= container["resources"]["requests"].items()
+
+
+def test_the_podmonitor_is_one_and_finds_every_router(raycluster: Document) -> None:
+    monitor = load(COMPONENTS / "podmonitor" / "podmonitor.yaml")
+    assert mistakes(validator_of("podmonitor"), monitor) == []
+    cluster = raycluster["metadata"]["name"]
+    assert monitor["spec"]["selector"]["matchLabels"] == {"ray.io/cluster": cluster}
+    assert monitor["spec"]["jobLabel"] == "ray.io/cluster"
+    assert cluster == "tandem", "what the alerts call the job"
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    for container in containers(raycluster):
+        assert endpoint["port"] in {port["name"] for port in container["ports"]}
+    broken = copy.deepcopy(monitor)
+    broken["spec"]["podMetricsEndpoint"] = broken["spec"].pop("podMetricsEndpoints")
+    assert mistakes(validator_of("podmonitor"), broken)
 
 
 def test_every_pod_waits_for_a_head_that_is_away_for_ten_minutes(raycluster: Document) -> None:
