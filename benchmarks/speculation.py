@@ -4,8 +4,8 @@
 
 Two kinds of prompts: code that is to be written again with a change, and chats. Both are answered greedily by engines that differ in
 `scheduler.num_speculative_tokens` and `scheduler.max_draft_loss` alone and take turns; their tokens must be the same. A third kind draws from
-sixteen tokens at random: guesses are found all the time and seldom right, and guessing as it pays may cost 3%. Of each prompt the fastest round
-counts, for whatever else the machine does only adds.
+sixteen tokens at random: guesses are found all the time and seldom right, and guessing as it pays may cost 3%. The fastest round of each
+prompt counts, because whatever else the machine does only adds time.
 """
 
 from __future__ import annotations

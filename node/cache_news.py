@@ -41,7 +41,7 @@ class _Forget:
 
 
 class NamedBlocks:
-    """What is cached now, by the names that routers use. Of several KV cache groups one counts: the others hold the same prompts."""
+    """What is cached now, by the names that routers use. One of several KV cache groups counts: the others hold the same prompts."""
 
     def __init__(self, block_size: int, group: int = 0) -> None:
         self._block_size = block_size

@@ -156,7 +156,7 @@ class NodeHost:
             return digests
 
     def log_page(self, seen: tuple[str, int] | None, last: int, most: int) -> bytes:
-        """Of this process's log, a LogPage: the lines after one that was seen, or the last ones."""
+        """A LogPage of this process's log: the lines after one that was seen, or the last ones."""
         return _encode(recent_page(LogPosition(*seen) if seen is not None else None, last, most))
 
     def finish(self) -> None:

@@ -124,7 +124,7 @@ class RouterHost:
         return msgspec.msgpack.encode(self._serving().services.pool.sightings())
 
     async def log_page(self, seen: tuple[str, int] | None, last: int, most: int) -> bytes:
-        """Of this process's log, a LogPage: the lines after one that was seen, or the last ones."""
+        """A LogPage of this process's log: the lines after one that was seen, or the last ones."""
         page = recent_page(LogPosition(*seen) if seen is not None else None, last, most)
         return msgspec.msgpack.encode(page)
 

@@ -91,7 +91,7 @@ def other_clusters(
 
 
 def remembered(state: PageState, request_id: str) -> list[RequestAccount]:
-    """All that ran beside it, as they were asked."""
+    """The request and all that ran beside it, in the order in which they were asked."""
     accounts = state.latest
     found = next((account for account in accounts if account.request_id == request_id), None)
     if found is None:
@@ -117,8 +117,8 @@ def is_whole(account: RequestAccount) -> bool:
 def as_traffic(
     accounts: Sequence[RequestAccount], block_size: int, costs: CostModel
 ) -> tuple[PlayedTraffic, int]:
-    """Every account as a request. What was found in a cache, a request of its own has put there before the first of them: so many come
-    first."""
+    """Every account as a request. Requests that fill the caches come first, one for each prefix that was found in a cache; also
+    returns how many those are."""
     warm: list[TraceRow] = []
     prefixes: list[tuple[int, ...]] = []
     at, name = 0.0, 0
@@ -170,5 +170,5 @@ def alternatives(there: PoolSizes) -> Iterator[tuple[str, PoolSizes]]:
 
 
 def _error(pairs: Iterator[tuple[float, float]]) -> float:
-    """Of (simulated, measured): the median of how far they are apart, as a share."""
+    """The median error of (simulated, measured) pairs, as a share of what was measured."""
     return median(abs(simulated / measured - 1) for simulated, measured in pairs if measured > 0)

@@ -39,7 +39,7 @@ def may_be_on_hub(where: str) -> bool:
 
 
 def check_place(name: str, where: str) -> None:
-    """Of a place that nodes look up, whatever machine and folder they run in: nothing is read here. Raises ConfigurationError."""
+    """Refuses a place that does not mean the same on every machine and in every folder. Reads nothing. Raises ConfigurationError."""
     if not where.startswith("/") and (where.startswith((".", "~")) or not may_be_on_hub(where)):
         raise ConfigurationError(
             f"the adapter {name[:200]!r}: {where[:200]!r} must be a folder's whole path, as every node can read it, or owner/name on the "

@@ -213,7 +213,7 @@ def digest_of_image(file: bytes) -> str:
 
 
 def open_image(file: bytes) -> Image.Image:
-    """Of an animation its first picture. What is wrong with a file is raised as Pillow raises it, some of it only when pixels are asked for."""
+    """Opens an image; an animation's first picture. Raises what Pillow raises, some of it only when pixels are asked for."""
     # Imported here because most models need nothing of it.
     from PIL import Image
 

@@ -82,7 +82,7 @@ class LogPage(msgspec.Struct, frozen=True):
 
 
 class LogsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`names`: of processes, and of pools for all of their nodes; none: all. Of a process that is not in `after`, the `last` lines."""
+    """`names`: processes, or pools, which mean all of their nodes; empty: all. A process that is not in `after` gives its `last` lines."""
 
     names: list[str] = []
     after: dict[str, LogPosition] = {}
@@ -140,7 +140,7 @@ _recent = RecentLines()
 
 
 def recent_page(after: LogPosition | None, last: int, most: int = PAGE_LINES) -> LogPage:
-    """Of this process's log: the lines after one that was seen, or the last ones."""
+    """The lines of this process's log after one that was seen, or the last ones."""
     return _recent.page(after, last, most)
 
 

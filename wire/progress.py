@@ -28,7 +28,7 @@ def without_amount(what: str) -> str:
 
 
 class LastProgress:
-    """Of one work. `report` may be called from any thread."""
+    """The latest progress of one task. `report` may be called from any thread."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

@@ -86,7 +86,7 @@ class LogReader:
         self._after: dict[str, LogPosition] = {}
         self._silent: dict[str, str] = {}
         self._ids = {chosen.request} if chosen.request is not None else set()
-        # Of requests by their nodes' ids, where no router has said yet whose they are.
+        # Lines that name a request by its node's id, until a router has said which request that is.
         self._passed: deque[ShownLine] = deque(maxlen=KEPT_LINES)
         self._oldest = time_of_day() - chosen.since_s if chosen.since_s is not None else 0.0
 

@@ -145,7 +145,7 @@ def growing(
 
 
 def bytes_below(folders: Iterable[Path]) -> int:
-    """Of files that may come and go meanwhile."""
+    """The bytes of all files below, which may come and go while they are counted."""
     return sum(map(_bytes_in, folders))
 
 

@@ -106,7 +106,7 @@ class AdapterDesk:
             await pools.keep(msgspec.structs.replace(pools.state, revision=revision))
 
     async def _until_routers_serve(self, digests: Mapping[str, str], gone: Iterable[str]) -> None:
-        """The routers that work hear of it from the nodes themselves."""
+        """Routers that work learn it from the nodes themselves."""
         pools, gone = self._pools, set(gone)
 
         def late() -> list[str]:

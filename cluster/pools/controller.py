@@ -389,7 +389,7 @@ class Controller:
             *(node for node in fleet.nodes.values() if _is_named(query, node.name, node.config.role.value)),
             *(router for router in fleet.routers.values() if _is_named(query, router.name)),
         ]
-        # Of a thousand nodes each tells less at once.
+        # With a thousand nodes each one sends fewer lines at once.
         most = max(10, _LOG_LINES_AT_ONCE // max(len(asked), 1))
         answers = await asyncio.gather(
             *(process.log_page(query.after.get(process.name), query.last, most) for process in asked),

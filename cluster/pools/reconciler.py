@@ -327,7 +327,7 @@ class Reconciler:
                     new = new.with_router(made)
             for record in new.staying_routers:
                 if record.name not in self.fleet.routers and new.rollout is None:
-                    # Of an earlier controller, whose configuration may have been another one.
+                    # An earlier controller made it, maybe with another configuration.
                     config = self.fleet.router_config(places[record.place])
                     new = new.with_router(msgspec.structs.replace(record, config=config))
             await self.keep(new)

@@ -174,7 +174,7 @@ def a_step(record: TraceRecord) -> list[AccountItem]:
 
 def _ways(record: TraceRecord, writer: NodePart, decodes: Sequence[Span]) -> list[float]:
     arrivals = [a.at for a in record.arrivals if a.node_id == writer.node_id]
-    # Counted from the end: the first report may be of the token that came with the handover.
+    # Counted from the end, because the first report may be of the token that came with the handover.
     pairs = zip(reversed(decodes), reversed(arrivals), strict=False)
     return [at - span.end for span, at in pairs if at >= span.end]
 

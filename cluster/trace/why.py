@@ -19,7 +19,7 @@ from tandem.wire.tracing import Span, TracePhase
 
 BETWEEN = "on the way between processes"
 
-# Which phase a moment is given to, if several cover it: the first of these.
+# A moment that several phases cover is given to the first of them in this order.
 _ORDER = (
     TracePhase.PREFILL,
     TracePhase.DECODE,
@@ -128,7 +128,7 @@ def explain(record: TraceRecord) -> Explanation:
 
 
 def explain_account(account: RequestAccount, targets: Targets) -> Explanation:
-    """What the router alone knows, of a request that was not traced."""
+    """What the router alone knows of a request that was not traced."""
     where = {
         "a node's line": account.prefill_node or account.decode_node,
         "computing the prompt": account.prefill_node or account.decode_node,

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 # Longer steps compute for longer than Python takes.
 _MOST_TOKENS = 16
-# Of all recordings together.
+# What all recordings may take together.
 _MOST_BYTES = 128 << 20
 # So many results of each recording are compared with the model's own before they count.
 _PROOFS = 2

@@ -74,7 +74,7 @@ class SharedMemory:
         self.written = step
 
     def behind(self, step: int) -> list[int]:
-        """The ranks that have not taken it."""
+        """The ranks that have not copied the step."""
         return [rank for rank in range(1, self._size) if int(self._taken[rank]) < step]
 
     def beat_of(self, rank: int) -> int:

@@ -84,7 +84,7 @@ def _tell(control: socket.socket, message: FromRank) -> None:
     try:
         control.send(_encode(message))
     except OSError:
-        os._exit(1)  # nothing is there any more that could be told
+        os._exit(1)  # rank 0 has ended: there is no one to report to
 
 
 def _live(memory: SharedMemory, rank: int, lifeline: int) -> None:

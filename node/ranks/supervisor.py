@@ -99,7 +99,7 @@ class Ranks:
         silence_s: float,
         lost: Callable[[str], None],
     ) -> None:
-        """`lost` is told once, from another thread, why the ranks were ended, unless they were stopped."""
+        """`lost` is called once, from another thread, with the reason why the ranks were ended, unless they were stopped."""
         self._name = name
         self._size = size
         self._engine = engine
@@ -270,7 +270,7 @@ class Ranks:
                 self._tick()
 
     def _hear(self, rank: _Rank) -> bool:
-        """False when there is nothing more to hear."""
+        """False when there are no more messages."""
         try:
             packet = rank.control.recv(MOST_BYTES)
         except OSError:
@@ -289,7 +289,7 @@ class Ranks:
         return True
 
     def _ended_before(self, complaining: _Rank) -> _Rank | None:
-        """A rank that ends makes the others complain: it is what counts."""
+        """A rank that ends makes the collectives of the others raise: the end is the cause."""
         exits = select.poll()
         for rank in self._ranks:
             if rank is not complaining:

@@ -243,7 +243,7 @@ class HttpConnection(asyncio.Protocol):
             self._call.keep_alive = False
 
     def expect_the_last(self, idle_s: float) -> None:
-        """Of its requests: one more is answered, if it comes within that time, and the connection is closed with its answer."""
+        """Answers one more request, if it comes within that time, and closes the connection with the answer."""
         if self._call is None and self._timer is not None and self._timer_is_idle:
             self._set_timer(idle_s, self._on_idle, idle=True)
 

@@ -29,7 +29,7 @@ from tandem.wire.images import (
 
 # Files that are decoded at once: each takes its pixels' memory, and a core.
 _AT_ONCE = 2
-# Of one request: they travel to a node in one frame, which is bounded.
+# What the images of one request may take: they travel to a node in one frame, which is bounded.
 _MOST_BYTES = 48 << 20
 
 
@@ -42,7 +42,7 @@ class ImageReader:
     def __init__(self, rules: ImageRules, tokenizer: Tokenizer, limits: Limits) -> None:
         self._rules = rules
         self._limits = limits
-        # Of its own: a file whose client went away is decoded to its end, and still counts.
+        # Its own threads: a file whose client went away is decoded to its end, and still counts.
         self._decoders = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="images")
         placeholder = tokenizer.text_of(rules.token_id)
         if placeholder is None or tokenizer.token_id(placeholder) != rules.token_id:

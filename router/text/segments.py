@@ -1,8 +1,8 @@
 """Texts that have been tokenized before, cut where a cut changes nothing.
 
 A tokenizer looks for its added tokens first, in the text as it is, and tokenizes what lies between them piece by piece. So a text's ids are those
-of its segments, one after the other, when each segment but the first begins with such a token. Of a chat, a segment is a message: of a next
-turn only what is new has to be tokenized.
+of its segments, one after the other, when each segment but the first begins with such a token. In a chat each message is a
+segment: only what is new in a turn has to be tokenized.
 """
 
 from __future__ import annotations

@@ -594,7 +594,7 @@ def test_a_node_takes_a_routers_word_for_no_placeholder(fields: dict, why: str) 
     rules = TiledImages(tile=16, longest=48, is_cut=True, tokens=2, token_id=12)
     node.runner.info = msgspec.structs.replace(node.runner.info, images=rules if reads else None)
     try:
-        # Of its five tokens the third is a placeholder.
+        # The third of its five tokens is a placeholder.
         node.submit(**({"media": [RUN], "images": [b""]} | fields))
         (chunk,) = node.outgoing.until_finished("r")
         assert chunk.error is not None

@@ -44,7 +44,7 @@ class VisionTower(Protocol):
     def rules(self) -> ImageRules: ...
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
-        """For each, [its tokens, hidden size] on the model's device, or why there is none."""
+        """For each input its rows, [its tokens, hidden size] on the model's device, or the reason why there are none."""
         ...
 
 
@@ -69,7 +69,7 @@ def loader_of(config: Any) -> Any:
 
 
 class _ProcessedImages:
-    """What towers share: a file is made pixels once for all of its parts that a step wants, and one that cannot be is no other's matter."""
+    """What towers share: a file is made pixels once for all of its parts that a step wants, and a file that cannot be read fails for its own parts alone."""
 
     def __init__(self, source: ModelSource, model: PreTrainedModel, rules: ImageRules, threads: int) -> None:
         self.rules = rules
@@ -85,11 +85,11 @@ class _ProcessedImages:
         return ConfigurationError(f"{self._name} cannot be served: {why}")
 
     def _rows(self, pixels: Any, wanted: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """Of some parts of one image, each [its tokens, hidden size]."""
+        """The rows of some parts of one image: [its tokens, hidden size] for each part."""
         raise NotImplementedError
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
-        # One, where the rest of the step has kernels with threads of their own.
+        # One thread where the rest of the step has kernels with threads of their own.
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
@@ -133,7 +133,7 @@ def _expected(rows: torch.Tensor, wanted: EncoderInput) -> torch.Tensor:
 
 
 class TiledTower(_ProcessedImages):
-    """Idefics3's and SmolVLM's."""
+    """The tower of Idefics3 and SmolVLM."""
 
     def __init__(self, source: ModelSource, model: PreTrainedModel, rules: TiledImages, threads: int) -> None:
         super().__init__(source, model, rules, threads)
@@ -163,7 +163,7 @@ class TiledTower(_ProcessedImages):
 
 
 class GriddedTower(_ProcessedImages):
-    """Qwen2-VL's and Qwen2.5-VL's."""
+    """The tower of Qwen2-VL and Qwen2.5-VL."""
 
     def __init__(
         self, source: ModelSource, model: PreTrainedModel, rules: GriddedImages, threads: int

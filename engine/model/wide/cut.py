@@ -96,7 +96,7 @@ def _join(module: nn.Module, style: str, shard: Shard) -> None:
 
 
 def _share(total: int, shard: Shard) -> tuple[int, int]:
-    """As torch cuts: equal shares, the last ones shorter."""
+    """Cuts as torch does: equal shares, the last ones shorter."""
     size = -(-total // shard.size)
     return min(shard.rank * size, total), min((shard.rank + 1) * size, total)
 
@@ -140,7 +140,7 @@ def _join_vocabulary(module: nn.Module, shard: Shard) -> None:
 
 
 def _keep_heads(name: str, model: PreTrainedModel, styles: dict[str, str], shard: Shard) -> None:
-    """Of keys and values that were loaded whole a rank keeps the head that it asks for. Otherwise its rows must be whole heads."""
+    """Where keys and values were loaded whole, a rank keeps the heads that its queries read. Otherwise its rows must be whole heads."""
     text = model.config.get_text_config()
     modules = dict(model.named_modules())
     for where, module in modules.items():

@@ -1,4 +1,4 @@
-"""Rank 0 tells the others what to compute, as arrays, for they know no requests; and they compute it with it."""
+"""Rank 0 sends the others each step as arrays, because they know no requests, and all ranks compute it together."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def batch_of(arrays: Sequence[np.ndarray], device: torch.device) -> Batch:
 
 
 class LeadingForward:
-    """Rank 0's. Requests, sampling and all that follows from them stay in its process: the others see rows and tables."""
+    """Rank 0's forward pass. Requests and sampling stay in its process: the other ranks see rows and block tables."""
 
     def __init__(self, forward: Forward, shard: Shard, lead: Lead) -> None:
         self._forward = forward
@@ -92,7 +92,7 @@ def follow(
     shard: Shard,
     device: torch.device,
 ) -> None:
-    """Another rank's life, until there is nothing more to receive."""
+    """What another rank does: receives steps and computes them, until there are no more."""
     with on(device), torch.inference_mode():
         while (arrays := receive()) is not None:
             batch = batch_of(arrays, device)

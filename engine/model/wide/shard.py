@@ -1,5 +1,5 @@
-"""Which rank of a node this is, which heads of keys and values it keeps, and what it may ask of the others. How they are reached is the
-node's affair."""
+"""Which rank of a node this is, which heads of keys and values it keeps, and what it may ask of the others. The node
+decides how it reaches them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Lead(Protocol):
     """How rank 0 reaches the others between two collectives."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """To every other rank, in order. Copies them."""
+        """Sends the arrays to every other rank, in order. Copies them."""
         ...
 
     def cause_of(self, error: Exception) -> Exception:
-        """What made a collective raise, if a rank's end did; else the error itself."""
+        """The end of the rank that made a collective raise; else the error itself."""
         ...
 
 
@@ -48,7 +48,7 @@ class Shard:
     device: str = "cpu"  # where collectives take their tensors
 
     def least(self, number: int) -> int:
-        """The smallest that any rank has."""
+        """The smallest value that any rank has."""
         return int(self.collectives.gather(torch.tensor([number], device=self.device)).min())
 
 

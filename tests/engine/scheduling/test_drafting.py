@@ -79,7 +79,7 @@ class Node:
 
     @property
     def cost(self) -> float:
-        """Of the time that the same tokens take without drafts."""
+        """As a share of the time that the same tokens take without drafts."""
         return self.seconds / self.alone_s
 
 
