@@ -1,12 +1,14 @@
 """Short steps on a CPU, recorded once for each number of tokens and played again (engine.model.tape).
 
-Between two steps of one size everything that a model computes differs in three things alone: the tokens, their positions, and what
-attention is told of the batch. The first two lie in tensors that stay where they are; attention is told before each step, as ever.
+Between two steps of one kind everything that a model computes differs in four things alone: the tokens, their positions, the slots of
+their adapters, and what attention is told of the batch. The first three lie in tensors that stay where they are; attention is told
+before each step, as ever.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -28,14 +30,19 @@ _PROOFS = 2
 _MOST_REFUSED = 3
 
 
+class _Kind(NamedTuple):
+    tokens: int
+    slots: int  # of adapters, as many as the step has in use; 0: no row has one
+
+
 class RecordedSteps:
     """A forward pass (engine.model.runner.Forward) in front of another."""
 
     def __init__(self, forward: TransformersForward, attention: CpuAttention) -> None:
         self._forward = forward
         self._attention = attention
-        self._recorded: dict[int, _Recorded] = {}
-        self._refused: set[int] = set()
+        self._recorded: dict[_Kind, _Recorded] = {}
+        self._refused: set[_Kind] = set()
         self._bytes = 0
         self.num_replays = 0
 
@@ -52,14 +59,17 @@ class RecordedSteps:
         return self._forward.hidden
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
-        size = batch.num_tokens
-        if not self._may_record(batch):
+        kind = _Kind(batch.num_tokens, batch.adapter_slots_used if batch.adapter_slots is not None else 0)
+        if not self._may_record(kind, batch):
             return self._forward(batch, hooks)
-        recorded = self._recorded.get(size)
+        recorded = self._recorded.get(kind)
+        if recorded is not None and recorded.is_old:
+            self._forget(kind)
+            recorded = None
         if recorded is None:
-            return self._record(batch, hooks)
+            return self._record(kind, batch, hooks)
         if recorded.proofs < _PROOFS:
-            return self._prove(recorded, batch, hooks)
+            return self._prove(kind, recorded, batch, hooks)
         layers = range(self._forward.num_layers) if hooks is not None else ()
         for layer in layers:
             hooks.wait_for_layer_load(layer)  # type: ignore[union-attr]
@@ -72,68 +82,86 @@ class RecordedSteps:
     @property
     def sizes(self) -> list[int]:
         """Recorded so far, in tokens."""
-        return sorted(self._recorded)
+        return sorted(kind.tokens for kind in self._recorded)
 
-    def _may_record(self, batch: Batch) -> bool:
-        size = batch.num_tokens
+    def _may_record(self, kind: _Kind, batch: Batch) -> bool:
         return (
-            size <= _MOST_TOKENS
-            and size not in self._refused
-            and batch.logit_rows.shape[0] == size
+            kind.tokens <= _MOST_TOKENS
+            and kind not in self._refused
+            and batch.logit_rows.shape[0] == kind.tokens
             and batch.hidden_rows is None
-            and batch.adapter_slots is None
             and batch.image_rows is None
             and batch.rope_positions is None
             and (bool(self._recorded) or len(self._refused) < _MOST_REFUSED)
         )
 
-    def _record(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
+    def _record(self, kind: _Kind, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
         """This step as it comes, and then once more for the tape: it writes the same keys and values to the same places."""
         logits = self._forward(batch, hooks)
-        size = batch.num_tokens
         try:
             recorded = _Recorded(self._forward, self._attention, batch)
         except RuntimeError as error:  # the very work that has just been done: it cannot be recorded
-            self._refuse(size, str(error).strip().split("\n", 1)[0])
+            self._refuse(kind, str(error).strip().split("\n", 1)[0])
             return logits
         if self._bytes + recorded.num_bytes > _MOST_BYTES:
-            self._refused.add(size)
+            self._refused.add(kind)
             return logits
         self._bytes += recorded.num_bytes
-        self._recorded[size] = recorded
+        self._recorded[kind] = recorded
         return logits
 
-    def _prove(self, recorded: _Recorded, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
+    def _prove(
+        self, kind: _Kind, recorded: _Recorded, batch: Batch, hooks: LayerHooks | None
+    ) -> torch.Tensor:
         logits = self._forward(batch, hooks)
         recorded.proofs += 1
         if not torch.equal(recorded.run(batch).nan_to_num(), logits.nan_to_num()):
-            size = batch.num_tokens
-            self._bytes -= recorded.num_bytes
-            del self._recorded[size]
-            self._refuse(size, "played again, it gave other results than the model")
+            self._forget(kind)
+            self._refuse(kind, "played again, it gave other results than the model")
         return logits
 
-    def _refuse(self, size: int, why: str) -> None:
-        self._refused.add(size)
-        log.info("steps of %d tokens are not recorded, and slower for it: %s", size, why)
+    def _forget(self, kind: _Kind) -> None:
+        self._bytes -= self._recorded.pop(kind).num_bytes
+
+    def _refuse(self, kind: _Kind, why: str) -> None:
+        self._refused.add(kind)
+        log.info("steps of %d tokens are not recorded, and slower for it: %s", kind.tokens, why)
 
 
 class _Recorded:
-    """Steps of one number of tokens."""
+    """Steps of one kind."""
 
     def __init__(self, forward: TransformersForward, attention: CpuAttention, batch: Batch) -> None:
-        self._attention = attention
+        self._attention, self._adapted = attention, forward.adapted
         self._token_ids, self._positions = batch.token_ids.clone(), batch.positions.clone()
+        self._slots = batch.adapter_slots.clone() if batch.adapter_slots is not None else None
+        self._stacked = self._updated_layers
         self._tape = Tape()
         self.proofs = 0
         step = attention.begin(batch)
-        self._logits = self._tape.record(lambda: forward.compute(self._token_ids, self._positions, step))
+
+        def compute() -> torch.Tensor:
+            with forward.adapting(self._slots, batch.adapter_slots_used):
+                return forward.compute(self._token_ids, self._positions, step)
+
+        self._logits = self._tape.record(compute)
         self.num_bytes = self._tape.num_bytes
+
+    @property
+    def _updated_layers(self) -> int:
+        return self._adapted.stacked if self._adapted is not None and self._slots is not None else 0
+
+    @property
+    def is_old(self) -> bool:
+        """An adapter came since that changes other layers, too."""
+        return self._updated_layers != self._stacked
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits of all rows, until the next step."""
         self._token_ids.copy_(batch.token_ids)
         self._positions.copy_(batch.positions)
+        if self._slots is not None and batch.adapter_slots is not None:
+            self._slots.copy_(batch.adapter_slots)
         step = self._attention.begin(batch)  # the library points into it until the step is over
         self._tape.play()
         del step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -63,7 +63,7 @@ class TransformersForward:
         self._model = model
         self.attention = attention
         self.parts, self._states = parts, states
-        self._adapted = adapted
+        self.adapted = adapted
         self.num_layers = len(parts.layers)
         self._own = frozenset(layer.index for layer in parts.own)
         self._readers = frozenset(layer.index for layer in parts.layers if layer.reads_of is not None)
@@ -83,13 +83,8 @@ class TransformersForward:
             if not isinstance(self.attention, GatheredAttention):
                 raise InternalError("layers that attend by their own code read what is gathered")
             attending = OwnStep(self.attention.kept, self.parts.own, batch, hooks, cache, self._model.dtype)
-        adapting = (
-            self._adapted.step(batch.adapter_slots, batch.adapter_slots_used)
-            if self._adapted is not None
-            else nullcontext()
-        )
         with (
-            adapting,
+            self.adapting(batch.adapter_slots, batch.adapter_slots_used),
             mixing_through(mixing),
             own_attention_through(attending),
             self._noting_hidden(batch.hidden_rows),
@@ -104,6 +99,10 @@ class TransformersForward:
                 self._embeddings(batch) if batch.image_rows is not None else None,
                 batch.rope_positions,
             )
+
+    def adapting(self, slots: torch.Tensor | None, used: int) -> AbstractContextManager[None]:
+        """See AdaptedLayers.step."""
+        return self.adapted.step(slots, used) if self.adapted is not None else nullcontext()
 
     def _embeddings(self, batch: Batch) -> torch.Tensor:
         """The tokens', and in the place of placeholders what the vision tower made."""

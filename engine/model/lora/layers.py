@@ -25,6 +25,7 @@ class _StepRows:
 
     def __init__(self) -> None:
         self.left_out: torch.Tensor | None = None  # bool [T, columns]; None: no row wants an adapter
+        self.stacked = 0  # layers that have stacks; none ever loses them
 
 
 class AdaptedLayer:
@@ -58,6 +59,7 @@ class AdaptedLayer:
                 return
             self._down = like.new_zeros(slots * rank, self.inputs)
             self._up = like.new_zeros(slots * rank, self.outputs)
+            self._rows.stacked += 1
         begin, end = slot * rank, (slot + 1) * rank
         self._down[begin:end] = 0
         self._up[begin:end] = 0
@@ -82,6 +84,11 @@ class AdaptedLayers:
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         return {name: (layer.inputs, layer.outputs) for name, layer in self.layers.items()}
+
+    @property
+    def stacked(self) -> int:
+        """How many layers compute updates: as many products does a step with adapters have."""
+        return self._rows.stacked
 
     @contextmanager
     def step(self, slots: torch.Tensor | None, used: int) -> Iterator[None]:

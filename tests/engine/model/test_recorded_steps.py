@@ -16,7 +16,9 @@ from tandem.engine.model.recorded_steps import RecordedSteps
 from tandem.engine.model.tape import CannotRecord, Tape
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward
+from tandem.wire.adapters import identity_of
 from tests.engine.model import tiny
+from tests.engine.model.adapter_files import merged_answers, save_adapter
 from tests.engine.model.driver import Driver
 from tests.engine.model.hooks import Recorder
 
@@ -176,6 +178,44 @@ def test_vectors_and_prompts_are_computed_as_they_come(tmp_path: Path) -> None:
     driver.step({"r": 4})  # a chunk, whose rows want no logits
     driver.step({"r": LENGTHS[1] - 4})
     assert runner.forward.sizes == []  # type: ignore[attr-defined]
+
+
+def test_adapters_take_turns_in_a_slot_and_change_different_layers(tmp_path: Path) -> None:
+    path = tiny.save("llama-untied-odd-heads", tmp_path)
+    options: dict[str, dict[str, Any]] = {
+        "one": {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+        "all": {},
+    }
+    folders = {name: save_adapter(path, tmp_path / name, 3, **each) for name, each in options.items()}
+    prompts = prompts_of("llama")[1:3]
+    expected = {
+        name: merged_answers(path, folder, prompts, NUM_TOKENS, tmp_path / f"{name}-merged")
+        for name, folder in folders.items()
+    }
+    runner = load_runner(
+        ModelConfig(
+            path=str(path),
+            dtype="float32",
+            device="cpu",
+            threads=1,
+            adapters={name: str(folder) for name, folder in folders.items()},
+        ),
+        CacheConfig(block_size=4, memory_bytes=8 << 20),
+        SchedulerConfig(max_num_seqs=5, max_loras=1),
+        native=False,
+    )
+    steps = runner.forward
+    assert isinstance(steps, RecordedSteps)
+    assert runner.adapters is not None
+    identity = {name: identity_of(name, digest) for name, digest in runner.adapters.served.items()}
+    for name in ("one", "all", "one"):
+        before = steps.num_replays
+        driver = Driver(runner)
+        for index, prompt in enumerate(prompts):
+            driver.add(str(index), prompt, lora=identity[name])
+        answers = driver.generate(NUM_TOKENS)
+        assert [answers[str(index)] for index in range(len(prompts))] == expected[name]
+        assert steps.num_replays > before
 
 
 class TestTapes:
