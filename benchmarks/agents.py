@@ -97,7 +97,7 @@ def make_jobs(seed: int) -> list[list[AgentTurn]]:
 
 
 def blocks_for(jobs: list[list[AgentTurn]]) -> int:
-    """So that so many jobs fit, in the mean of their lives."""
+    """The blocks that hold all jobs at the mean of their lengths."""
     means = []
     for turns in jobs:
         size, sizes = 0, []

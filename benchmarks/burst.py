@@ -1,4 +1,4 @@
-"""A burst of three times the capacity: what is served meanwhile, what is turned away, and how soon all is as before.
+"""A burst of three times the capacity: how much is served, how much is turned away, and how soon latency is as before.
 
     python -m benchmarks.burst --quick
     python -m benchmarks.burst --vllm DIR --peers FOLDER

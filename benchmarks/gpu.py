@@ -220,7 +220,7 @@ class Answers:
 
 
 def computed_by(runner: TorchRunner) -> str:
-    """Which way the figures came about: a benchmark that fell back must say so."""
+    """Which code path was measured: a benchmark that fell back must say so."""
     forward: Any = runner.forward
     replays = getattr(forward, "num_replays", None)
     inner = getattr(forward, "_forward", forward)

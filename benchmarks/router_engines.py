@@ -125,7 +125,7 @@ def _logprobs(submit: Submit, index: int) -> list[TokenLogprobs] | None:
 
 
 def serve_engines(pipe: Connection, step_s: float) -> None:
-    """A process of its own: says who the nodes are, admits whom it is told to, and lives until the pipe is closed."""
+    """A process of its own: sends its nodes' addresses, admits the keys that it is given, and runs until the pipe is closed."""
     nodes = [InstantNode("p0", Role.PREFILL, step_s), InstantNode("d0", Role.DECODE, step_s)]
     pipe.send([node.info for node in nodes])
     keys: set[str] = set()

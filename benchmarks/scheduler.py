@@ -144,7 +144,7 @@ def measure(work: SchedulerWorkload) -> Speed:
 
 
 def best(measurements: list[Speed]) -> Speed:
-    """Each figure's smallest: what others do on the machine only ever adds."""
+    """The smallest value of each figure, because other load on the machine only adds time."""
     fields: dict[str, float] = {}
     for name in Speed.__struct_fields__:
         fields[name] = min(getattr(each, name) for each in measurements)

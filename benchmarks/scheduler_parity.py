@@ -55,7 +55,7 @@ FULL, SLIDING = AttentionKind.FULL, AttentionKind.SLIDING
 
 
 class Pair:
-    """Both schedulers, told the same."""
+    """Both schedulers with the same requests and settings."""
 
     def __init__(self, draw: random.Random, model: theirs.ModelConfig) -> None:
         groups: Groups = draw.choice(

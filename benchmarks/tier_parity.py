@@ -42,7 +42,7 @@ class Parity(msgspec.Struct):
 
 
 class Both:
-    """One policy of ours and theirs, told the same."""
+    """One policy of ours and theirs, with the same calls."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         from vllm.v1.kv_offload.base import ReqContext

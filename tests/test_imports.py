@@ -244,7 +244,7 @@ def cycle_among(imports: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_no_modules_import_each_other(package: str) -> None:
-    """Under TYPE_CHECKING neither: two modules that must know each other's types are one, or lack a third."""
+    """Nor under TYPE_CHECKING: two modules that need each other's types are one module, or need a third."""
     imports: dict[str, set[str]] = {module_of(found.file): set() for found in all_imports(package)}
     for found in all_imports(package):
         target = found.module if found.module in imports else found.module.rpartition(".")[0]

@@ -62,7 +62,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Floor(msgspec.Struct, frozen=True):
-    """Something that is claimed. `measured` is None where a system that it needs was not there."""
+    """A claim about a figure. `measured` is None where a system that it needs was not there."""
 
     claim: str
     required: str

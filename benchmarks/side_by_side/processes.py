@@ -57,7 +57,7 @@ def descendants(ancestor: int, except_below: Collection[int] = ()) -> dict[int, 
 
 
 class Family:
-    """One at a time: whatever comes to live below this process belongs to it."""
+    """One at a time: every process that starts below this one belongs to it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -153,7 +153,7 @@ class AnswerTally:
     news: list[str] = field(default_factory=list)  # what went badly and has not been told yet
 
     def failed(self, kind: str, example: str) -> None:
-        """The first of each kind is told; the others are counted."""
+        """The first of each kind is described; the others are counted."""
         if kind not in self.failures:
             self.examples[kind] = example[:300]
             self.news.append(f"failed, {kind}: {self.examples[kind]}")

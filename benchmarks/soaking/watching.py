@@ -87,7 +87,7 @@ def title_of(process: int) -> str:
 
 
 def growth_of(process: str, samples: Sequence[ProcessSample], *, was_there: bool = True) -> Growth | None:
-    """None of a process that did not live long enough to have grown."""
+    """None where a process did not run long enough to have grown."""
     settled = list(samples)[int(len(samples) * WARM_UP) :]
     if len(settled) < FEWEST_SAMPLES:
         return None

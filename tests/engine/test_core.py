@@ -68,7 +68,7 @@ class LoadingConnector(Mover):
 
 
 class DeferringConnector(FakeConnector):
-    """Does not know what it has until it was asked some times."""
+    """Does not know how much is cached until it was asked several times."""
 
     def __init__(self, times: int) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ def add(engine: OneEngine, lab: ImageLab, name: str, request_id: str | None = No
 
 
 def run_all(engine: OneEngine, count: int) -> dict[str, list[int]]:
-    """Until so many requests have ended. Whatever must hold between two steps is looked at after each."""
+    """Steps until that many requests have ended. Checks the invariants after each step."""
     answers: dict[str, list[int]] = {}
     until, ended = time.monotonic() + 60, 0
     while ended < count:

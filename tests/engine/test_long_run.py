@@ -86,7 +86,7 @@ def test_memory_does_not_grow_over_thousands_of_steps(tmp_path: Path, native: bo
 @linux
 @pytest.mark.slow
 def test_an_idle_node_uses_less_than_a_fiftieth_of_a_core() -> None:
-    """With a router that hears from the node meanwhile."""
+    """A router receives the node's messages during the run."""
     node = Node(DecodeRules(Role.DECODE), status_period_s=0.25)
     try:
         node.submit()

@@ -83,7 +83,7 @@ class Questions:
 
 @dataclass
 class SentRequest:
-    """One request, and what was heard of it."""
+    """One request, and what came back."""
 
     question: Question
     sent: float
@@ -118,7 +118,7 @@ class LoadProcess:
         self._tell({"leave": next(name for name, one in self._asked.items() if one is asked)})
 
     def wait(self, is_so: Callable[[], bool], until: float) -> bool:
-        """Looks again at each thing that is heard. False when it was not so by then."""
+        """Checks again at each new observation. False when it did not become true in time."""
         while not is_so():
             left = until - time.monotonic()
             if left <= 0:

@@ -86,6 +86,6 @@ def _add_rules(host: Host, way: Way, network: Network, peers: Sequence[Host], ve
 
 
 def check_tools() -> None:
-    """A kernel without nftables or tbf is told here, and not in the middle of a run."""
+    """Reports a kernel without nftables or tbf here, and not in the middle of a run."""
     for command in (["nft", "list", "tables"], ["tc", "-V"]):
         subprocess.run(command, check=True, capture_output=True)

@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def expected(smollm2_path: Path) -> list[ExpectedAnswer]:
-    """Computed before anything else runs: it wants both cores."""
+    """Computed before anything else runs, because it needs both cores."""
     from transformers import AutoTokenizer
 
     prompts = make_prompts(AutoTokenizer.from_pretrained(smollm2_path))

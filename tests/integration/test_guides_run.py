@@ -40,7 +40,7 @@ curl -sf http://127.0.0.1:8000/health > /dev/null
 
 
 def script_of(page: str) -> str:
-    """What a reader would type. `tandem serve` goes on meanwhile, and is ended well afterwards."""
+    """What a reader would type. `tandem serve` runs beside it, and must end with status 0 afterwards."""
     parts = [PRELUDE]
     for language, what, text in _BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8")):
         if what == "serve":

@@ -114,7 +114,7 @@ def test_under_a_command_on_a_cluster_that_another_one_ends(tandem: Tandem, ray_
 
 
 def test_a_command_makes_the_controller_again_that_ray_does_not(tandem: Tandem, ray_nodes: RayNodes) -> None:
-    """Ray was told never to start it again, by no command of ours: the one that it belongs to makes another."""
+    """An operator killed it through Ray, so that Ray never starts it again: the command that started it makes another one."""
     with tandem.begin("serve", "--port", str(free_port()), *SETTINGS) as command:
         url = served_url(command)
         before = epochs(url)
@@ -172,7 +172,7 @@ def test_what_serves_and_answers_no_call_is_left_as_it_is(tandem: Tandem, name: 
 def test_a_controller_that_is_gone_for_good_ends_nothing_and_the_next_command_takes_over(
     tandem: Tandem, ray_nodes: RayNodes
 ) -> None:
-    """Ray was told never to start it again, by no command of ours. (Follows the test before.)"""
+    """An operator killed it through Ray, so that Ray never starts it again. (Follows the test before.)"""
     before = epochs(tandem.url)
     tandem.python(
         "import ray; ray.init(address='auto', namespace='tandem', log_to_driver=False); "

@@ -49,7 +49,7 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module")
 def taught(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2, whose own template knows no tools, with one that does."""
+    """SmolLM2 with a template that knows tools; its own does not."""
     folder = tmp_path_factory.mktemp("taught")
     for file in smollm2_path.iterdir():
         (folder / file.name).symlink_to(file)

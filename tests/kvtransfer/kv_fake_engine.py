@@ -284,7 +284,7 @@ class FakeEngine:
         step.num_scheduled_tokens[request.request_id] = count
 
     def _forward(self, step: FakeStep) -> None:
-        """Layer by layer; the connector is told only if it asks for it."""
+        """Computes layer by layer. Calls the connector for each layer only if the connector asks for that."""
         layerwise = self.worker_half.layerwise
         for layer in range(SLOTS):
             if layerwise:

@@ -1,4 +1,4 @@
-"""Several connectors as one: who loads, who hears of what, and when a finished request's blocks are free."""
+"""Several connectors as one: which one loads, which calls each one gets, and when a finished request's blocks are free."""
 
 from __future__ import annotations
 

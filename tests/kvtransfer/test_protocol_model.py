@@ -229,7 +229,7 @@ class History:
         self.world.stalled = not self.world.stalled
 
     def _address_refuses_or_accepts(self) -> None:
-        """As with a firewall: the nodes live, and their other links do."""
+        """As with a firewall: the nodes and their other links still work."""
         self.world.closed_addresses ^= {self.pick(["tcp://p", "tcp://c"])}
 
     # ── the end ──

@@ -954,7 +954,7 @@ def served(pair: Pair, name: str) -> None:
 
 
 def test_a_request_that_names_an_earlier_incarnation_does_not_harm_the_one_that_runs(pair: Pair) -> None:
-    """It waited while the node was started again, or its router has not heard of that yet."""
+    """It waited while the node was started again, or its router does not know of the restart yet."""
     late = Receive("r1", "t-r1", TOKENS, 0, [])
     earlier = pair.producer.address
     pair.world.add("p", 12)

@@ -1,4 +1,4 @@
-"""The thread that reads other nodes' tiers, over a transport that fails as it is told to."""
+"""The thread that reads other nodes' tiers, over a transport that fails when the test says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a transfer's time went: what both sides tell of it when it is over."""
+"""Where a transfer's time went: the spans that both sides report when it is over."""
 
 from __future__ import annotations
 

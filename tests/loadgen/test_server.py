@@ -1,4 +1,4 @@
-"""Against a server whose every byte the test decides: what is measured, and how each kind of failure is told."""
+"""Against a server whose every byte the test decides: what is measured, and how each kind of failure is reported."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PATIENCE_S = 5.0
 
 
 class FakeEngine:
-    """Makes progress as often as it was told to; counts its steps."""
+    """Makes progress in a given number of steps, and counts its steps."""
 
     def __init__(self) -> None:
         self.steps = 0

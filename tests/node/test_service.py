@@ -1,4 +1,4 @@
-"""A node above its loop: what comes in, what goes out, and who hears of an end."""
+"""A node above its loop: what comes in, what goes out, and which routers are sent a request's end."""
 
 from __future__ import annotations
 

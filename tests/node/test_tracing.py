@@ -1,4 +1,4 @@
-"""Where a traced request's time went on one node: every phase told once, and nothing of another request."""
+"""Where a traced request's time went on one node: each phase is reported once, and nothing of another request."""
 
 from __future__ import annotations
 

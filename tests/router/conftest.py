@@ -73,7 +73,7 @@ LETTERS = hashed_token(67, 93)
 
 
 class RunningRouter:
-    """A router on an event loop of its own, and the nodes that it was told of."""
+    """A router on an event loop of its own, and the nodes that it knows."""
 
     def __init__(self, config: RouterConfig, rule: TokenRule, eos: int, door: str = "") -> None:
         self.config = config

@@ -103,7 +103,7 @@ def test_its_router_is_killed_and_another_one_streams_the_rest(
 
 
 def same(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the prefill node's word of its cache, which only the router that began it heard."""
+    """Without what the prefill node said of its cache, which only the first router received."""
     events[-1]["response"]["usage"]["input_tokens_details"] = {}
     return events
 

@@ -1,4 +1,4 @@
-"""Which nodes a request's nodes are told of: one that has more of its prompt, and one that copies what they keep."""
+"""Which peers a request names to its nodes: one that has more of its prompt, and one that mirrors what they keep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sharing(node_id: str, *, mirrors: bool = True, aggregated: bool = False) -> 
 def named(
     prefill: NodeInfo | None, decode: NodeInfo, *views: NodeSnapshot, cached: Mapping[str, int] | None = None
 ) -> RoutingDecision:
-    """Among these nodes, what the request's are told."""
+    """The peers that a request names to its nodes, out of these."""
     pool = pools(*views)
     by_name = {view.node_id: view for view in pool.decode}
     return with_cache_peers(

@@ -431,7 +431,7 @@ def test_a_prefill_node_that_fails_after_the_handover_is_no_matter(start_router:
 
 
 def test_a_request_that_waits_in_a_healthy_nodes_line_is_left_there(start_router: StartRouter) -> None:
-    """The decode node has no room for it yet, for some times the idle time, and says so when it is asked."""
+    """The decode node has no room for the request for several idle times, and says so when it is asked."""
     router = start_router(timeouts=Timeouts(token_idle=0.5))
     decode = router.nodes["d0"]
     decode.set(pause_at=0)

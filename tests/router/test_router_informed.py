@@ -73,7 +73,7 @@ def asked(router: RunningRouter, prompt: object = PROMPT) -> str:
 def test_an_eviction_on_a_node_changes_the_next_requests_route(
     start_nodes: StartNodes, start_router: StartRouter
 ) -> None:
-    """All that the router knows of these caches it was told: other routers filled them."""
+    """The router knows these caches from events alone, because other routers filled them."""
     router = start_nodes()
     tokens = router.server.services.model.tokenizer.encode(PROMPT, special=True)
     hashes, cached = PromptHashes(tokens, None).of(BLOCK_SIZE), cached_of(router)

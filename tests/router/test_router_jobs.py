@@ -1,4 +1,4 @@
-"""Turns of an agent's job: how a client names them, where they go, and what nodes hear of the tools that they call."""
+"""Turns of an agent's job: how a client names them, where they go, and what nodes learn of the tools that they call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's API: its own client, unchanged, and what it is told."""
+"""Anthropic's API: its own client, unchanged, and the answers and errors that it gets."""
 
 from __future__ import annotations
 

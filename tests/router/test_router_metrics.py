@@ -72,7 +72,7 @@ def samples(router: RunningRouter, name: str) -> dict[str, float]:
 
 @pytest.fixture
 def router(start_router: StartRouter) -> RunningRouter:
-    """One that has answered, with nodes that have something of everything to tell."""
+    """A router that has answered, with nodes that have a value for every metric."""
     router = start_router()
     counters = NodeCounters(
         preemptions=2,

@@ -202,7 +202,7 @@ def test_a_client_that_goes_away_cancels(router: RunningRouter) -> None:
 
 
 def test_the_line_for_vectors_is_their_own(start_router: StartRouter) -> None:
-    """Beyond the places of the prefill nodes texts wait, and answers go on meanwhile."""
+    """Texts wait when the prefill nodes are full, and answers go on."""
     router = start_router(vectors=VECTORS, limits=Limits(inflight_per_node=2))
     node = router.nodes["p0"]
     texts = [f"number {index}" for index in range(9)]

@@ -22,7 +22,7 @@ PIN_S = 2.0
 
 
 class Agents(_Simulation):
-    """So many prefill and so many decode nodes, and agents in the place of the traffic."""
+    """A cluster of that many prefill and decode nodes, with agents instead of recorded traffic."""
 
     def __init__(self, nodes: int = 2) -> None:
         costs = node_costs()

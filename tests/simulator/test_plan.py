@@ -30,7 +30,7 @@ def a_report(attainment: float, misses: Mapping[str, int]) -> SimulationReport:
 
 
 class NeedyTraffic:
-    """Is served well by at least so many nodes of each kind."""
+    """A cluster that serves well from that many nodes of each kind on."""
 
     def __init__(self, prefill: int, decode: int, aggregated: int) -> None:
         self.needs = PoolSizes(prefill, decode, aggregated)

@@ -152,7 +152,7 @@ SOME_ROWS = st.lists(
 def test_a_cluster_answers_as_by_single_steps(
     rows: list[tuple[int, int, int, list[int]]], nodes: tuple[int, int, int], blocks: int
 ) -> None:
-    """Whole: the router hears what it would have heard, so that everything after it is the same too."""
+    """Whole results: the router receives the same messages, so that everything after it is the same, too."""
     traffic = sorted(
         # A step takes whole ticks. With a fraction of its own none comes at the end of a step, and two nodes that begin with two of them
         # never end a step at the same moment: which of the two is first then is not said.

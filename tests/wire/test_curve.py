@@ -1,4 +1,4 @@
-"""Who may speak: a member is heard, a stranger gets nothing, whatever it sends and says that it is."""
+"""Which peers may connect: a member's messages arrive, a stranger gets no answer, whatever it sends and claims to be."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_a_queue_that_nobody_reads_is_an_error_to_the_sender(monkeypatch: pytest
 def test_a_connection_that_nothing_comes_through_is_asked_after(
     inbox: Inbox[Any], outbox: Outbox, heard: Heard
 ) -> None:
-    """A machine that is lost says nothing: without this its connections would be kept for ever."""
+    """A machine that is lost closes no connection: without this they would be kept for ever."""
     outbox.send(inbox.endpoint, Ping("x"))
     heard.wait(1)
     assert timers_of(inbox.endpoint) == [KEEPALIVE]

@@ -437,7 +437,7 @@ class FakeHosts:
         self.wanted = slots
 
     def forget_waiters(self) -> None:
-        """Who waited is gone; what happened meanwhile, the next one sees for itself."""
+        """The caller that waited is gone. The next caller reads what has changed since."""
         self._changed = asyncio.Event()
 
     def join(self, host: Host) -> None:

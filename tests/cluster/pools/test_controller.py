@@ -176,7 +176,7 @@ async def test_a_process_that_dies_while_it_starts_is_noticed_at_once() -> None:
 
 @in_loop
 async def test_a_late_answer_is_reported_and_costs_nobody_the_node() -> None:
-    """Routers hear from it themselves."""
+    """The node itself tells the routers."""
     async with Rig(*PD) as rig:
         await rig.controller.start()
         node = rig.launcher.node("decode-0")

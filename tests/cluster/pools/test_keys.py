@@ -1,4 +1,4 @@
-"""Every node is told whose connections it may admit: all nodes and routers that there are, and nothing that has ended."""
+"""Every node gets the keys of the nodes and routers that exist, and admits no process that has ended."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ async def test_what_cannot_be_wished_for_is_refused() -> None:
 
 
 class Watched:
-    """How few ready nodes routers were ever told of, beside what the test itself has killed."""
+    """The smallest number of ready nodes that routers ever saw, not counting nodes that the test killed."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig

@@ -121,7 +121,7 @@ async def test_one_router_vouches_for_a_node_although_another_does_not_hear_it()
 
 @dataclass
 class CutOff:
-    """Three machines, and the controller does not see one of them any more; routers hear its node."""
+    """Three machines. The controller lost sight of one of them, but routers still receive messages from its node."""
 
     rig: Rig
     node: FakeNode

@@ -149,7 +149,7 @@ IDENTITIES = st.none() | st.builds(
     st.sampled_from(ALGORITHMS),
 )
 def test_kv_of_different_adapters_never_has_one_name(tokens, one, other, algorithm):
-    """Neither in a node's cache and tiers, nor where routers look for it, nor between two nodes of a transfer."""
+    """This holds in a node's cache and tiers, in the routers' index, and between the two nodes of a transfer."""
     hasher = make_block_hasher(algorithm, 4, "s")
     chains = [set(chain(tokens, hasher, lora=lora, cache_salt=salt)) for lora, salt in (one, other)]
     routed = [block_hashes(tokens, 4, root_hash(salt, lora)) for lora, salt in (one, other)]

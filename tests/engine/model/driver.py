@@ -249,7 +249,7 @@ class Driver:
         return grown
 
     def _slide(self, request: DrivenRequest) -> None:
-        """Give back what no later token reads. The runner is not told: it must not read it."""
+        """Give back what no later token reads. The runner does not know: it must not read those blocks."""
         for group, table in zip(self.groups, request.blocks, strict=True):
             if group.window is None:
                 continue

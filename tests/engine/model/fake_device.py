@@ -1,4 +1,4 @@
-"""A device that computes later than it is told to, on a CPU: streams, events, page-locked copies, graphs.
+"""A device on a CPU that computes later than it is asked to: streams, events, page-locked copies, graphs.
 
 Tensors of the device are wrappers. What is done with them is put in a stream's line and carried out when something waits
 for it, or at a random moment; what a copy to the device reads from page-locked memory is read then, not before. Streams

@@ -19,7 +19,7 @@ NAMES, CONTENTS = "abc", (1, 2)
 
 
 def adapter(name: str, content: int) -> Adapter:
-    """What it adds to a row of ones tells which one it was."""
+    """Each adapter adds another value to a row of ones, which shows which one was applied."""
     number = float(10 * (NAMES.index(name) + 1) + content)
     down = torch.zeros(1, SIZE)
     down[0, 0] = 1

@@ -1,4 +1,4 @@
-"""A KV cache in FP8: answers depend on nothing but the prompt, and two caches of different dtypes know it of each other."""
+"""A KV cache in FP8: answers depend on nothing but the prompt, and nodes refuse a cache of another dtype."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
 def test_attention_that_is_not_ours_to_page_is_noticed(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    """An attention outside of the interface, one that looks ahead: nothing says so but the run."""
+    """An attention outside of the interface that looks ahead: only running the model shows it."""
     model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options))
     model.save_pretrained(tmp_path / kind)
     message = refusal(tmp_path / kind)
@@ -285,7 +285,7 @@ def test_attention_that_is_not_ours_to_page_is_noticed(
 
 
 def test_a_model_that_counts_positions_by_itself_is_refused(tmp_path: Path) -> None:
-    """It would take what is told of positions, and not look at it."""
+    """It accepts positions and ignores them."""
     config = transformers.BartConfig(
         vocab_size=50,
         d_model=16,
@@ -307,7 +307,7 @@ def test_a_configuration_that_names_no_end_is_no_reason_to_fail() -> None:
 
 @pytest.mark.parametrize("window", [tiny.WINDOW, None])
 def test_a_window_that_only_the_mask_tells_is_seen(tmp_path: Path, window: int | None) -> None:
-    """Phimoe's layers don't tell it to their attention, and it is wider than what is tried out."""
+    """Phimoe's layers do not pass their window to their attention, and the window is wider than the prompts that are tried."""
     config = transformers.PhimoeConfig(**tiny._COMMON, num_local_experts=2, sliding_window=window)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "phimoe")

@@ -242,7 +242,7 @@ def test_finished_and_preempted_requests_leave_nothing_behind(runner: TorchRunne
 def test_a_long_prompts_logits_are_computed_in_passes(
     path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same result as all at once, beside requests that do not want them."""
+    """The result is the same as with all at once, beside requests that do not want log probabilities."""
     params = SamplingParams(temperature=0.0, prompt_logprobs=1)
     prompt = PROMPT * 4
 

@@ -44,7 +44,7 @@ def consume(transfer_id: str = "t") -> KVTransferParams:
 
 
 class FakeConnector(SchedulerConnector):
-    """Answers as told, and remembers what it was asked. `offers` says what comes from outside, once: tokens beyond
+    """Answers as the test says, and remembers what it was asked. `offers` says what comes from outside, once: tokens beyond
     those found here, and whether they arrive later; None defers."""
 
     def __init__(self) -> None:

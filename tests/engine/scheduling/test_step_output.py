@@ -1,4 +1,4 @@
-"""What the runner is told: everything once, then only what changed."""
+"""What the scheduler sends to the runner: everything once, then only what changed."""
 
 from __future__ import annotations
 

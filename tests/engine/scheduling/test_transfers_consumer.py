@@ -337,7 +337,7 @@ def test_a_load_needs_a_free_place_among_the_running():
 
 
 def test_requests_that_hold_what_the_first_in_line_needs_give_way_when_nobody_runs():
-    """Two loads fill the pool; each needs one more block to go on. Neither may wait for the other for ever."""
+    """Two loads fill the pool; each needs one more block to go on. They must not wait for each other for ever."""
     connector = FakeConnector()
     driver = Driver(connector=connector, num_blocks=5)
     loads = {}

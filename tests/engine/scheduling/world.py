@@ -281,7 +281,7 @@ class World:
             self.aborted.add(request_id)
 
     def peer_writes(self, which: int, good: bool) -> None:
-        """Any time before the scheduler hears of a load's end, wherever the request is by then."""
+        """At any time before the scheduler learns that a load ended, in whatever state the request is."""
         loads = sorted(self.connector.loads)
         if loads:
             load = self.connector.loads[loads[which % len(loads)]]

@@ -178,7 +178,7 @@ def test_padding_of_the_vocabulary_is_never_chosen() -> None:
 
 
 def test_a_grammar_that_costs_more_than_it_may_is_refused_where_it_does() -> None:
-    """Every text has ever more readings: the cost of a token grows with the tokens before it."""
+    """A text has more readings the longer it gets: the cost of a token grows with the tokens before it."""
     strict = Grammars(
         backend().to_str, vocabulary(), frozenset({END}), limits=LLParserLimits(step_max_items=100)
     )
@@ -197,7 +197,7 @@ def test_a_grammar_that_costs_more_than_it_may_is_refused_where_it_does() -> Non
 
 
 def test_a_grammar_that_breaks_while_it_is_followed_is_the_clients_own() -> None:
-    """A text that it does not allow is an answer; that it can no longer tell is not."""
+    """That a text is not allowed is an answer. A matcher that gives up has no answer, which is an error."""
     position = grammars().begin("start: /(a?){1000}a{1000}/")
     assert position.follow(encode("b")) == 0
     with pytest.raises(InvalidRequest, match="grammar failed"):

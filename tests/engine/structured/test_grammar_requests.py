@@ -1,4 +1,4 @@
-"""A node whose requests wait for grammars: who runs meanwhile, and how those end that cannot run."""
+"""A node whose requests wait for grammars: other requests run, and requests that cannot run end with an error."""
 
 from __future__ import annotations
 
