@@ -80,9 +80,12 @@ class NodeHandle(Handle[NodeInfo], Protocol):
 
 
 class RouterHandle(Handle[RouterInfo], Protocol):
-    async def set_members(self, members: list[NodeInfo], paused: Sequence[str]) -> RouterQueue:
+    async def set_members(
+        self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str]
+    ) -> RouterQueue:
         """The nodes that there are, all of them. A node that is missing is gone. No other process may speak to the router. `paused`:
-        the pools and nodes that get no new requests, by name. Answers with what waits there."""
+        the pools and nodes that get no new requests, by name. `desks`: the router processes on its port by name, itself too, and
+        where they ask each other. Answers with what waits there."""
         ...
 
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:

@@ -233,7 +233,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--port",), sets("router.port")),
     Flag(("--api-key",), SettingFlag(("router.api_keys",), _keys, "each key is a tenant: key-1, key-2 …"), "+"),
     Flag(("--allowed-origins",), sets("router.cors_origins")),
-    Flag(("--api-server-count",), UnsupportedFlag("one router runs on each machine with `--set router.placement=every_host`")),
+    Flag(("--api-server-count",), sets("router.processes")),
     Flag(("--ssl-certfile",), sets("router.tls_certificate")),
     Flag(("--ssl-keyfile",), sets("router.tls_key")),
     Flag(("--enable-ssl-refresh",), StandingFlag("a changed certificate is loaded while the router serves"), 0),

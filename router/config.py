@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -13,6 +14,10 @@ from msgspec import Meta
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.logs import LogFormat, LogLevel
 from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, check_fields
+
+MOST_PROCESSES = (
+    32  # of one machine: the tally of connections has room for these and for as many that take their places
+)
 
 
 class PolicyName(enum.StrEnum):
@@ -241,6 +246,11 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0  # the most urgent, which is the lowest, that its requests may ask for, and have where they ask for none
     operator: bool = False  # may read the cluster's state, and all traces
 
+    @property
+    def has_quota(self) -> bool:
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
+        return any(limit is not None for limit in limits)
+
     def mistake(self) -> str | None:
         """What cannot be meant, without the key itself: it may end in a log."""
         if not self.key:
@@ -268,6 +278,12 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     placement: Annotated[RouterPlacement, about("`head`, or `every_host`: one on each machine")] = (
         RouterPlacement.HEAD
     )
+    processes: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_PROCESSES)],
+        about(
+            "router processes that share the port on each machine that has a router: [many nodes](scale.md#several-router-processes)"
+        ),
+    ] = 1
     inbox_host: Annotated[
         str, about("where nodes answer it; on a Ray cluster the default is its machine's address")
     ] = "127.0.0.1"
@@ -355,6 +371,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for key in self.api_keys:
             if mistake := key.mistake():
                 raise ConfigurationError(f"router.api_keys: {key.name}: {mistake}")
+        refuse_quotas(self.processes, self.api_keys)
         if (self.tls_certificate is None) != (self.tls_key is None):
             given, missing = ("certificate", "key") if self.tls_key is None else ("key", "certificate")
             raise ConfigurationError(f"router.tls_{missing} must be set, because router.tls_{given} is")
@@ -372,3 +389,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "router.heartbeat.starved must be at least silence, "
                 f"{self.heartbeat.silence:g}, not {self.heartbeat.starved:g}"
             )
+
+
+def refuse_quotas(processes: int, keys: Iterable[ApiKey]) -> None:
+    """Each process would count alone, and a tenant could have as many times its quota as there are."""
+    limited = [key.name for key in keys if key.has_quota]
+    if processes > 1 and limited:
+        raise ConfigurationError(
+            f"router.processes must be 1, not {processes}, while a key has a quota ({', '.join(limited)}): what it has used is "
+            "counted by one process alone. Leave requests_per_minute, tokens_per_minute and concurrent_requests out, or put a "
+            "proxy that counts in front"
+        )

@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -85,7 +85,8 @@ class RouterHost:
         gc.freeze()
         # The default looks for garbage after every request or two, and finds none: what a request makes is freed as it ends.
         gc.set_threshold(_GARBAGE_OBJECTS)
-        return RouterInfo(url, self._server.services.links.endpoint, self._server.door)
+        services = self._server.services
+        return RouterInfo(url, services.links.endpoint, self._server.door, services.siblings.desk)
 
     async def progress_after(self, seen: int, timeout_s: float) -> tuple[int, str, float]:
         """The latest step of `start`, and its number; waits for one that is newer than `seen`."""
@@ -97,10 +98,14 @@ class RouterHost:
             raise Unavailable("the router has not started")
         return self._server
 
-    async def set_members(self, members: bytes, paused: Sequence[str] = ()) -> bytes:
+    async def set_members(
+        self, members: bytes, paused: Sequence[str] = (), desks: Mapping[str, str] | None = None
+    ) -> bytes:
         """`members` is a list of NodeInfo: the whole membership, every time. `paused`: the pools and nodes that get no new requests, by
-        name. Answers with its RouterQueue."""
+        name. `desks`: the router processes on its port by name, itself too, and where they ask each other. Answers with its
+        RouterQueue."""
         serving = self._serving()
+        serving.set_siblings(desks or {})
         serving.set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]), paused)
         services = serving.services
         admission, metrics = services.dispatcher.admission, services.metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -84,15 +84,15 @@ class LabelledCounter:
 
 
 class _WithModel(Collector):
-    """Every sample of a registry with the model's name, as vLLM's have it. Added when they are read: to look a child up by its labels
+    """Every sample of these with the model's name, as vLLM's have it. Added when they are read: to look a child up by its labels
     costs more than to count."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        self._registry = registry
+    def __init__(self, parts: Sequence[Collector], model_name: str) -> None:
+        self._parts = parts
         self._label = {"model_name": model_name}
 
     def collect(self) -> Iterable[Metric]:
-        for metric in self._registry.collect():
+        for metric in chain.from_iterable(part.collect() for part in self._parts):
             metric.samples = [
                 sample._replace(labels={**self._label, **sample.labels}) for sample in metric.samples
             ]
@@ -104,7 +104,9 @@ class RouterMetrics:
 
     def __init__(self, model_name: str = "") -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        self._shown = _WithModel(self.registry, model_name)
+        # What nodes report: every router knows the same of it.
+        self.node_registry = CollectorRegistry(auto_describe=True)
+        self._model_name = model_name
 
         def plain(name: str, text: str) -> PlainCounter:
             made = PlainCounter(name, text)
@@ -242,6 +244,9 @@ class RouterMetrics:
         self.errors += status is not None and status >= 500 and status != Unavailable.http_status
         self.http_requests.labels(route, str(status)).inc()
 
-    def render(self) -> bytes:
-        """May be called from another thread than the loop's: a figure may be newer than the one before it, and none is torn."""
-        return generate_latest(self._shown)
+    def render(self, of_routers: Collector | None = None) -> bytes:
+        """May be called from another thread than the loop's: a figure may be newer than the one before it, and none is torn.
+        `of_routers`: in place of this process's own."""
+        return generate_latest(
+            _WithModel([of_routers or self.registry, self.node_registry], self._model_name)
+        )

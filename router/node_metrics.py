@@ -48,7 +48,9 @@ _PER_LABEL = {
 _ELSEWHERE = frozenset({"step_tokens", "tokens_scheduled", "speculative_accepted_at"})  # in engine_metrics
 
 
-class NodeCollector(Collector):
+class LinkCollector(Collector):
+    """What the router's own parts count on the way to nodes."""
+
     def __init__(
         self, pool: NodePool, links: NodeLinks, supervisor: TaskSupervisor, cached: CachedBlocks
     ) -> None:
@@ -61,18 +63,6 @@ class NodeCollector(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._router()
-        members = self._pool.members
-        up = GaugeMetricFamily("tandem_node_up", "1 when requests may go there", labels=["node", "role"])
-        for member in members:
-            up.add_metric(_labels(member), float(self._pool.unusable(member) is None))
-        yield up
-        reporting = [(member, member.status) for member in members if member.status is not None]
-        yield from _gauges(reporting)
-        yield from _tiers(reporting)
-        yield from _counters(reporting)
-
-    def _router(self) -> Iterable[Metric]:
         yield CounterMetricFamily(
             "tandem_malformed_frames", "Frames from nodes that did not decode", value=self._links.malformed
         )
@@ -108,6 +98,25 @@ class NodeCollector(Collector):
         for name, count in self._supervisor.restarts.items():
             restarts.add_metric([name], count)
         yield restarts
+
+
+class NodeCollector(Collector):
+    def __init__(self, pool: NodePool) -> None:
+        self._pool = pool
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        members = self._pool.members
+        up = GaugeMetricFamily("tandem_node_up", "1 when requests may go there", labels=["node", "role"])
+        for member in members:
+            up.add_metric(_labels(member), float(self._pool.unusable(member) is None))
+        yield up
+        reporting = [(member, member.status) for member in members if member.status is not None]
+        yield from _gauges(reporting)
+        yield from _tiers(reporting)
+        yield from _counters(reporting)
 
 
 def _labels(member: Member) -> list[str]:

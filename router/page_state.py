@@ -1,10 +1,16 @@
-"""What the page at /ui and `tandem top` are told: the whole cluster at once, as its router sees it."""
+"""What the page at /ui and `tandem top` are told: the whole cluster at once, as its router sees it. Of several router processes on one
+port, what all of them have together."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+
 import msgspec
 
-from tandem.router.recent import Moment, RequestAccount, SlowRequest
+from tandem.router.recent import LATEST, WINDOW_S, Moment, RequestAccount, SlowRequest
+
+SLOWEST_SHOWN = 12
 
 
 class NodeRow(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +48,16 @@ class Pair(msgspec.Struct, frozen=True):
     longest_s: float
 
 
+class ProcessState(msgspec.Struct, frozen=True):
+    """One of several router processes on a port."""
+
+    name: str
+    answers: bool  # the others that ask it
+    running: int = 0
+    queued: int = 0
+    unhealthy: str | None = None
+
+
 class RouterState(msgspec.Struct, frozen=True):
     model: str
     version: str
@@ -56,6 +72,7 @@ class RouterState(msgspec.Struct, frozen=True):
     oldest_wait_s: float
     handover_s: float | None
     paused: list[str] = []  # pools and nodes that get no new requests
+    processes: list[ProcessState] = []  # on its port; none: it is the only one
 
 
 class PageState(msgspec.Struct, frozen=True):
@@ -68,3 +85,67 @@ class PageState(msgspec.Struct, frozen=True):
     moments: list[Moment]
     latest: list[RequestAccount]
     slowest: list[SlowRequest]
+
+
+def together(own: PageState, name: str, others: Mapping[str, PageState], silent: Sequence[str]) -> PageState:
+    """`own`: of the process that is asked, which has this name. Nodes are as it sees them."""
+    pages = {name: own, **others}
+    processes = [
+        ProcessState(name, True, page.router.running, page.router.queued, page.router.unhealthy)
+        for name, page in pages.items()
+    ]
+    routers = [page.router for page in pages.values()]
+    router = msgspec.structs.replace(
+        own.router,
+        running=sum(one.running for one in routers),
+        queued=sum(one.queued for one in routers),
+        queue_limit=sum(one.queue_limit for one in routers),
+        places=sum(one.places for one in routers),
+        places_held=sum(one.places_held for one in routers),
+        oldest_wait_s=max(one.oldest_wait_s for one in routers),
+        processes=processes + [ProcessState(one, False) for one in silent],
+    )
+    all_of = list(pages.values())
+    return msgspec.structs.replace(
+        own,
+        router=router,
+        moving=_pairs(pair for page in all_of for pair in page.moving),
+        moments=_moments(moment for page in all_of for moment in page.moments),
+        latest=sorted((one for page in all_of for one in page.latest), key=lambda one: one.ended_at)[
+            -LATEST:
+        ],
+        slowest=heapq.nlargest(
+            SLOWEST_SHOWN, (slow for page in all_of for slow in page.slowest), key=lambda slow: slow.excess
+        ),
+    )
+
+
+def _pairs(pairs: Iterable[Pair]) -> list[Pair]:
+    found: dict[tuple[str, str], Pair] = {}
+    for pair in pairs:
+        key = (pair.source, pair.target)
+        known = found.get(key)
+        found[key] = (
+            pair
+            if known is None
+            else Pair(
+                *key,
+                known.transfers + pair.transfers,
+                known.tokens + pair.tokens,
+                max(known.longest_s, pair.longest_s),
+            )
+        )
+    return sorted(found.values(), key=lambda pair: -pair.transfers)
+
+
+def _moments(moments: Iterable[Moment]) -> list[Moment]:
+    found: dict[float, Moment] = {}
+    for moment in moments:
+        known = found.setdefault(moment.began, Moment(moment.began))
+        for field in Moment.__struct_fields__:
+            if field == "worst_first_s":
+                known.worst_first_s = max(known.worst_first_s, moment.worst_first_s)
+            elif field != "began":
+                setattr(known, field, getattr(known, field) + getattr(moment, field))
+    latest = max(found, default=0.0)
+    return [found[began] for began in sorted(found) if began > latest - WINDOW_S]

@@ -10,27 +10,31 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.router.choosing import Chooser
-from tandem.router.config import RouterConfig, TracingConfig
+from tandem.router.config import RouterConfig, TracingConfig, refuse_quotas
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
+from tandem.router.figures import SharedFigures
+from tandem.router.http.accepting import Tally
 from tandem.router.http.app import make_app
 from tandem.router.http.door import Door, take_listener
 from tandem.router.http.memory import BodyBudget, KeptMemory
 from tandem.router.http.services import ClusterControl, Services
 from tandem.router.http.serving import HttpServer, listen
+from tandem.router.http.sibling_desk import answer_siblings
 from tandem.router.images.reader import ImageReader
 from tandem.router.keys import KeyRing, load_keys
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
-from tandem.router.node_metrics import NodeCollector
+from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.openai.plan import ServedModel
 from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
+from tandem.router.siblings import Siblings
 from tandem.router.supervision import TaskSupervisor
 from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
@@ -52,6 +56,8 @@ CERTIFICATE_LOOK_S = 2.0  # whether its files have changed
 SUCCESSOR_S = 15.0
 # Until nodes have said how they are, the router before accepts connections alone; longer only if that has ended.
 ACCEPT_S = 30.0
+# Whether there are other processes on its port; at each so many looks they tell each other what they have counted.
+SIBLINGS_LOOK_S, SIBLINGS_TELL = 0.5, 20
 
 
 def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter | None:
@@ -81,7 +87,7 @@ class RouterServer:
         self._probe = ListenerProbe()
         self._port: int | None = None
         self._door: Door | None = None
-        self._listener: socket.socket | None = None
+        self._listener: tuple[socket.socket, Tally] | None = None
         self._accepts_by = 0.0  # at the latest, by the clock
         self.accepts = False  # connections of clients
         self.is_ending = False  # its process was told to end
@@ -112,11 +118,12 @@ class RouterServer:
         """Returns the base URL, once it answers. `door`: of the router whose place it takes. A taken port is found before anything is
         loaded."""
         config = self._config
-        listener = await asyncio.to_thread(take_listener, door) if door else None
-        listener = listener or listen(config.host, config.port)
+        taken = await asyncio.to_thread(take_listener, door) if door else None
+        listener, tally = taken or (listen(config.host, config.port), Tally())
         try:
             self._port = listener.getsockname()[1]
             keys = load_keys(config.api_keys, config.api_keys_file)
+            refuse_quotas(config.processes, keys)
             tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.tokenizer_path)
             template = await asyncio.to_thread(
                 ChatTemplate.from_folder, config.tokenizer_path, config.chat_template
@@ -124,10 +131,14 @@ class RouterServer:
             images = ImageReader.from_folder(config.tokenizer_path, tokenizer, config.limits)
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template, images)
             self._listen_to_nodes()
-            self._listener, self._accepts_by = listener, time.monotonic() + (ACCEPT_S if door else 0.0)
-            await self._serve(listener)
+            self._listener, self._accepts_by = (
+                (listener, tally),
+                time.monotonic() + (ACCEPT_S if door else 0.0),
+            )
+            await self._serve(listener, tally)
         except BaseException:
             listener.close()
+            tally.close()
             await self.stop()
             raise
         logger.info(
@@ -169,8 +180,10 @@ class RouterServer:
         metrics.places_held.set_function(lambda: dispatcher.admission.held)
         metrics.queue_limit.set(config.limits.queued)
         metrics.oldest_wait.set_function(dispatcher.admission.oldest_wait_s)
-        metrics.registry.register(NodeCollector(pool, links, supervisor, chooser.cached))
-        metrics.registry.register(EngineCollector(pool))
+        metrics.registry.register(LinkCollector(pool, links, supervisor, chooser.cached))
+        metrics.node_registry.register(NodeCollector(pool))
+        metrics.node_registry.register(EngineCollector(pool))
+        siblings = Siblings()
         return Services(
             config=config,
             model=ServedModel(
@@ -193,6 +206,8 @@ class RouterServer:
             kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
             traces=traces,
             responses=ResponseStore(config.limits.responses_bytes),
+            siblings=siblings,
+            figures=SharedFigures(metrics.registry, siblings),
             control=self._control,
         )
 
@@ -208,26 +223,30 @@ class RouterServer:
             dispatcher.on_cache_news,
         )
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self, listener: socket.socket, tally: Tally) -> None:
         services = self.services
         self._http = HttpServer(make_app(services), self._config, services.metrics.slow_readers_cut.inc)
-        self._door = Door(listener)
-        await self._accept_if_time(self._http)
+        answer_siblings(services)
+        await services.siblings.listen()
+        self._door = Door(listener, tally)
+        self._accept_if_time(self._http)
         services.supervisor.run("heartbeat", self._heartbeat)
+        services.supervisor.run("siblings", self._know_siblings)
         if self._config.tls_certificate is not None:
             services.supervisor.run("certificate", self._renew_certificate)
 
-    async def _accept_if_time(self, http: HttpServer) -> None:
+    def _accept_if_time(self, http: HttpServer) -> None:
         if self._listener is not None and (
             time.monotonic() >= self._accepts_by or not self.services.why_unhealthy()
         ):
             self.accepts = True
-            await http.begin(self._listener)
+            http.begin(*self._listener)
 
     def _never_accept(self) -> None:
         """If it does not yet: the router whose socket it is accepts."""
         if not self.accepts and self._listener is not None:
-            self._listener.close()
+            for part in self._listener:
+                part.close()
             self._listener = None
 
     async def _heartbeat(self) -> None:
@@ -242,7 +261,17 @@ class RouterServer:
                 await asyncio.sleep(interval / 3)
                 services.dispatcher.check_nodes()
                 if self._http is not None and not self.accepts:
-                    await self._accept_if_time(self._http)
+                    self._accept_if_time(self._http)
+
+    async def _know_siblings(self) -> None:
+        """What each on this port has counted is known to the others soon after it came, and when it ends without a word."""
+        siblings, known, rounds = self.services.siblings, list[str](), 0
+        while True:
+            await asyncio.sleep(SIBLINGS_LOOK_S)
+            rounds += 1
+            if siblings.names != known or (known and rounds % SIBLINGS_TELL == 0):
+                known = siblings.names
+                await self.services.figures.together()
 
     async def _renew_certificate(self) -> None:
         while self._http is not None:
@@ -253,6 +282,10 @@ class RouterServer:
         """These nodes have nothing cached any more."""
         for node_id in node_ids:
             self.services.dispatcher.forget_prompts(node_id)
+
+    def set_siblings(self, desks: Mapping[str, str]) -> None:
+        """All router processes on this one's port by name, itself too: where each is asked."""
+        self.services.siblings.tell(desks)
 
     def set_members(self, infos: list[NodeInfo], paused: Iterable[str] = ()) -> None:
         """The whole membership, every time. Who is not in it any more is lost; a new epoch is a new node. `paused`: the pools and nodes
@@ -311,6 +344,7 @@ class RouterServer:
         is_quiet = self._http is None or await self._http.leave(deadline)
         # What runs in the background has no connection.
         is_idle = await self.services.dispatcher.wait_idle(deadline)
+        await self.services.figures.leave_behind()
         if not (is_quiet and is_idle):
             self.services.draining = True
             self.services.dispatcher.fail_all(Unavailable("the router is shutting down"))
@@ -335,6 +369,7 @@ class RouterServer:
         if self._http is not None:
             await self._http.end(STOP_TIMEOUT_S)
         if services is not None:
+            services.siblings.close()
             await services.links.close()
         self._probe.close()
 

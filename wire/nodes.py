@@ -67,6 +67,7 @@ class RouterInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str  # where clients reach it
     inbox_endpoint: str  # where nodes answer it; its key is the router's in every connection
     door: str = ""  # where another router of its machine gets its listening socket
+    desk: str = ""  # where the others on its port ask it what it knows
 
 
 class RouterQueue(msgspec.Struct, frozen=True):

@@ -190,7 +190,9 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
     conductor = Conductor(hands, lambda text: console.print(text, markup=False, style="dim"))
     key = key_from_environment()
     urls = (
-        [options.url] if options.url else [router.url for router in view.routers if router.phase == "ready"]
+        [options.url]
+        if options.url
+        else list(dict.fromkeys(router.url for router in view.routers if router.phase == "ready"))
     )
     if not urls:
         raise Unavailable("no router of this cluster is ready: nothing would be answered")

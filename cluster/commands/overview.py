@@ -86,6 +86,14 @@ def _router_line(router: RouterView, key: str | None, fetch: Fetch) -> tuple[str
     if seen["unhealthy"]:
         return f"{where}: [red]unavailable[/]: {escape(seen['unhealthy'])}", False
     draining = ", draining" if seen["draining"] else ""
+    # Another process on its port may have answered, for all of them.
+    for process in seen.get("processes", ()):
+        if process["name"] == router.name:
+            if not process["answers"]:
+                return f"{where}: ready; the others on its port get no answer from it", True
+            if process["unhealthy"]:
+                return f"{where}: [red]unavailable[/]: {escape(process['unhealthy'])}", False
+            seen = process
     load = f"{counted(seen['running'], 'request')} running, {seen['queued']} queued{draining}"
     return f"{where}: [green]serving[/], {load}", True
 

@@ -41,6 +41,10 @@ def show_status(cluster: dict[str, Any], console: Console) -> int:
         f"{router['queued']} queued{', draining' if router['draining'] else ''}",
         highlight=False,
     )
+    if silent := [one["name"] for one in router.get("processes", ()) if not one["answers"]]:
+        console.print(
+            f"[yellow]![/] no answer from {escape(', '.join(silent))}, not counted", highlight=False
+        )
     table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
         table.add_column(column, no_wrap=True, overflow="fold")

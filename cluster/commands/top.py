@@ -82,6 +82,8 @@ def _head(state: PageState) -> Text:
     )
     if router.queued:
         text.append(f" (the first for {router.oldest_wait_s:.1f} s)")
+    if silent := [one.name for one in router.processes if not one.answers]:
+        text.append(f", no answer from {', '.join(silent)}", style="yellow")
     moving = sum(pair.transfers for pair in state.moving)
     return text.append(f", {counted(moving, 'transfer')} under way")
 

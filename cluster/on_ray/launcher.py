@@ -244,9 +244,12 @@ class RayRouter(RayHandle):
         self._serves = True
         return info
 
-    async def set_members(self, members: list[NodeInfo], paused: Sequence[str]) -> RouterQueue:
+    async def set_members(
+        self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str]
+    ) -> RouterQueue:
         actor = await self.actor()
-        load = await answer(actor.set_members.remote(msgspec.msgpack.encode(members), list(paused)))
+        told = actor.set_members.remote(msgspec.msgpack.encode(members), list(paused), dict(desks))
+        load = await answer(told)
         return msgspec.msgpack.decode(load, type=RouterQueue)
 
     async def leave(self, timeout_s: float) -> bool:
@@ -335,9 +338,12 @@ def is_same_node(running: bytes, wanted: NodeConfig) -> bool:
 
 
 def is_same_router(running: bytes, wanted: RouterConfig) -> bool:
-    """Also when the same tokenizer is to be found elsewhere the next time that it starts."""
+    """Also when the same tokenizer is to be found elsewhere the next time that it starts, and whatever others there are beside it."""
     made_with = msgspec.msgpack.decode(running, type=RouterConfig)
-    return msgspec.structs.replace(made_with, tokenizer_path=wanted.tokenizer_path) == wanted
+    return (
+        msgspec.structs.replace(made_with, tokenizer_path=wanted.tokenizer_path, processes=wanted.processes)
+        == wanted
+    )
 
 
 def _without_role(config: NodeConfig) -> NodeConfig:

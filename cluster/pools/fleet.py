@@ -51,7 +51,9 @@ class Fleet:
         self._unseen: dict[str, asyncio.Event] = {}  # machines that were never seen, and when they are
         self._admit_router = admit_router
         self._adapters = adapters
-        self.on_ending: Callable[[], None] = lambda: None  # hears of a router whose process was told to end
+        self.wake: Callable[[], None] = lambda: (
+            None
+        )  # hears of a router that serves, or whose process was told to end
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
@@ -201,6 +203,10 @@ class Fleet:
         number = next(n for n in itertools.count(1) if _numbered(name, n) not in taken)
         return RouterRecord(_numbered(name, number), place, self.router_config(host))
 
+    def serves(self, name: str) -> bool:
+        router = self.routers.get(name)
+        return router is not None and router.serves
+
     def is_unseen(self, host: Host | None) -> bool:
         """Nothing can be started there: an earlier controller saw it, and this one never did."""
         return host is not None and host.name in self._unseen
@@ -208,7 +214,7 @@ class Fleet:
     def launch_router(self, record: RouterRecord, host: Host | None) -> None:
         record = msgspec.structs.replace(record, config=self._with_tokenizer(record.config))
         router = RouterSupervisor(
-            record, host, self._around, self._admit_router, lambda: self._beside(router), self.on_ending
+            record, host, self._around, self._admit_router, lambda: self._beside(router), self.wake
         )
         self.routers[record.name] = router
         self._run(router)
@@ -266,5 +272,5 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _as_it_serves(config: RouterConfig) -> RouterConfig:
-    """Without its addresses, which are its machine's, and without where its tokenizer is found."""
-    return msgspec.structs.replace(config, host="-", inbox_host="-", tokenizer_path="-")
+    """Without its addresses, which are its machine's, without where its tokenizer is found, and how many there are."""
+    return msgspec.structs.replace(config, host="-", inbox_host="-", tokenizer_path="-", processes=1)

@@ -85,7 +85,7 @@ class Reconciler:
             self._admit_router,
             self.adapters,
         )
-        self.fleet.on_ending = self.wake
+        self.fleet.wake = self.wake
 
     async def take_over(self) -> None:
         """Routers that run are told at first what they were told last: to them nothing has happened. Whatever is
@@ -310,10 +310,11 @@ class Reconciler:
         self.machines = [*present, *kept]
 
     async def _place_routers(self) -> None:
-        """One in each place that there is. Those of a machine that is gone are gone with it."""
+        """`router.processes` in each place that there is. Those of a machine that is gone are gone with it."""
         async with self.writing:
             places, new = self.fleet.router_places(self.machines), self.state
-            ending = []
+            wanted = self.fleet.config.router.processes
+            ending: list[str] = []
             for record in self.state.routers:
                 router = self.fleet.routers.get(record.name)
                 if record.place not in places:
@@ -321,10 +322,22 @@ class Reconciler:
                 elif router is not None and router.load.is_ending and not record.leaving:
                     new = new.with_router(msgspec.structs.replace(record, leaving=True))
                     ending.append(record.name)
-            taken = {record.place for record in new.staying_routers}
+            too_many: list[str] = []
             for place, host in places.items():
-                if place not in taken and (made := self.fleet.new_router(place, host, new.routers)):
+                there = [record for record in new.staying_routers if record.place == place]
+                # The second and further ones get the socket of one that serves.
+                may_listen = not there or any(self.fleet.serves(record.name) for record in there)
+                if (
+                    may_listen
+                    and len(there) < wanted
+                    and (made := self.fleet.new_router(place, host, new.routers))
+                ):
                     new = new.with_router(made)
+                if new.rollout is None:
+                    # What a rollout has made beside another one it takes away itself. The last ones go: the first have the plain names.
+                    for record in there[wanted:]:
+                        new = new.with_router(msgspec.structs.replace(record, leaving=True))
+                        too_many.append(record.name)
             for record in new.staying_routers:
                 if record.name not in self.fleet.routers and new.rollout is None:
                     # An earlier controller made it, maybe with another configuration.
@@ -341,6 +354,9 @@ class Reconciler:
                         self._begin_to_retire_router(record.name)
             for name in ending:
                 self.note(f"{name} was told to end: another router takes its place")
+                self._begin_to_retire_router(name)
+            for name in too_many:
+                self.note(f"{name} goes when it has finished what it has: router.processes is {wanted}")
                 self._begin_to_retire_router(name)
 
     async def _until_woken(self) -> None:
@@ -463,10 +479,10 @@ class Reconciler:
             if record.revision == number and (why := _why_failed(node)):
                 failed[record.node_id] = why
         outdated = {record.name for record in self.state.staying_routers if self.fleet.is_outdated(record)}
-        for old in self.state.staying_routers:
-            new = rollout.successor(self.state, outdated, old) if old.name in outdated else None
-            router = self.fleet.routers.get(new.name) if new is not None else None
-            if router is None:
+        places = {record.place for record in self.state.staying_routers if record.name in outdated}
+        for new in self.state.staying_routers:
+            router = self.fleet.routers.get(new.name)
+            if router is None or new.place not in places or new.name in outdated:
                 continue
             if router.phase is not ProcessPhase.READY or not router.load.accepts:
                 self._ready_since.pop(router.name, None)
@@ -475,7 +491,13 @@ class Reconciler:
             if why := _why_failed_router(router):
                 failed[router.name] = why
         return rollout.RolloutFacts(
-            ready, idle - ready, outdated, failed, self.fleet.longest_wait_s(), self.config.slo.ttft_s
+            ready,
+            idle - ready,
+            outdated,
+            failed,
+            self.fleet.longest_wait_s(),
+            self.config.slo.ttft_s,
+            self.fleet.config.router.processes,
         )
 
     def _rank(self, record: NodeRecord) -> int:

@@ -21,6 +21,7 @@ class RolloutFacts:
     failed: Mapping[str, str]  # new nodes and routers that do not do what they should, and why
     oldest_wait_s: float  # of the requests in routers' lines
     longest_wait_s: float  # that users should feel
+    processes: int = 1  # of routers, in each place
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +90,20 @@ def next_step(config: RolloutConfig, state: ClusterState, hosts: Sequence[Host],
 
 
 def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | ReplaceRouter | Wait | None:
-    """One after the other. Old and new have one listening socket, so clients find either."""
+    """One after the other. Old and new have one listening socket, so clients find any."""
     for old in state.staying_routers:
         if old.name not in facts.outdated_routers:
             continue
-        new = successor(state, facts.outdated_routers, old)
-        if new is None:
-            return AddRouter(old)
-        if new.name in facts.ready:
+        there = [router for router in state.staying_routers if router.place == old.place]
+        new = [router.name for router in there if router.name not in facts.outdated_routers]
+        late = [name for name in new if name not in facts.ready]
+        if late:
+            return Wait(f"{', '.join(late)}: not served for long enough")
+        # The first of the new ones comes before any old one goes, however many there are to be.
+        if len(there) > facts.processes and new:
             return ReplaceRouter(old)
-        return Wait(f"{new.name}: has not served for long enough")
+        return AddRouter(old)
     return None
-
-
-def successor(state: ClusterState, outdated: Set[str], old: RouterRecord) -> RouterRecord | None:
-    """The router that takes this one's place."""
-    return next(
-        (new for new in state.staying_routers if new.place == old.place and new.name not in outdated), None
-    )
 
 
 def _in_pool(

@@ -28,7 +28,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         beside: Callable[
             [], Sequence[RouterSupervisor]
         ],  # the others in its place, that which serves longer first
-        on_ending: Callable[[], None],  # hears that its process was told to end
+        wake: Callable[[], None],  # hears that it serves, and that its process was told to end
     ) -> None:
         super().__init__(record.name, around)
         self.config = record.config
@@ -38,7 +38,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         self.load = RouterQueue()  # as it last said
         self._admit = admit
         self._beside = beside
-        self._on_ending = on_ending
+        self._wake = wake
 
     @property
     def url(self) -> str:
@@ -72,6 +72,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
     async def _watch(self, handle: RouterHandle, info: RouterInfo) -> str:
         """Sends the membership whenever it changes, and again every few seconds: the answer is the heartbeat. A router
         that does not answer is left alone while clients or nodes hear it."""
+        self._wake()
         timeouts, membership = self._timeouts, self._around.membership
         silence = self._new_silence()
         said = ""
@@ -80,7 +81,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             try:
                 load = await self._clock.within(
                     timeouts.silence_s,
-                    handle.set_members(membership.members, membership.paused),
+                    handle.set_members(membership.members, membership.paused, self._desks()),
                     f"telling {self.name} its nodes",
                 )
             except TandemError as error:
@@ -103,8 +104,16 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             if (load.accepts, load.adapters) != (before.accepts, before.adapters):
                 self._around.on_change()
             if load.is_ending and not before.is_ending:
-                self._on_ending()
+                self._wake()
             await self._change_or_heartbeat(revision)
+
+    def _desks(self) -> dict[str, str]:
+        """Of those on its port, its own too. Also of one that hangs: the others say that it does not answer."""
+        return {
+            router.name: router.info.desk
+            for router in (self, *self._beside())
+            if router.info is not None and router.serves
+        }
 
     async def _change_or_heartbeat(self, revision: int) -> None:
         try:

@@ -18,6 +18,7 @@ import msgspec
 from tandem.router.dispatch import FoundAnswer, Generation, KeptAnswer, LeftBehind, ReadableLives
 from tandem.router.http.memory import answer_size, inputs_size
 from tandem.router.http.services import Services
+from tandem.router.http.sibling_desk import forget_elsewhere, response_elsewhere
 from tandem.router.keys import Reservation
 from tandem.router.openai.choice import PIECE_TOKENS
 from tandem.router.openai.plan import Caller, GenerationPlan, plan_chat
@@ -77,12 +78,14 @@ class ResponseDesk:
         return response
 
     async def find(self, response_id: str, owner: str) -> StoredResponse:
-        """Here, or on the nodes. Raises ResponseNotFound."""
+        """Here, in another process on this port, or on the nodes. Raises ResponseNotFound."""
         found = self._services.responses.find(response_id, owner)
         if found is not None:
             return found
         if _ID.fullmatch(response_id) is None:
             raise ResponseNotFound(response_id)
+        if (copy := await response_elsewhere(self._services, response_id, owner)) is not None:
+            return copy
         key = (response_id, owner)
         task = self._adopting.get(key)
         if task is None:
@@ -101,6 +104,10 @@ class ResponseDesk:
             response.task.cancel()
         async for _ in response.follow(len(response.events) - 1):
             pass
+
+    async def forget_everywhere(self, response: StoredResponse) -> None:
+        self.forget(response)
+        await forget_elsewhere(self._services, response.id, response.owner)
 
     def forget(self, response: StoredResponse) -> None:
         if response.body["background"]:

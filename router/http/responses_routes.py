@@ -100,7 +100,7 @@ async def one_response(desk: ResponseDesk, services: Services, exchange: HttpExc
     """GET: as it is now, or with `stream=true` its events above `starting_after`. DELETE: forgets it."""
     response = await _find(desk, exchange)
     if exchange.scope["method"] == "DELETE":
-        desk.forget(response)
+        await desk.forget_everywhere(response)
         await send_json(exchange.send, {"id": response.id, "object": "response", "deleted": True})
         return
     query = parse_qs(exchange.scope["query_string"].decode("latin-1"))

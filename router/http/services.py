@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
+from tandem.router.figures import SharedFigures
 from tandem.router.http.memory import BodyBudget, KeptMemory
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
@@ -14,6 +15,7 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.openai.plan import ServedModel
 from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
+from tandem.router.siblings import Siblings
 from tandem.router.supervision import TaskSupervisor
 from tandem.router.tracing.traces import Traces
 
@@ -40,6 +42,8 @@ class Services:
     kept: KeptMemory
     traces: Traces
     responses: ResponseStore
+    siblings: Siblings
+    figures: SharedFigures
     control: ClusterControl | None = None  # of the cluster that it belongs to
     draining: bool = False
 

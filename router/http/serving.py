@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tandem.router.config import Limits, RouterConfig
+from tandem.router.http.accepting import Acceptor, Tally
 from tandem.router.http.certificate import Certificate
 from tandem.router.http.protocol import HttpConnection
 from tandem.wire.errors import ConfigurationError
@@ -81,7 +82,7 @@ class HttpServer:
         self._on_cut = on_cut
         tls = config.tls_certificate, config.tls_key
         self._certificate = Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
         self._date = (0, b"")  # of this second
         self._emptied: asyncio.Event | None = (
             None  # set when the last connection is closed, once it is waited for
@@ -101,16 +102,19 @@ class HttpServer:
             self._date = (now, formatdate(now, usegmt=True).encode())
         return self._date[1]
 
-    async def begin(self, listener: socket.socket) -> None:
+    def begin(self, listener: socket.socket, tally: Tally) -> None:
+        """Both are its own from now on."""
         loop = asyncio.get_running_loop()
         certificate = self._certificate
         tls: dict[str, Any] = {}
         if certificate is not None:
             # A client that does not come to an end with its handshake has as long as one with its header.
             tls = {"ssl": certificate.context, "ssl_handshake_timeout": self.timeouts.header}
-        self._server = await loop.create_server(
-            lambda: HttpConnection(self, loop), sock=listener, backlog=BACKLOG, **tls
-        )
+
+        async def open_one(connection: socket.socket) -> None:
+            await loop.connect_accepted_socket(lambda: HttpConnection(self, loop), connection, **tls)
+
+        self._acceptor = Acceptor(listener, tally, open_one, lambda: len(self.connections))
 
     def look_at_certificate(self) -> None:
         """To be called every few seconds."""
@@ -122,8 +126,8 @@ class HttpServer:
         closed by then."""
         self._emptied = asyncio.Event()
         self.stopping = True
-        if self._server is not None:
-            self._server.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         for connection in list(self.connections):
             connection.expect_the_last(LEAVING_IDLE_S)
         try:
@@ -139,9 +143,9 @@ class HttpServer:
     async def end(self, grace_s: float) -> None:
         """Answers that are under way have `grace_s` to be sent; clients that do not read them by then are cut off."""
         self.stopping = True
-        if self._server is None:
+        if self._acceptor is None:
             return
-        self._server.close()
+        self._acceptor.close()
         for connection in list(self.connections):
             connection.shutdown()
         if self.tasks:

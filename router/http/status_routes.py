@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
+import heapq
 from typing import Any
 
 import msgspec
@@ -11,12 +11,12 @@ import msgspec
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.respond import send_bytes, send_json
 from tandem.router.http.services import Services
+from tandem.router.http.sibling_desk import VERSION, FoundTrace, TraceQuestion, page_of_all
 from tandem.router.metrics import CONTENT_TYPE
 from tandem.router.pool import Member
+from tandem.router.tracing.record import TraceList
 from tandem.wire.endpoints import shown
 from tandem.wire.errors import RequestError
-
-VERSION = importlib.metadata.version("tandem-serve")
 
 
 class UnknownTrace(RequestError):
@@ -69,14 +69,15 @@ async def version(services: Services, exchange: HttpExchange) -> None:
 
 
 async def load(services: Services, exchange: HttpExchange) -> None:
-    """Requests that this router is working on, as vLLM's servers count them for load balancers."""
-    dispatcher = services.dispatcher
-    await send_json(exchange.send, {"server_load": dispatcher.running + dispatcher.queued})
+    """Requests that the router processes on this port are working on, as vLLM's servers count them for load balancers."""
+    router = (await page_of_all(services)).router
+    await send_json(exchange.send, {"server_load": router.running + router.queued})
 
 
 async def metrics(services: Services, exchange: HttpExchange) -> None:
+    of_all = None if services.figures.alone else await services.figures.together()
     # Beside the loop: of a thousand nodes it is a good part of a second.
-    text = await asyncio.to_thread(services.metrics.render)
+    text = await asyncio.to_thread(services.metrics.render, of_all)
     await send_bytes(exchange.send, text, CONTENT_TYPE.encode())
 
 
@@ -87,23 +88,32 @@ def _whose(exchange: HttpExchange) -> str | None:
 
 
 async def traces(services: Services, exchange: HttpExchange) -> None:
-    await send_json(exchange.send, services.traces.list(_whose(exchange)))
+    whose = _whose(exchange)
+    told, silent = await services.siblings.ask("traces", TraceList, whose)
+    found = services.traces.list(whose).traces + [trace for one in told.values() for trace in one.traces]
+    latest = heapq.nlargest(services.config.tracing.keep, found, key=lambda trace: trace.began_unix_s)
+    await send_json(exchange.send, TraceList(latest, silent))
 
 
 async def trace(services: Services, exchange: HttpExchange) -> None:
     name = exchange.scope["path_params"]["request_id"]
-    record = services.traces.find(name, _whose(exchange))
+    whose = _whose(exchange)
+    record, silent = services.traces.find(name, whose), list[str]()
+    if record is None:
+        told, silent = await services.siblings.ask("trace", FoundTrace, TraceQuestion(name, whose))
+        record = next((one.record for one in told.values() if one.record is not None), None)
     if record is None:
         raise UnknownTrace(
             f"no trace of {name[:200]!r} here: a request is traced when it has the header x-tandem-trace: 1 or "
             f"a sampled traceparent, and the last {services.config.tracing.keep} are kept"
+            + (f"; {', '.join(silent)} could not be asked" if silent else "")
         )
     await send_json(exchange.send, record)
 
 
 async def cluster(services: Services, exchange: HttpExchange) -> None:
     exchange.require_operator(services.keys)
-    admission = services.dispatcher.admission
+    router = (await page_of_all(services)).router
     await send_json(
         exchange.send,
         {
@@ -112,14 +122,15 @@ async def cluster(services: Services, exchange: HttpExchange) -> None:
                 "policy": services.config.policy,
                 "local_prefill": services.config.local_prefill,
                 "draining": services.draining,
-                "paused": sorted(services.pool.paused),
-                "running": services.dispatcher.running,
-                "queued": admission.queued,
-                "queue_limit": services.config.limits.queued,
-                "places_held": admission.held,
+                "paused": router.paused,
+                "running": router.running,
+                "queued": router.queued,
+                "queue_limit": router.queue_limit,
+                "places_held": router.places_held,
                 "handover_s": services.pool.handover.value,
-                "unhealthy": services.why_unhealthy(),
+                "unhealthy": router.unhealthy,
                 "inbox": shown(services.links.endpoint),
+                "processes": msgspec.to_builtins(router.processes),
             },
             "nodes": [_node(services, member) for member in services.pool.members],
         },

@@ -6,18 +6,16 @@ The page itself holds no figure. What it asks for needs an operator's key where 
 from __future__ import annotations
 
 import importlib.resources
-from collections import Counter
 from functools import cache
+
+import msgspec
 
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.respond import send_bytes, send_json
 from tandem.router.http.services import Services
-from tandem.router.http.status_routes import VERSION
-from tandem.router.page_state import NodeRow, PageState, Pair, RouterState
+from tandem.router.http.sibling_desk import page_of_all
+from tandem.router.page_state import NodeRow
 from tandem.router.pool import Member
-
-_SLOWEST = 12
-_MOST_PAIRS = 200  # of nodes between which KV moves, the busiest first
 
 # Nothing is loaded from elsewhere, and no other page can frame this one, which has buttons.
 _POLICY = (
@@ -42,36 +40,11 @@ async def page(services: Services, exchange: HttpExchange) -> None:
 
 async def state(services: Services, exchange: HttpExchange) -> None:
     exchange.require_operator(services.keys)
-    dispatcher = services.dispatcher
-    admission, recent = dispatcher.admission, dispatcher.recent
-    config = services.config
+    page = await page_of_all(services)
+    nodes = [_row(services, member) for member in services.pool.members]
     await send_json(
         exchange.send,
-        PageState(
-            now=recent.now(),
-            router=RouterState(
-                model=config.model_name,
-                version=VERSION,
-                policy=config.policy.value,
-                unhealthy=services.why_unhealthy(),
-                draining=services.draining,
-                paused=sorted(services.pool.paused),
-                running=dispatcher.running,
-                queued=admission.queued,
-                queue_limit=config.limits.queued,
-                places=admission.capacity,
-                places_held=admission.held,
-                oldest_wait_s=admission.oldest_wait_s(),
-                handover_s=services.pool.handover.value,
-            ),
-            ttft_s=recent.targets.ttft_s,
-            inter_token_s=recent.targets.inter_token_s,
-            nodes=[_row(services, member) for member in services.pool.members],
-            moving=_pairs(dispatcher.moving()),
-            moments=recent.moments(),
-            latest=recent.latest(),
-            slowest=recent.slowest(_SLOWEST),
-        ),
+        msgspec.structs.replace(page, nodes=nodes),
         headers=((b"cache-control", b"no-store"),),
     )
 
@@ -104,17 +77,3 @@ def _row(services: Services, member: Member) -> NodeRow:
         member.meter.rates.step_s or 0.0,
         [(tier.name, tier.used_bytes, tier.total_bytes) for tier in status.tiers],
     )
-
-
-def _pairs(moving: list[tuple[str, str, float, int]]) -> list[Pair]:
-    counts: Counter[tuple[str, str]] = Counter()
-    tokens: Counter[tuple[str, str]] = Counter()
-    longest: dict[tuple[str, str], float] = {}
-    for source, target, seconds, size in moving:
-        pair = (source, target)
-        counts[pair] += 1
-        tokens[pair] += size
-        longest[pair] = max(longest.get(pair, 0.0), seconds)
-    return [
-        Pair(*pair, count, tokens[pair], longest[pair]) for pair, count in counts.most_common(_MOST_PAIRS)
-    ]

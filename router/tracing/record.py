@@ -69,10 +69,11 @@ class TraceSummary(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
-class TraceList(msgspec.Struct, frozen=True):
+class TraceList(msgspec.Struct, frozen=True, omit_defaults=True):
     """The latest first."""
 
     traces: list[TraceSummary]
+    silent: list[str] = []  # router processes on the same port that did not answer
 
 
 # A later version may append fields, which are not ours to read; version ff is none.

@@ -46,6 +46,7 @@ OWN_CLUSTERS = {
     "test_monitoring.py",
     "test_ports.py",
     "test_rollout.py",
+    "test_router_processes.py",
     "test_scaling.py",
     "test_serve_command.py",
     "test_serve_ranks.py",

@@ -156,7 +156,11 @@ class RunningRouter:
         self.call(wait())
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.server.services.metrics.registry.get_sample_value(name, labels) or 0.0
+        metrics = self.server.services.metrics
+        found = [
+            registry.get_sample_value(name, labels) for registry in (metrics.registry, metrics.node_registry)
+        ]
+        return next((value for value in found if value is not None), 0.0)
 
     def expected(self, prompt: str, count: int, *, seed: int, special: bool = True) -> str:
         """The text that any path through the cluster must give."""

@@ -53,8 +53,8 @@ def test_a_hundred_readers_that_stop_reading(router: RunningRouter) -> None:
     http = router.server._http
     assert http is not None
     # Or the kernel would take all of it.
-    assert http._server is not None
-    http._server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    assert router.server._listener is not None
+    router.server._listener[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     def buffered() -> list[int]:
         return [connection.transport.get_write_buffer_size() for connection in http.connections]

@@ -299,6 +299,7 @@ class FakeRouter(FakeProcess):
         self.may_leave.set()
         self.memberships: list[list[NodeInfo]] = []
         self.paused: list[str] = []
+        self.desks: dict[str, str] = {}  # of those on its port, as it was last told
         self.forgot: list[list[str]] = []  # nodes that had emptied their caches
         self.on_members: Callable[[], None] = lambda: None
         self.adapters_of: Callable[[str], dict[str, str]] = lambda node_id: {}
@@ -311,6 +312,7 @@ class FakeRouter(FakeProcess):
             f"http://{self.config.host}:{self.config.port}",
             endpoint_of(self.name, self.incarnation),
             f"door of {self.name} {self.incarnation}",
+            f"desk of {self.name} {self.incarnation}",
         )
 
     async def leave(self, timeout_s: float) -> bool:
@@ -319,7 +321,10 @@ class FakeRouter(FakeProcess):
         await self.may_leave.wait()
         return True
 
-    async def set_members(self, members: list[NodeInfo], paused: Sequence[str]) -> RouterQueue:
+    async def set_members(
+        self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str]
+    ) -> RouterQueue:
+        self.desks = dict(desks)
         await self._answer()
         self.memberships.append(members)
         self.paused = list(paused)

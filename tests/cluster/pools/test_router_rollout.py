@@ -193,3 +193,73 @@ async def test_a_router_that_was_told_to_end_goes_when_another_one_has_its_place
         view = await rig.controller.view()
         assert view.rollout is None
         assert any("told to end" in one.text for one in view.decisions)
+
+
+def sharing(rig: Rig, processes: int, failovers: int = 3) -> TandemConfig:
+    router = replace(rig.config.router, processes=processes, max_failovers=failovers)
+    return replace(rig.config, router=router)
+
+
+@in_loop
+async def test_further_processes_get_the_socket_of_one_that_serves_and_know_each_other() -> None:
+    config = replace(TandemConfig(), router=replace(TandemConfig().router, model_name="fake", processes=3))
+    async with Rig(pools=pools(1, 1), config=config) as rig:
+        await rig.controller.start()
+        await rig.clock.advance(10.0)
+        routers = running(rig)
+        assert {name: router.door for name, router in routers.items()} == {
+            "router": "",
+            "router~2": "door of router 0",
+            "router~3": "door of router 0",
+        }
+        desks = {name: f"desk of {name} 0" for name in routers}
+        assert [router.desks for router in routers.values()] == [desks] * 3
+        assert [router.node_ids for router in routers.values()] == [{"prefill-0", "decode-0"}] * 3
+
+
+@in_loop
+async def test_one_of_several_that_dies_is_replaced_with_anothers_socket() -> None:
+    config = replace(TandemConfig(), router=replace(TandemConfig().router, model_name="fake", processes=2))
+    async with Rig(pools=pools(1, 1), config=config) as rig:
+        await rig.controller.start()
+        await rig.clock.advance(10.0)
+        first, second = running(rig).values()
+        first.die("it was killed")
+        await rig.clock.advance(10.0)
+        assert running(rig)["router"].door == "door of router~2 0"
+        assert running(rig)["router~2"] is second
+        assert second.left_with is None
+        assert second.desks == {"router": "desk of router 1", "router~2": "desk of router~2 0"}
+
+
+@in_loop
+async def test_their_number_changes_while_those_that_stay_serve_on() -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        first = rig.launcher.router
+        await rig.controller.apply(sharing(rig, 3), dry_run=False)
+        await rig.clock.advance(30.0)
+        assert set(running(rig)) == {"router", "router~2", "router~3"}
+        await rig.controller.apply(sharing(rig, 1), dry_run=False)
+        await rig.clock.advance(30.0)
+        assert list(running(rig).values()) == [first]
+        assert first.left_with is None
+        assert await rollout_of(rig) is None
+
+
+@in_loop
+async def test_several_on_one_port_are_replaced_one_by_one() -> None:
+    config = replace(TandemConfig(), router=replace(TandemConfig().router, model_name="fake", processes=2))
+    async with Rig(pools=pools(1, 1), config=config) as rig:
+        await rig.controller.start()
+        await rig.clock.advance(10.0)
+        await rig.controller.apply(sharing(rig, 2, failovers=9), dry_run=False)
+        counts = []
+        for _ in range(60):
+            await rig.clock.advance(1.0)
+            counts.append(len(running(rig)))
+        assert (min(counts), max(counts)) == (2, 3)
+        assert await rollout_of(rig) is None
+        routers = running(rig)
+        assert len(routers) == 2
+        assert {router.config.max_failovers for router in routers.values()} == {9}

@@ -1,0 +1,171 @@
+"""The routers' own metrics as values: taken of one process, added up over all that share a port.
+
+Counters and histograms are sums over every process there ever was, as far as it is known: what one counted stays counted when it
+ends, so the sum never falls, whichever process is asked. Gauges are of those that answer now.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from tandem.router.siblings import Siblings
+
+# Of processes that have ended: beyond that the oldest are forgotten, and the sums fall once.
+ENDED_KEPT = 64
+# Not what all have together, but what one of them has.
+_LARGEST = frozenset({"tandem_router_queue_oldest_seconds", "tandem_known_cached_blocks"})
+
+
+class Family(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    text: str
+    kind: str
+    samples: list[tuple[str, dict[str, str], float]]  # name, labels, value
+
+
+class Figures(msgspec.Struct, frozen=True, array_like=True):
+    """Of one process, at one time."""
+
+    number: int  # later ones have a higher one
+    families: list[Family]
+
+
+class KnownFigures(msgspec.Struct, array_like=True):
+    """Goes both ways between two processes: the figures of each start of a process, by its own name. Of those that both have heard of,
+    the later are believed."""
+
+    own: str
+    figures: dict[str, Figures]
+    numbers: dict[str, int] = {}  # what the asking one knows already
+
+
+def family_of(metric: Metric) -> Family:
+    samples = [(sample.name, dict(sample.labels), float(sample.value)) for sample in metric.samples]
+    return Family(metric.name, metric.documentation, metric.type, samples)
+
+
+def merged(all_of: Iterable[Figures], now: Iterable[Figures]) -> list[Family]:
+    """`all_of`: every process that there ever was; `now`: those of them that answer."""
+    living = {id(figures) for figures in now}
+    families: dict[str, Family] = {}
+    sums: dict[str, dict[tuple[Any, ...], float]] = {}
+    for figures in all_of:
+        for family in figures.families:
+            if family.kind == "gauge" and id(figures) not in living:
+                continue
+            families.setdefault(family.name, family)
+            known = sums.setdefault(family.name, {})
+            for name, labels, value in family.samples:
+                key = name, *sorted(labels.items())
+                before = known.get(key)
+                known[key] = value if before is None else _together(name, before, value)
+    return [
+        msgspec.structs.replace(
+            family,
+            samples=[(name, dict(labels), value) for (name, *labels), value in sums[family.name].items()],
+        )
+        for family in families.values()
+    ]
+
+
+def _together(name: str, one: float, other: float) -> float:
+    if name in _LARGEST:
+        return max(one, other)
+    if name.endswith("_created"):
+        return min(one, other)
+    return one + other
+
+
+class AllFigures(Collector):
+    """As Prometheus reads them."""
+
+    def __init__(self, families: list[Family], answers: dict[str, bool]) -> None:
+        self._families = families
+        self._answers = answers  # which of the processes that there are, by name
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._families:
+            metric = Metric(family.name, family.text, family.kind)
+            metric.samples = [Sample(*sample) for sample in family.samples]
+            yield metric
+        up = GaugeMetricFamily(
+            "tandem_router_process_up",
+            "1 when a router process on this port answers the one that was asked",
+            labels=["process"],
+        )
+        for name, answers in self._answers.items():
+            up.add_metric([name], float(answers))
+        yield up
+
+
+class SharedFigures:
+    """What this process counts, what the others on its port said that they do, and what those did that have ended."""
+
+    def __init__(self, own: Collector, siblings: Siblings) -> None:
+        self._own = own
+        self._siblings = siblings
+        self._incarnation = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+        self._known: dict[str, Figures] = {}
+        siblings.answers["figures"] = self._answer
+
+    @property
+    def alone(self) -> bool:
+        """There is no other process, and there never was."""
+        return not self._siblings.names and not self._known
+
+    def _take(self) -> Figures:
+        return Figures(next(self._numbers), [family_of(metric) for metric in self._own.collect()])
+
+    def learn(self, told: Mapping[str, Figures]) -> None:
+        for incarnation, figures in told.items():
+            known = self._known.get(incarnation)
+            if incarnation != self._incarnation and (known is None or known.number < figures.number):
+                self._known.pop(incarnation, None)  # the one that was heard last stands last
+                self._known[incarnation] = figures
+        for incarnation in list(self._known)[: -ENDED_KEPT - len(self._siblings.names)]:
+            del self._known[incarnation]
+
+    def telling(self) -> KnownFigures:
+        return KnownFigures(
+            self._incarnation,
+            {self._incarnation: self._take()},
+            {incarnation: figures.number for incarnation, figures in self._known.items()},
+        )
+
+    async def _answer(self, body: bytes) -> KnownFigures:
+        return self.hear(msgspec.msgpack.decode(body, type=KnownFigures))
+
+    def hear(self, asked: KnownFigures) -> KnownFigures:
+        """What another process says; answers with what that does not know."""
+        self.learn(asked.figures)
+        news = {
+            incarnation: figures
+            for incarnation, figures in self._known.items()
+            if incarnation not in asked.figures and asked.numbers.get(incarnation, 0) < figures.number
+        }
+        return KnownFigures(self._incarnation, {**news, self._incarnation: self._take()})
+
+    async def together(self) -> AllFigures:
+        """Of all processes. The others know then what this one has shown, and go on from there if it ends."""
+        asking = self.telling()
+        own = asking.figures[self._incarnation]
+        told, silent = await self._siblings.ask("figures", KnownFigures, asking)
+        for answer in told.values():
+            self.learn(answer.figures)
+        answering = [own, *(self._known[answer.own] for answer in told.values())]
+        names = {self._siblings.name: True} | dict.fromkeys(told, True) | dict.fromkeys(silent, False)
+        return AllFigures(merged([own, *self._known.values()], answering), names)
+
+    async def leave_behind(self) -> None:
+        """This process ends: the others keep what it counted."""
+        if self._siblings.names:
+            await self._siblings.ask("figures", KnownFigures, self.telling())

@@ -1,0 +1,141 @@
+"""What the router processes on one port tell each other of requests: what the page shows, traces, and stored responses."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from tandem.router.http.services import Services
+from tandem.router.page_state import SLOWEST_SHOWN, PageState, Pair, RouterState, together
+from tandem.router.responses.response_store import StoredResponse
+from tandem.router.responses.responses_request import InputItem
+from tandem.router.tracing.record import TraceList, TraceRecord
+
+VERSION = importlib.metadata.version("tandem-serve")
+_MOST_PAIRS = 200  # of nodes between which KV moves, the busiest first
+
+
+class TraceQuestion(msgspec.Struct, frozen=True):
+    name: str
+    tenant: str | None  # only among its own
+
+
+class FoundTrace(msgspec.Struct, frozen=True):
+    record: TraceRecord | None = None
+
+
+class ResponseQuestion(msgspec.Struct, frozen=True):
+    response_id: str
+    owner: str
+
+
+class FoundResponse(msgspec.Struct, frozen=True):
+    body: dict[str, Any] | None = None  # None: it is not there
+    items: list[InputItem] = []
+    events: list[bytes] = []
+    keeps_events: bool = False
+    ended: bool = False
+
+
+def answer_siblings(services: Services) -> None:
+    answers = services.siblings.answers
+
+    async def page(body: bytes) -> PageState:
+        return page_of(services)
+
+    async def traces(body: bytes) -> TraceList:
+        return services.traces.list(msgspec.msgpack.decode(body, type=str | None))
+
+    async def trace(body: bytes) -> FoundTrace:
+        asked = msgspec.msgpack.decode(body, type=TraceQuestion)
+        return FoundTrace(services.traces.find(asked.name, asked.tenant))
+
+    async def response(body: bytes) -> FoundResponse:
+        asked = msgspec.msgpack.decode(body, type=ResponseQuestion)
+        found = services.responses.find(asked.response_id, asked.owner)
+        if found is None or (found.error is not None and found.body["status"] in ("queued", "in_progress")):
+            return FoundResponse()
+        return FoundResponse(found.body, found.items, found.events, found.keeps_events, found.ended)
+
+    async def forget(body: bytes) -> bool:
+        asked = msgspec.msgpack.decode(body, type=ResponseQuestion)
+        found = services.responses.find(asked.response_id, asked.owner)
+        if found is not None:
+            if found.task is not None:
+                found.task.cancel()
+            services.responses.drop(found)
+        return found is not None
+
+    answers.update(page=page, traces=traces, trace=trace, response=response, forget=forget)
+
+
+async def page_of_all(services: Services) -> PageState:
+    """Without nodes, of which every process knows the same."""
+    own, siblings = page_of(services), services.siblings
+    if not siblings.names:
+        return own
+    told, silent = await siblings.ask("page", PageState)
+    return together(own, siblings.name, told, silent)
+
+
+async def response_elsewhere(services: Services, response_id: str, owner: str) -> StoredResponse | None:
+    """As another process on this port has it. One that is still being written in the background is found on its node."""
+    told, _ = await services.siblings.ask("response", FoundResponse, ResponseQuestion(response_id, owner))
+    for found in told.values():
+        if found.body is not None and (found.ended or not found.keeps_events):
+            copy = StoredResponse(found.body, owner, found.items, keeps_events=found.keeps_events)
+            copy.events, copy.ended = found.events, found.ended
+            return copy
+    return None
+
+
+async def forget_elsewhere(services: Services, response_id: str, owner: str) -> None:
+    await services.siblings.ask("forget", bool, ResponseQuestion(response_id, owner))
+
+
+def page_of(services: Services) -> PageState:
+    """This process alone, and no nodes."""
+    dispatcher, config = services.dispatcher, services.config
+    admission, recent = dispatcher.admission, dispatcher.recent
+    return PageState(
+        now=recent.now(),
+        router=RouterState(
+            model=config.model_name,
+            version=VERSION,
+            policy=config.policy.value,
+            unhealthy=services.why_unhealthy(),
+            draining=services.draining,
+            paused=sorted(services.pool.paused),
+            running=dispatcher.running,
+            queued=admission.queued,
+            queue_limit=config.limits.queued,
+            places=admission.capacity,
+            places_held=admission.held,
+            oldest_wait_s=admission.oldest_wait_s(),
+            handover_s=services.pool.handover.value,
+        ),
+        ttft_s=recent.targets.ttft_s,
+        inter_token_s=recent.targets.inter_token_s,
+        nodes=[],
+        moving=_pairs(dispatcher.moving()),
+        moments=recent.moments(),
+        latest=recent.latest(),
+        slowest=recent.slowest(SLOWEST_SHOWN),
+    )
+
+
+def _pairs(moving: list[tuple[str, str, float, int]]) -> list[Pair]:
+    counts: Counter[tuple[str, str]] = Counter()
+    tokens: Counter[tuple[str, str]] = Counter()
+    longest: dict[tuple[str, str], float] = {}
+    for source, target, seconds, size in moving:
+        pair = (source, target)
+        counts[pair] += 1
+        tokens[pair] += size
+        longest[pair] = max(longest.get(pair, 0.0), seconds)
+    return [
+        Pair(*pair, count, tokens[pair], longest[pair]) for pair, count in counts.most_common(_MOST_PAIRS)
+    ]
