@@ -186,6 +186,15 @@ class FaultCluster:
                         of_kind.append(pid)
         return found
 
+    def without_ray(self) -> list[str]:
+        """Hosts that Ray has taken for dead: what serves there goes on, and nothing can be started there until the
+        host joins again."""
+        return [
+            host.name
+            for host in self.hosts
+            if not any("raylet/raylet" in _title_of(pid) for pid in host.processes_outside())
+        ]
+
     def send(self, host: Host, kind: str, number: signal.Signals) -> None:
         for process in self.processes(host, kind):
             host.run("sh", "-c", f"kill -{int(number)} {process} || true")

@@ -205,6 +205,9 @@ class Scene:
     def keep_logs(self, folder: Path) -> None:
         self._cluster.keep_logs(folder)
 
+    def without_ray(self) -> list[str]:
+        return self._cluster.without_ray()
+
     def learn(self) -> None:
         """Asks each question in peace."""
         questions = self._questions

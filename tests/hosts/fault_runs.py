@@ -170,6 +170,9 @@ class Table:
                 )
             if any("still not" in line for line in bad):
                 return  # what is left there would be counted against the next
+            if gone := scene.without_ray():
+                self._say(f"Ray has taken {', '.join(gone)} for dead: the next fault meets another cluster")
+                return
 
     def _next_that_fits(self, waiting: list[Event]) -> Event | None:
         left = self._deadline - time.monotonic()
