@@ -93,7 +93,10 @@ class _CommandParser(argparse.ArgumentParser):
             return f"; did you mean {meant}?"
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         names = {name for action in shown for name in action.option_strings if name.startswith("--")}
-        return did_you_mean(meant, names)
+        hint = did_you_mean(meant, names)
+        if not hint and "--set" in names:
+            hint = ": `--set SETTING=VALUE` reaches every setting, and `tandem init` writes a file that explains them"
+        return hint
 
 
 class _Version(argparse.Action):

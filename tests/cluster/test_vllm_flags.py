@@ -71,6 +71,9 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
     (["--model", "a/b", "--revision", "v1"], {"model.revision": "v1"}),
     (["--generation-config", "vllm"], {"router.sampling_defaults": "openai"}),
     (["--chat-template", "t.jinja"], {"router.chat_template": "t.jinja"}),
+    (["--model-path", "a/b", "--log-level", "debug"], {"model.path": "a/b", "logs.level": "debug"}),
+    (["--num-speculative-tokens", "3"], {"scheduler.num_speculative_tokens": 3}),
+    (["--disable-log-requests", "--disable-log-stats", "--enable-metrics"], {}),
     (["--otlp-traces-endpoint", "http://c:4318"], {"router.tracing.otlp_endpoint": "http://c:4318"}),
 ]
 
@@ -121,6 +124,15 @@ def test_an_unknown_flag_says_which_was_meant(capsys: pytest.CaptureFixture[str]
     assert (
         f"there is no {typed}; did you mean {'--max-model-len' if 'max' in typed else '--prefill'}?" in said
     )
+
+
+def test_an_unknown_flag_like_none_of_ours_says_how_settings_are_set(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--disable-custom-all-reduce"])
+    said = capsys.readouterr().err
+    assert "there is no --disable-custom-all-reduce: `--set SETTING=VALUE` reaches every setting" in said
 
 
 def test_every_setting_and_tool_format_of_the_table_is_one_that_there_is() -> None:
