@@ -19,7 +19,14 @@ _AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "pools.nodes_per_core")
 _OF_ROUTERS = ("router",)
 _WHERE_ROUTERS_ARE = ("router.host", "router.port", "router.inbox_host", "router.placement")
 # Whether nodes are replaced for it.
-_OF_POOLS = {"threads": True, "tensor_parallel": True, "min": False, "max": False, "nodes": False}
+_OF_POOLS = {
+    "threads": True,
+    "tensor_parallel": True,
+    "env": True,
+    "min": False,
+    "max": False,
+    "nodes": False,
+}
 
 
 class ConfigDifference(msgspec.Struct, frozen=True):
@@ -62,9 +69,10 @@ def _kind(name: str) -> str:
         return "at_once"
     if within(_OF_ROUTERS) and name not in _WHERE_ROUTERS_ARE:
         return "routers"
-    section, _, last = name.rpartition(".")
-    if section.startswith("pools.") and last in _OF_POOLS:
-        return "nodes" if _OF_POOLS[last] else "at_once"
+    section, _, of_pool = name.partition(".")
+    setting = of_pool.partition(".")[2].partition(".")[0]
+    if section == "pools" and setting in _OF_POOLS:
+        return "nodes" if _OF_POOLS[setting] else "at_once"
     return "refused"
 
 

@@ -45,6 +45,12 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "what Ray sets aside for each node, such as `{GPU: 1}`, besides a place. On a Ray cluster only"
         ),
     ] = {}
+    env: Annotated[
+        dict[str, str],
+        about(
+            "environment variables of each node's process, such as `{UCX_NET_DEVICES: mlx5_0:1}`; no secrets: Ray shows them"
+        ),
+    ] = {}
     min: Annotated[NodeCount, about("never fewer nodes")] = 0
     max: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_NODES)] | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
@@ -64,6 +65,32 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
     for role in Role:
         yield from _limits(role, config.pools.of(role))
         yield from _ranks(role, config)
+        yield from _environment(role, config.pools.of(role))
+
+
+# What Tandem or Ray sets in a node's process, and what says the same.
+_SET_OTHERWISE = {
+    "OMP_NUM_THREADS": "set pools.{pool}.threads",
+    "CUDA_VISIBLE_DEVICES": "Ray chooses GPUs by pools.{pool}.resources: {{GPU: 1}}",
+}
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIALS|(^|_)KEY)$", re.IGNORECASE)
+
+
+def _environment(role: Role, pool: PoolConfig) -> Iterator[Broken]:
+    setting = ("pools", role.value, "env")
+    for name in pool.env:
+        if not _VARIABLE.fullmatch(name):
+            yield setting, f"has {name[:80]!r}, which no environment variable can be called"
+        elif name in _SET_OTHERWISE:
+            yield setting, f"has {name}, which Tandem sets: {_SET_OTHERWISE[name].format(pool=role.value)}"
+        elif name.startswith("RAY_"):
+            yield setting, f"has {name}, which Ray reads when it starts: set it where `ray start` is typed"
+        elif _SECRET.search(name):
+            yield (
+                setting,
+                f"has {name}, and Ray shows a process's environment to all who read its state: set it where `ray start` is typed",
+            )
 
 
 def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:

@@ -50,6 +50,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answers: AnswersConfig = AnswersConfig()
     logs: LogsConfig = LogsConfig()
     tensor_parallel: AtLeastOne = 1  # ranks, which share the model between them
+    env: dict[
+        str, str
+    ] = {}  # of its process, which has it before it loads a library; here so that another one is seen
     cores: list[int] = []  # bind what computes to these, unless a quota counts; empty: wherever it may run
 
 

@@ -300,6 +300,8 @@ class RayLauncher:
             options |= {"resources": {slot.value: 1, **needs}, "num_gpus": gpus}
             if gpus and config.engine.model.device.startswith("cuda:"):
                 config = _on_own_gpus(config)
+        if config.env:
+            options["runtime_env"] = {"env_vars": dict(config.env)}
         name = self._prefix + config.node_id
         encoded = msgspec.msgpack.encode(config)
         create = self._creator(_NODE_ACTORS[config.role], name, encoded, options)

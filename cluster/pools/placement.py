@@ -216,6 +216,7 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
         logs=config.logs,
         tensor_parallel=config.pools.of(role).tensor_parallel,
         cores=list(placement.cores),
+        env=config.pools.of(role).env,
     )
 
 

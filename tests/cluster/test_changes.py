@@ -40,6 +40,17 @@ def test_each_setting_is_read_by_nodes_or_applied_at_once_or_refused() -> None:
     assert left.refused == found.refused
 
 
+def test_nodes_are_replaced_for_a_pools_environment_whose_values_are_not_told() -> None:
+    running = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, env={"UCX_TLS": "tcp"})))
+    wanted = replace(
+        CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, env={"UCX_TLS": "rc", "max": "min"}))
+    )
+    found = difference(running, wanted)
+    assert found.nodes == ["pools.decode.env.UCX_TLS", "pools.decode.env.max"]
+    assert (found.at_once, found.refused) == ([], [])
+    assert applied(running, wanted).pools.decode.env == {"UCX_TLS": "rc", "max": "min"}
+
+
 def test_an_address_that_routers_were_told_is_no_difference() -> None:
     told = replace(CONFIG, router=replace(CONFIG.router, inbox_host="10.0.0.1"))
     assert not difference(told, CONFIG).refused

@@ -171,6 +171,27 @@ MISTAKES = [
         "FILE: pools.decode.max is 3, which is less than pools.decode.nodes (5)",
     ),
     (
+        "pools: {decode: {env: {UCX-TLS: tcp}}}",
+        "FILE: pools.decode.env has 'UCX-TLS', which no environment variable can be called",
+    ),
+    (
+        "pools: {decode: {env: {OMP_NUM_THREADS: '4'}}}",
+        "FILE: pools.decode.env has OMP_NUM_THREADS, which Tandem sets: set pools.decode.threads",
+    ),
+    (
+        "pools: {decode: {env: {CUDA_VISIBLE_DEVICES: '1'}}}",
+        "FILE: pools.decode.env has CUDA_VISIBLE_DEVICES, which Tandem sets: Ray chooses GPUs by pools.decode.resources: {GPU: 1}",
+    ),
+    (
+        "pools: {prefill: {env: {RAY_worker_niceness: '0'}}}",
+        "FILE: pools.prefill.env has RAY_worker_niceness, which Ray reads when it starts: set it where `ray start` is typed",
+    ),
+    (
+        "pools: {decode: {env: {HF_TOKEN: hf_x}}}",
+        "FILE: pools.decode.env has HF_TOKEN, and Ray shows a process's environment to all who read its state: set it where "
+        "`ray start` is typed",
+    ),
+    (
         "pools: {prefill: {nodes: 1, min: 2}}",
         "FILE: pools.prefill.min is 2, which is more than pools.prefill.nodes (1)",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,25 @@ def ready(nodes: list[dict[str, Any]], role: str) -> list[str]:
     return [node["node_id"] for node in nodes if node["role"] == role and node["state"] == "ready"]
 
 
+def processes_with(mark: dict[str, str]) -> list[str]:
+    """Ray's processes that were started with these environment variables."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            environment = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+            if all(f"{name}={value}" in environment for name, value in mark.items()):
+                found.append((process / "cmdline").read_bytes().decode(errors="replace"))
+    return [command for command in found if command.startswith("ray::")]
+
+
 def test_a_prefill_node_becomes_a_decode_node_and_writes_the_same_answers(
     deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path, expected: list[ExpectedAnswer]
 ) -> None:
-    with deploy(float32_config(smollm2_path, prefill=2, decode=1)) as server:
+    config = float32_config(smollm2_path, prefill=2, decode=1)
+    mark = {"TANDEM_TEST_MARK": secrets.token_hex(8)}
+    marked = {pool: _replace(getattr(config.pools, pool), env=mark) for pool in ("prefill", "decode")}
+    with deploy(_replace(config, pools=_replace(config.pools, **marked))) as server:
+        assert len(processes_with(mark)) == 3, "each node's process has its pool's environment, and no other"
         control = server.deployment.control
         some = expected[:6]
         ask_all(server, some)

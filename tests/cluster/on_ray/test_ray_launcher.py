@@ -95,6 +95,7 @@ def test_a_node_with_the_same_configuration_is_adopted_also_when_its_role_was_ch
     assert is_same_node(running, replace(NODE, role=Role.AGGREGATED, transfer=None))
     assert not is_same_node(running, replace(NODE, host="10.0.0.3"))
     assert not is_same_node(running, replace(NODE, cores=[0]))
+    assert not is_same_node(running, replace(NODE, env={"UCX_TLS": "tcp"}))
     other = EngineConfig(cache=CacheConfig(memory_bytes=1 << 30))
     assert not is_same_node(running, replace(NODE, engine=other))
 

@@ -11,7 +11,7 @@ from tandem.cluster.config import PoolConfig, TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
-from tandem.wire.errors import Unavailable
+from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, phases, pool_of, pools
@@ -87,6 +87,19 @@ async def test_a_node_that_changed_its_role_keeps_its_place() -> None:
         await rig.clock.advance(TIMEOUTS.restart_backoff_s)
         again = rig.launcher.node("prefill-1")
         assert (again.config.role, again.slot, again.host.name) == (Role.DECODE, Role.PREFILL, "1")
+
+
+@in_loop
+async def test_a_node_has_its_pools_environment_and_no_role_of_a_pool_with_another() -> None:
+    asked = pools(2, PoolConfig(nodes=1, env={"UCX_TLS": "tcp"}))
+    async with Rig(pools=asked) as rig:
+        await rig.controller.start()
+        assert rig.launcher.node("prefill-0").config.env == {}
+        assert rig.launcher.node("decode-0").config.env == {"UCX_TLS": "tcp"}
+        with pytest.raises(ConfigurationError, match=r"pools\.prefill\.env and pools\.decode\.env differ"):
+            await rig.controller.change_role("prefill-1", Role.DECODE)
+        assert rig.launcher.node("prefill-1").config.role is Role.PREFILL
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1
 
 
 @in_loop
