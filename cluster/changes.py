@@ -23,6 +23,7 @@ _OF_POOLS = {
     "threads": True,
     "tensor_parallel": True,
     "env": True,
+    "transfer_options": True,
     "min": False,
     "max": False,
     "nodes": False,

@@ -51,6 +51,10 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "environment variables of each node's process, such as `{UCX_NET_DEVICES: mlx5_0:1}`; no secrets: Ray shows them"
         ),
     ] = {}
+    transfer_options: Annotated[
+        dict[str, str],
+        about("`transfer.options` of this pool's nodes, besides those of all nodes and before them"),
+    ] = {}
     min: Annotated[NodeCount, about("never fewer nodes")] = 0
     max: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_NODES)] | None,

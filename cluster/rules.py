@@ -66,6 +66,7 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
         yield from _limits(role, config.pools.of(role))
         yield from _ranks(role, config)
         yield from _environment(role, config.pools.of(role))
+        yield from _transfer_options(role, config.pools.of(role))
 
 
 # What Tandem or Ray sets in a node's process, and what says the same.
@@ -75,6 +76,14 @@ _SET_OTHERWISE = {
 }
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIALS|(^|_)KEY)$", re.IGNORECASE)
+
+
+def _transfer_options(role: Role, pool: PoolConfig) -> Iterator[Broken]:
+    if role is Role.AGGREGATED and pool.transfer_options:
+        yield (
+            ("pools", role.value, "transfer_options"),
+            "is set, but nodes that do both transfer nothing: leave it out",
+        )
 
 
 def _environment(role: Role, pool: PoolConfig) -> Iterator[Broken]:

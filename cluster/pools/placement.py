@@ -195,7 +195,8 @@ def _device_for(index: int, device: str, gpus: int) -> str:
 
 def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodePlacement) -> NodeConfig:
     replace = msgspec.structs.replace
-    engine = config.engine
+    engine, pool, transfer = config.engine, config.pools.of(role), config.transfer
+    transfer = replace(transfer, options={**transfer.options, **pool.transfer_options})
     return NodeConfig(
         node_id=node_id,
         role=role,
@@ -210,13 +211,13 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
             ),
             cache=replace(engine.cache, memory_share=placement.memory_share),
         ),
-        transfer=None if role is Role.AGGREGATED else config.transfer,
+        transfer=None if role is Role.AGGREGATED else transfer,
         timeouts=config.timeouts.nodes,
         answers=config.answers,
         logs=config.logs,
-        tensor_parallel=config.pools.of(role).tensor_parallel,
+        tensor_parallel=pool.tensor_parallel,
         cores=list(placement.cores),
-        env=config.pools.of(role).env,
+        env=pool.env,
     )
 
 

@@ -70,8 +70,15 @@ class NixlAgent:
             raise ConfigurationError(
                 f"transfer.options.backend: NIXL has no {options.backend!r} here, only {', '.join(sorted(plugins))}"
             )
+        with _translated(f"asking the backend {options.backend} for its parameters"):
+            known, _ = self._agent.getPluginParams(options.backend)
+        if unknown := options.parameters.keys() - known.keys():
+            raise ConfigurationError(
+                f"transfer.options.backend.{min(unknown)}: NIXL's {options.backend} has no such parameter, only "
+                f"{', '.join(sorted(known)) or 'none'}"
+            )
         with _translated(f"making the backend {options.backend}"), listening_at(host):
-            self._backend = self._agent.createBackend(options.backend, {})
+            self._backend = self._agent.createBackend(options.backend, dict(options.parameters))
         LANE_LOG.after_loading()
         self._memory_types = {"DRAM": self._nixl.DRAM_SEG, "VRAM": self._nixl.VRAM_SEG}
         self._operations = {"write": self._nixl.NIXL_WRITE, "read": self._nixl.NIXL_READ}

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+import msgspec
+
 from tandem.kvtransfer.protocol.settings import ProtocolOptions, parse_options
 from tandem.wire.errors import ConfigurationError
+
+_OF_BACKEND = "backend."
 
 
 class NixlOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
@@ -17,9 +21,19 @@ class NixlOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
     # `host`: KV on a GPU goes by way of page-locked host memory, as much as the KV cache has.
     staging: Literal["none", "host"] = "none"
 
+    # The backend's own, written as `backend.NAME`.
+    parameters: dict[str, str] = msgspec.field(default_factory=dict)
+
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> NixlOptions:
-        parsed = parse_options(cls, "nixl", options)
+        own = {name: value for name, value in options.items() if not name.startswith(_OF_BACKEND)}
+        parsed = parse_options(cls, "nixl", own)
+        parameters = {
+            name.removeprefix(_OF_BACKEND): value
+            for name, value in options.items()
+            if name.startswith(_OF_BACKEND)
+        }
+        parsed = msgspec.structs.replace(parsed, parameters=parameters)
         if parsed.progress_ms < 1:
             raise ConfigurationError(
                 f"transfer.options.progress_ms must be at least 1, not {parsed.progress_ms}: at 0 NIXL spins"

@@ -171,6 +171,10 @@ MISTAKES = [
         "FILE: pools.decode.max is 3, which is less than pools.decode.nodes (5)",
     ),
     (
+        "pools: {prefill: 0, decode: 0, aggregated: {nodes: 1, transfer_options: {backend: UCX}}}",
+        "FILE: pools.aggregated.transfer_options is set, but nodes that do both transfer nothing: leave it out",
+    ),
+    (
         "pools: {decode: {env: {UCX-TLS: tcp}}}",
         "FILE: pools.decode.env has 'UCX-TLS', which no environment variable can be called",
     ),

@@ -17,7 +17,7 @@ from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.transport import Move, Operation
-from tandem.wire.errors import TransferError
+from tandem.wire.errors import ConfigurationError, TransferError
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tests.idling import idle_share
@@ -36,6 +36,16 @@ def transport() -> Iterator[NixlTransport]:
 
 def memory(blocks: int = 8) -> KVCacheMemory:
     return KVCacheMemory(torch.zeros(blocks, 2, 2, 1, 4, 8), "fake", 2, 1, 1000)
+
+
+def test_the_plug_in_gets_parameters_of_its_own_and_refuses_others_by_name() -> None:
+    options = NixlOptions.parse({"backend.num_workers": "2", "progress_ms": "50"})
+    assert (options.parameters, options.progress_ms) == ({"num_workers": "2"}, 50)
+    NixlTransport(NixlAgent("here", options)).close()
+    with pytest.raises(
+        ConfigurationError, match=r"transfer\.options\.backend\.workers: NIXL's UCX has no .* num_workers"
+    ):
+        NixlAgent("here", NixlOptions.parse({"backend.workers": "2"}))
 
 
 def test_blocks_move_between_two_agents(transport: NixlTransport) -> None:

@@ -183,6 +183,22 @@ def test_a_node_is_told_its_cores_threads_and_share() -> None:
     assert told.timeouts == asked.timeouts.nodes
 
 
+def test_a_pools_own_options_come_before_those_of_all_nodes() -> None:
+    asked = config(1, 1)
+    place = placed_on(asked, machine(4))["prefill-0"]
+    replace = msgspec.structs.replace
+    decode = replace(asked.pools.decode, transfer_options={"progress_ms": "5", "backend.num_workers": "2"})
+    asked = replace(
+        asked,
+        pools=replace(asked.pools, decode=decode),
+        transfer=replace(asked.transfer, options={"progress_ms": "9", "backend": "UCX"}),
+    )
+    told = node_config(asked, "decode-0", Role.DECODE, place).transfer
+    assert told is not None
+    assert told.options == {"progress_ms": "5", "backend.num_workers": "2", "backend": "UCX"}
+    assert node_config(asked, "prefill-0", Role.PREFILL, place).transfer == asked.transfer
+
+
 def test_an_aggregated_node_has_no_transfer() -> None:
     asked = config(aggregated=1)
     (place,) = placed_on(asked, machine(1)).values()
