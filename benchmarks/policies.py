@@ -151,12 +151,16 @@ class Simulation:
         chooser_of: Callable[[NodePool], Chooser],
         prefill_nodes: int = PREFILL_NODES,
         decode_nodes: int = DECODE_NODES,
+        routers: int = 1,  # which take requests in turns, and hear of each other's by nodes' statuses alone
     ) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._pool = NodePool("m", Heartbeat(), lambda: self.now, lambda node, why: None, lambda: None)
-        self._chooser = chooser_of(self._pool)
+        pools = [
+            NodePool("m", Heartbeat(), lambda: self.now, lambda node, why: None, lambda: None)
+            for _ in range(routers)
+        ]
+        self._routers = [(pool, chooser_of(pool)) for pool in pools]
         self._asked = 0
         self.outcome = PolicyOutcome()
         self.nodes = {
@@ -164,9 +168,10 @@ class Simulation:
             for role, count in ((Role.PREFILL, prefill_nodes), (Role.DECODE, decode_nodes))
             for node_id in (f"{role.value[0]}{index}" for index in range(count))
         }
-        self._pool.set_members([node.info for node in self.nodes.values()])
-        for node in self.nodes.values():
-            self._chooser.set_capacity(node.info.node_id, CACHE_BLOCKS)
+        for pool, chooser in self._routers:
+            pool.set_members([node.info for node in self.nodes.values()])
+            for node in self.nodes.values():
+                chooser.set_capacity(node.info.node_id, CACHE_BLOCKS)
 
     def _later(self, at: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), what))
@@ -182,7 +187,8 @@ class Simulation:
 
     def _report(self) -> None:
         for node in self.nodes.values():
-            self._pool.on_status(node.status())
+            for pool, _ in self._routers:
+                pool.on_status(node.status())
         if self._events:
             self._later(self.now + STATUS_EVERY_S, self._report)
 
@@ -190,15 +196,18 @@ class Simulation:
         self._asked += 1
         hashes = PromptHashes(ask.prompt, None)
         request = RoutingRequest(len(ask.prompt), ask.output, session=ask.session)
-        self._send(ask, hashes, self._chooser.choose(request, hashes))
+        pool, chooser = self._routers[self._asked % len(self._routers)]
+        self._send(ask, hashes, chooser.choose(request, hashes), pool)
 
-    def _send(self, ask: SimulatedRequest, hashes: PromptHashes, decision: RoutingDecision) -> None:
+    def _send(
+        self, ask: SimulatedRequest, hashes: PromptHashes, decision: RoutingDecision, pool: NodePool
+    ) -> None:
         if decision.prefill is None or decision.decode is None:
             raise AssertionError("the simulator knows prefill on prefill nodes only")
         prefill, decode = self.nodes[decision.prefill.node_id], self.nodes[decision.decode.node_id]
         blocks, name = hashes.of(BLOCK), f"{self._asked}"
-        self._pool.sent(prefill.info.node_id, name, len(ask.prompt))
-        self._pool.sent(decode.info.node_id, name, 0)
+        pool.sent(prefill.info.node_id, name, len(ask.prompt))
+        pool.sent(decode.info.node_id, name, 0)
         decode.waiting += 1
         cached = BLOCK * prefill.cached_blocks(blocks)
         tokens = max(1, len(ask.prompt) - cached)
@@ -213,8 +222,11 @@ class Simulation:
             prefill.waiting_tokens -= tokens
             prefill.computed += tokens
             prefill.busy_s += took
-            self._pool.answered(prefill.info.node_id, name)
-            self._pool.answered(decode.info.node_id, name)
+            pool.answered(prefill.info.node_id, name)
+            pool.answered(decode.info.node_id, name)
+            for other, chooser in self._routers:
+                if other is not pool:  # cache news
+                    chooser.answered(prefill.info, hashes, [])
             decode.waiting -= 1
             self.outcome.first_token_s.append(self.now - ask.at)
             decode.running += 1
@@ -225,7 +237,8 @@ class Simulation:
         def ended(seconds: float) -> None:
             decode.running -= 1
             decode.busy_s += seconds
-            self._chooser.answered(decode.info, hashes, [])
+            for _, chooser in self._routers:
+                chooser.answered(decode.info, hashes, [])
 
         self._later(prefill.free_at, first_token)
 

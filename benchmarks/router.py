@@ -1,6 +1,7 @@
 """The router alone, before engines that answer instantly: what it adds to the first token, and costs per token.
 
     python -m benchmarks.router [--quick] [--json FILE]
+    python -m benchmarks.router --processes 1,2,4    # only the requests per second of so many router processes on one port
 
 Router, engines and clients are three processes. Costs are the router's own CPU time, so that they mean the same on a
 machine that has other things to do; times are what a client sees. Both are also given less what the same messages cost
@@ -24,7 +25,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ from tandem.router.config import Limits, LocalPrefill, RouterConfig
 from tandem.router.hosting import RouterHost
 from tandem.wire.endpoints import key_of
 from tandem.wire.lines import LetterToRouter, Lines
-from tandem.wire.nodes import NodeInfo, RouterInfo
+from tandem.wire.nodes import NodeInfo, RouterInfo, RouterQueue
 from tandem.wire.requests import Submit, TokenBatch, ToRouter
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.sockets import Inbox, Outbox, admit, public_key
@@ -61,7 +63,19 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
     parser.add_argument("--profile", metavar="FILE", help="where to write the router's profile")
     parser.add_argument("--json", metavar="FILE", help="a file for the figures")
+    parser.add_argument(
+        "--processes", metavar="N,...", help="how many share a port, each number in turn; as many clients"
+    )
     options = parser.parse_args()
+    if options.processes:
+        rows = [
+            throughput(int(count), 200 if options.quick else 1000) for count in options.processes.split(",")
+        ]
+        if options.json:
+            Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        for row in rows:
+            Console().print(row)
+        return 0
     figures = measure(tokens=32 if options.quick else 128, profile=options.profile)
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
@@ -96,6 +110,43 @@ def measure(tokens: int, profile: str | None) -> dict[str, Any]:
             figures["requests_per_s"] = asyncio.run(requests(url, 32, each, PROMPT, 1))
             figures["cpu_us_per_request"] = (cpu_s() - before) / (32 * each) * 1e6
     return figures
+
+
+def throughput(processes: int, each: int) -> dict[str, float]:
+    """Of requests for one token, from as many processes of clients. To grow with `processes` it takes three cores for each of them."""
+    with running_engines(step_s=0.02) as nodes, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        make_tokenizer(folder)
+        door, url, pipes = "", "", []
+        for _ in range(processes):
+            pipe = stack.enter_context(child(serve_router, folder, list(nodes), None, door))
+            info: RouterInfo = pipe.recv()
+            nodes.admit(key_of(info.inbox_endpoint))
+            door, url = info.door, info.url
+            pipes.append(pipe)
+        for pipe in pipes:
+            while not _asked(pipe, "accepts"):
+                time.sleep(0.01)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, mp_context=context) as clients:
+            list(clients.map(ask, [url] * processes, [20] * processes))  # everything has been used once
+            before = [_asked(pipe, "cpu") for pipe in pipes]
+            rates = list(clients.map(ask, [url] * processes, [each] * processes))
+        cpu_s = [_asked(pipe, "cpu") - earlier for pipe, earlier in zip(pipes, before, strict=True)]
+    return {
+        "processes": processes,
+        "requests_per_s": sum(rates),
+        "cpu_us_per_request": sum(cpu_s) / (16 * each * processes) * 1e6,
+        "busiest_share_of_cpu": max(cpu_s) / sum(cpu_s),
+    }
+
+
+def ask(url: str, each: int) -> float:
+    return float(asyncio.run(requests(url, 16, each, PROMPT, 1)))
+
+
+def _asked(pipe: Connection, what: str) -> float:
+    pipe.send(what)
+    return float(pipe.recv())
 
 
 def idle_share(cpu_s: Any) -> float:
@@ -238,9 +289,11 @@ def make_tokenizer(folder: str) -> None:
     Path(folder, "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
-def serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo], profile: str | None) -> None:
+def serve_router(
+    pipe: Connection, folder: str, nodes: list[NodeInfo], profile: str | None, door: str = ""
+) -> None:
     if profile is None:
-        uvloop.run(_serve_router(pipe, folder, nodes))
+        uvloop.run(_serve_router(pipe, folder, nodes, door))
         return
     import cProfile
 
@@ -249,7 +302,7 @@ def serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo], profile: 
     profiler.dump_stats(profile)
 
 
-async def _serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo]) -> None:
+async def _serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo], door: str = "") -> None:
     config = RouterConfig(
         tokenizer_path=folder,
         model_name=MODEL,
@@ -258,7 +311,7 @@ async def _serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo]) ->
         limits=Limits(inflight_per_node=4096),
     )
     host = RouterHost(msgspec.msgpack.encode(config))
-    info = msgspec.msgpack.decode(await host.start(), type=RouterInfo)
+    info = msgspec.msgpack.decode(await host.start(door), type=RouterInfo)
     await host.set_members(msgspec.msgpack.encode(nodes))
     pipe.send(info)
     while True:
@@ -266,6 +319,10 @@ async def _serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo]) ->
             asked = await asyncio.to_thread(pipe.recv)
         except EOFError:
             break
+        if asked == "accepts":
+            queue = await host.set_members(msgspec.msgpack.encode(nodes))
+            pipe.send(msgspec.msgpack.decode(queue, type=RouterQueue).accepts)
+            continue
         pipe.send(time.process_time() if asked == "cpu" else _resident_bytes())
     await host.stop()
 

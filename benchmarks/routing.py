@@ -233,6 +233,25 @@ def quality(trace: str, seconds: float) -> dict[str, Any]:
     }
 
 
+def together(trace: str, seconds: float, routers: int) -> dict[str, Any]:
+    """Routers that know of each other's requests by nodes' statuses and cache news alone."""
+    prefill, decode = QUALITY_NODES
+
+    def chooser_of(pool: NodePool) -> Chooser:
+        return Chooser(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER)
+
+    simulation = Simulation(chooser_of, prefill, decode, routers)
+    outcome = simulation.run(TRACES[trace](random.Random(7), seconds, 0.75 * prefill / 4))
+    busy = [node.busy_s for node in simulation.nodes.values() if node.info.role is Role.PREFILL]
+    return {
+        "trace": trace,
+        "routers": routers,
+        "mean_wait_ms": fmean(outcome.first_token_s) * 1e3,
+        "imbalance": max(busy) / fmean(busy),
+        "hit_rate": outcome.cached_tokens / outcome.prompt_tokens,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.routing", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", default="4,100,1000,4000", help="how many, each in turn")
@@ -253,9 +272,19 @@ def main() -> int:
         f"Until the first token, {QUALITY_NODES[0]} prefill and {QUALITY_NODES[1]} decode nodes, simulated",
         qualities,
     )
+    shared = [
+        together(trace, options.seconds, routers)
+        for trace in TRACES
+        for routers in (1, 2, 4)
+        if options.seconds
+    ]
+    show("Several routers, which take requests in turns, simulated", shared)
     if options.json:
         Path(options.json).write_text(
-            json.dumps({"cost": costs, "index": indexes, "step": steps, "quality": qualities}, indent=1)
+            json.dumps(
+                {"cost": costs, "index": indexes, "step": steps, "quality": qualities, "together": shared},
+                indent=1,
+            )
             + "\n"
         )
     return 0
