@@ -252,6 +252,8 @@ def merged_stats(parts: Sequence[TransferStats]) -> TransferStats:
         values = [getattr(part, field) for part in parts]
         if isinstance(values[0], int):
             setattr(merged, field, sum(values))
+        elif field == "left_out":  # one node may have sent wrong KV to several of them
+            merged.left_out = sorted({node for part in parts for node in part.left_out})
         elif isinstance(values[0], list):
             setattr(merged, field, [item for value in values for item in value])
         elif field == "waits":

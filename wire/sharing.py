@@ -12,6 +12,9 @@
 The reader counts the lease from when it asked, on its own clock, so for the reader it ends first: what had arrived by then is right,
 and what arrives later is not used. Any message may be lost, doubled or late. A question without an answer is given up, and a lease
 that is not ended ends by itself.
+
+The owner's checksums are of the bytes that it has in the tier. The reader compares them before anything may load the chunks: how many
+it wants is its own setting.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class AskChunks(msgspec.Struct, frozen=True, tag="ask_chunks", forbid_unknown_fi
     layout: str  # what the bytes of a chunk mean: model, dtype and the order in which they lie
     keys: list[bytes]
     knows_memory: bool  # from an earlier answer of this incarnation
+    checksum_every: int = 0  # one of how many chunks shall carry a checksum, and the last; 0: none
 
 
 class ChunksFound(msgspec.Struct, frozen=True, tag="chunks_found", forbid_unknown_fields=True):
@@ -40,6 +44,7 @@ class ChunksFound(msgspec.Struct, frozen=True, tag="chunks_found", forbid_unknow
         int
     ]  # of the first keys that were asked for; none when the first is not there, or layouts differ
     memory: CacheMemory | None = None  # the tier's, unless the reader knows it
+    checksums: bytes = b""  # of the chunks that shall carry one, eight bytes each
 
 
 class ChunksRead(msgspec.Struct, frozen=True, tag="chunks_read", forbid_unknown_fields=True):

@@ -14,17 +14,21 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
-from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.channel import SideChannel
+from tandem.kvtransfer.protocol.checksums import ChecksumSample, pack, unpack
 from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, POLL_MIN_S
 from tandem.kvtransfer.protocol.identity import Clock, Identity, PeerKey
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, Envelope
 from tandem.wire.nodes import PeerAddress
-from tandem.wire.sharing import SharingMessage
+from tandem.wire.sharing import ChunksFound, SharingMessage
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,19 @@ class RemoteRead:
     there: Sequence[int]
     until: float  # what arrives later is not right
     urgent: bool  # a request waits for it
+    factor: int = 1  # places of a chunk
+    checksum_every: int = 0  # one of how many chunks, and the last, is compared
+    checksums: bytes = b""  # what the peer says of those
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChecksummedAnswer:
+    """`found`, once it has the checksums of chunks of ours that stay as they are meanwhile."""
+
+    peer: PeerAddress
+    found: ChunksFound
+    factor: int
+    every: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +70,8 @@ class RemoteReadEnded:
     number: int
     right: bool
     seconds: float
+    checked: int = 0  # chunks that were compared
+    wrong: str = ""  # what arrived other than it was sent
 
 
 Event = SharingMessage | RemoteReadEnded
@@ -75,6 +94,11 @@ class _Stop:
     pass
 
 
+def compared_chunks(number: int, chunks: int, every: int) -> list[int]:
+    """The same at both nodes, and others in the next answer."""
+    return ChecksumSample(every, number % every if every else 0, chunks - 1).between(0, chunks)
+
+
 class Exchange:
     """`wake` is called when there is something to take."""
 
@@ -91,7 +115,7 @@ class Exchange:
         self._wake = wake
         self._clock = clock
         self._events: deque[Event] = deque()
-        self._posted: queue.SimpleQueue[RemoteRead | _Stop] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[RemoteRead | ChecksummedAnswer | _Stop] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._remotes: OrderedDict[PeerKey, RemoteId] = OrderedDict()  # the one used last at the end
         self._broken: set[PeerKey] = set()  # to be disconnected when nothing is in flight there
@@ -103,6 +127,7 @@ class Exchange:
         self._me = Identity(node_id, epoch, self._channel.endpoint)
         self._thread = threading.Thread(target=self._run, name="kv-exchange", daemon=True)
         self.memory: CacheMemory | None = None
+        self._rows: npt.NDArray[np.uint8] | None = None
 
     @property
     def endpoint(self) -> str:
@@ -115,6 +140,7 @@ class Exchange:
     def open(self, memory: KVCacheMemory) -> None:
         """`memory` is the tier's: its blocks are the places."""
         self.memory = self._transport.register(memory)
+        self._rows = flat_bytes(memory.tensor).numpy().reshape(-1, self.memory.block_bytes)
         self._thread.start()
 
     def envelope(self, receiver_epoch: int) -> Envelope:
@@ -130,6 +156,10 @@ class Exchange:
 
     def read(self, reading: RemoteRead) -> None:
         self._posted.put(reading)
+
+    def answer(self, answer: ChecksummedAnswer) -> None:
+        """Sent by the other thread: a step does not wait for checksums."""
+        self._posted.put(answer)
 
     def take(self) -> list[Event]:
         if self._failure is not None:
@@ -157,8 +187,11 @@ class Exchange:
                     if isinstance(posted, _Stop):
                         return
                     poll_s = POLL_MIN_S
-                    self._open.append(_Progress(posted, began=self._clock()))
-                    self._open.sort(key=lambda progress: not progress.reading.urgent)
+                    if isinstance(posted, ChecksummedAnswer):
+                        self._sum_up(posted)
+                    else:
+                        self._open.append(_Progress(posted, began=self._clock()))
+                        self._open.sort(key=lambda progress: not progress.reading.urgent)
                 self._poll()
                 self._post()
         except BaseException as error:
@@ -185,9 +218,39 @@ class Exchange:
         for progress in ended:
             self._open.remove(progress)
         for progress in ended:
-            now = self._clock()
-            right = not progress.failed and now < progress.reading.until
-            self._add(RemoteReadEnded(progress.reading.number, right, now - progress.began))
+            reading, seconds = progress.reading, self._clock() - progress.began
+            checked, wrong = (0, "") if progress.failed else self._compared(reading)
+            right = not (progress.failed or wrong) and self._clock() < reading.until
+            self._add(RemoteReadEnded(reading.number, right, seconds, checked, wrong))
+
+    def _sum_up(self, answer: ChecksummedAnswer) -> None:
+        slots, factor = answer.found.slots, answer.factor
+        sums = [
+            self._sum([slots[chunk] * factor + part for part in range(factor)])
+            for chunk in compared_chunks(answer.found.number, len(slots), answer.every)
+        ]
+        self.send(answer.peer, msgspec.structs.replace(answer.found, checksums=pack(sums)))
+
+    def _compared(self, reading: RemoteRead) -> tuple[int, str]:
+        """How many chunks are what the peer has, and what is wrong with the first that is not."""
+        count = len(reading.here) // reading.factor
+        chunks = compared_chunks(reading.number, count, reading.checksum_every)
+        expected = unpack(reading.checksums)
+        if len(chunks) != len(expected):
+            return 0, f"{len(expected)} checksums came for {len(chunks)} chunks"
+        for number, (chunk, right) in enumerate(zip(chunks, expected, strict=True)):
+            first = chunk * reading.factor
+            if self._sum(reading.here[first : first + reading.factor]) != right:
+                return number, f"chunk {chunk} of {count} arrived with other bytes than were sent"
+        return len(chunks), ""
+
+    def _sum(self, places: Sequence[int]) -> int:
+        if self._rows is None:
+            raise InternalError("a checksum is wanted of a tier that is not open")
+        checksum = xxhash.xxh3_64()
+        for place in places:
+            checksum.update(self._rows[place].data)
+        return checksum.intdigest()
 
     def _post(self) -> None:
         for progress in self._open:
@@ -253,4 +316,5 @@ class Exchange:
         try:
             self._transport.close()
         finally:
+            self._rows = None  # the tier's, which takes its memory back
             self._channel.close()

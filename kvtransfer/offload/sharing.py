@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from tandem.kvtransfer.base import TransferRequest
-from tandem.kvtransfer.offload.exchange import Exchange, RemoteRead, RemoteReadEnded
+from tandem.kvtransfer.base import ChecksumPolicy, TransferRequest
+from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Exchange, RemoteRead, RemoteReadEnded
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key
-from tandem.kvtransfer.protocol.identity import PeerKey, key_of
+from tandem.kvtransfer.protocol.checksums import every_of
+from tandem.kvtransfer.protocol.identity import BoundedMemory, PeerKey, key_of
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.wire.handoff import CacheMemory, Envelope
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.sharing import (
@@ -33,6 +37,8 @@ from tandem.wire.sharing import (
     ChunksStored,
     TierForgotten,
 )
+
+logger = logging.getLogger(__name__)
 
 # A node that does not say what it has within this time is busy or gone: a request that waits for it is computed.
 ANSWER_S = 1.0
@@ -80,6 +86,7 @@ class _Fetch:
     room: StoreRoom  # what is being written; less of it when the peer has not got all
     asked_at: float
     for_mirror: bool
+    checksum_every: int = 0
     requests: set[str] = dataclasses.field(default_factory=set)  # that wait for it
     is_reading: bool = False
 
@@ -102,6 +109,7 @@ class TierSharing:
         chunk_tokens: int,
         remote: bool,
         mirror: bool,
+        checksums: ChecksumPolicy = ChecksumPolicy.SAMPLE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager = manager
@@ -112,7 +120,12 @@ class TierSharing:
         self._chunk_tokens = chunk_tokens
         self._remote = remote
         self._mirror = mirror
+        self._checksums = checksums
         self._clock = clock
+        limits = ProtocolSettings()  # a node is trusted as in handovers
+        self._max_wrong, self._doubt_s = limits.max_wrong, limits.keep_link_s
+        self._wrong: BoundedMemory[int] = BoundedMemory(MAX_PEERS, self._doubt_s, clock)
+        self.recorder = Recorder(clock)
         self._numbers = itertools.count()
         self._fetches: dict[int, _Fetch] = {}
         self._waiting: dict[str, int] = {}  # the fetch that a request waits for
@@ -197,16 +210,20 @@ class TierSharing:
         return copying < chunks * self._chunk_tokens / computing
 
     def _fetch(self, peer: PeerAddress, keys: Sequence[Key], *, for_mirror: bool) -> int | None:
-        """Its number; None when there is nothing to copy, or no room for it."""
+        """Its number; None when there is nothing to copy, or no room for it, or what came from there was wrong too often."""
+        times_wrong = self._wrong.get(peer.node_id) or 0
+        if times_wrong >= self._max_wrong:
+            return None
         room = self._manager.prepare_store(keys)
         if room is None or not room.keys:
             return None
         number = next(self._numbers)
-        self._fetches[number] = _Fetch(number, peer, room, self._clock(), for_mirror)
+        every = every_of(self._checksums, is_doubtful=times_wrong > 0)
+        self._fetches[number] = _Fetch(number, peer, room, self._clock(), for_mirror, every)
         self._arriving.update(dict.fromkeys(room.keys, number))
         knows = self._peer(PeerKey(peer.node_id, peer.epoch)).memory is not None
         envelope = self._exchange.envelope(peer.epoch)
-        self._exchange.send(peer, AskChunks(envelope, number, self._layout, room.keys, knows))
+        self._exchange.send(peer, AskChunks(envelope, number, self._layout, room.keys, knows, every))
         return number
 
     def _peer(self, key: PeerKey) -> _Peer:
@@ -279,7 +296,11 @@ class TierSharing:
                 self._readers.popitem(last=False)
         memory = None if ask.knows_memory else self._exchange.memory
         envelope = self._exchange.envelope(ask.envelope.sender_epoch)
-        self._exchange.send(reader, ChunksFound(envelope, ask.number, slots, memory))
+        found = ChunksFound(envelope, ask.number, slots, memory)
+        if slots and ask.checksum_every:
+            self._exchange.answer(ChecksummedAnswer(reader, found, self._factor, ask.checksum_every))
+        else:
+            self._exchange.send(reader, found)
 
     def _let_go(self, lease: tuple[PeerKey, int]) -> None:
         if (ended := self._leases.pop(lease, None)) is not None:
@@ -305,7 +326,18 @@ class TierSharing:
         until = fetch.asked_at + LEASE_S * (1 - SAFETY)
         here, there = self._places(fetch.room.slots), self._places(found.slots[:count])
         self._exchange.read(
-            RemoteRead(found.number, key, peer.memory, here, there, until, not fetch.for_mirror)
+            RemoteRead(
+                found.number,
+                key,
+                peer.memory,
+                here,
+                there,
+                until,
+                not fetch.for_mirror,
+                self._factor,
+                fetch.checksum_every,
+                found.checksums,
+            )
         )
 
     def _leave_out(self, fetch: _Fetch, first: int) -> None:
@@ -335,6 +367,9 @@ class TierSharing:
         key = PeerKey(fetch.peer.node_id, fetch.peer.epoch)
         self._manager.complete_store(fetch.room, written=ended.right)
         self._tell_read(fetch.peer, ended.number)
+        self.recorder.checked(ended.checked)
+        if ended.wrong:
+            self._doubt(fetch.peer.node_id, ended.wrong)
         if ended.right:
             num_bytes = len(fetch.room.keys) * self._chunk_bytes
             self._peer(key).bytes_per_s.observe(num_bytes, ended.seconds)
@@ -344,6 +379,14 @@ class TierSharing:
             else:
                 self.fetched_bytes += num_bytes
         self._end(ended.number)
+
+    def _doubt(self, node_id: str, problem: str) -> None:
+        logger.error("copying from the tier of %s: %s; none of it is used", node_id, problem)
+        self.recorder.wrong_kv(node_id)
+        times = (self._wrong.get(node_id) or 0) + 1
+        self._wrong.add(node_id, times)
+        if times >= self._max_wrong:
+            self.recorder.left_out(node_id, self._clock() + self._doubt_s)
 
     def _expect_no_more(self, number: int, keys: Sequence[Key]) -> None:
         """Since the tier forgot everything another fetch may bring them."""

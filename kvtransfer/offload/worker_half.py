@@ -73,8 +73,12 @@ class TierWorker(WorkerConnector):
         return ConnectorOutput(worker_metadata=EndedJobs(ended) if ended else None)
 
     def stats(self) -> TransferStats:
-        malformed = self._tier.sharing.malformed_frames if self._tier.sharing is not None else 0
-        return TransferStats(malformed_frames=malformed, tiers=[self._tier.status()])
+        sharing = self._tier.sharing
+        stats = (
+            sharing.recorder.snapshot(sharing.malformed_frames) if sharing is not None else TransferStats()
+        )
+        stats.tiers = [self._tier.status()]
+        return stats
 
     def shutdown(self) -> None:
         self._tier.close()
@@ -128,4 +132,5 @@ def _shared(context: ConnectorContext, memory: KVCacheMemory, tier: Tier, spec: 
         chunk_tokens=memory.block_size * tier.block_factor,
         remote=context.remote,
         mirror=context.mirror,
+        checksums=context.config.checksums,
     )

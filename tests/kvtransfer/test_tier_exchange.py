@@ -8,20 +8,28 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.offload import exchange
-from tandem.kvtransfer.offload.exchange import MAX_IN_FLIGHT, Exchange, RemoteRead, RemoteReadEnded
+from tandem.kvtransfer.offload.exchange import (
+    MAX_IN_FLIGHT,
+    ChecksummedAnswer,
+    Exchange,
+    RemoteRead,
+    RemoteReadEnded,
+)
 from tandem.kvtransfer.protocol.identity import PeerKey
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
-from tandem.wire.sharing import ChunksRead
+from tandem.wire.sharing import ChunksFound, ChunksRead
 from tandem.wire.sockets import Outbox
 
 PATIENCE_S = 20.0
-MEMORY = CacheMemory(b"", "DRAM", 0, 0, 100, 1 << 20)
+PLACES, PLACE_BYTES = 100, 4096
+MEMORY = CacheMemory(b"", "DRAM", 0, 0, PLACES, PLACE_BYTES)
 A, B = PeerKey("a", 1), PeerKey("b", 2)
 
 
@@ -78,7 +86,8 @@ class Reader:
         self.transport = Held()
         self.woken = threading.Event()
         self.exchange = Exchange("n", 7, "127.0.0.1", self.transport, self.woken.set)
-        self.exchange.open(None)  # type: ignore[arg-type]
+        self.pool = torch.zeros((PLACES, 1, 1, 1, 1, PLACE_BYTES), dtype=torch.uint8)
+        self.exchange.open(KVCacheMemory(self.pool, "m", 1, 1, 1000))
         self.ended: dict[int, bool] = {}
 
     def read(
@@ -119,7 +128,7 @@ def reader() -> Iterator[Reader]:
 def test_a_long_read_goes_in_pieces_and_ends_with_the_last(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "MAX_POST_BYTES", 4 << 20)
+    monkeypatch.setattr(exchange, "MAX_POST_BYTES", 4 * PLACE_BYTES)
     reader.read(1, places=4 * (MAX_IN_FLIGHT + 1))
     moves = reader.wait_for_moves(MAX_IN_FLIGHT)
     assert len(moves) == MAX_IN_FLIGHT
@@ -198,3 +207,49 @@ def test_messages_arrive_and_wake(reader: Reader) -> None:
         assert reader.exchange.take() == [message]
     finally:
         other.exchange.close()
+
+
+@pytest.mark.parametrize("every", [1, 16])
+@pytest.mark.parametrize("flipped", [None, (39, 0, 0), (20, 4095, 7)])
+def test_what_was_copied_is_compared_with_what_its_owner_has(
+    reader: Reader, every: int, flipped: tuple[int, int, int] | None
+) -> None:
+    """Of chunks of two places, from other slots than they come to. A sample has the last, and one of sixteen."""
+    factor, number, theirs, ours = 2, 10, list(range(30, 10, -1)), list(range(20))
+    owner = Reader()
+    try:
+        owner.pool.random_(0, 256, generator=torch.Generator().manual_seed(1))
+        found = ChunksFound(owner.exchange.envelope(7), number, theirs)
+        owner.exchange.answer(
+            ChecksummedAnswer(PeerAddress("n", 7, reader.exchange.endpoint), found, factor, every)
+        )
+        events: list[object] = []
+        reader.until(lambda: events or events.extend(reader.exchange.take()), "the answer")
+        (answer,) = events
+        assert isinstance(answer, ChunksFound)
+        there = [factor * slot + part for slot in theirs for part in range(factor)]
+        here = [factor * slot + part for slot in ours for part in range(factor)]
+        reader.pool[here] = owner.pool[there]
+        if flipped is not None:
+            place, byte, bit = flipped
+            reader.pool.view(PLACES, -1)[place, byte] ^= 1 << bit
+        until = time.monotonic() + 60
+        reader.exchange.read(
+            RemoteRead(number, A, MEMORY, here, there, until, True, factor, every, answer.checksums)
+        )
+        reader.transport.end(reader.wait_for_moves(1)[0])
+        ended: list[RemoteReadEnded] = []
+        reader.until(lambda: ended or ended.extend(reader.exchange.take()), "the end")  # type: ignore[arg-type]
+        assert ended[0].right == (flipped is None)
+        assert bool(ended[0].wrong) == (flipped is not None)
+        if flipped is None:
+            assert ended[0].checked == (20 if every == 1 else 2)
+    finally:
+        owner.exchange.close()
+
+
+def test_a_peer_that_sends_other_checksums_than_it_was_asked_for_is_not_believed(reader: Reader) -> None:
+    until = time.monotonic() + 60
+    reader.exchange.read(RemoteRead(1, A, MEMORY, range(4), range(4), until, True, 1, 1, b"12345678"))
+    reader.transport.end(reader.wait_for_moves(1)[0])
+    assert not reader.until_ended(1)

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from tandem.kvtransfer.base import EvictionPolicy
-from tandem.kvtransfer.offload.exchange import Event, RemoteRead, RemoteReadEnded
+from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Event, RemoteRead, RemoteReadEnded
 from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.sharing import ANSWER_S, RATE_LASTS_S, TierSharing
+from tandem.kvtransfer.protocol.checksums import SAMPLE_EVERY
 from tandem.kvtransfer.protocol.identity import Identity
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers
-from tandem.wire.sharing import LEASE_S, ChunksRead, SharingMessage
+from tandem.wire.sharing import LEASE_S, AskChunks, ChunksRead, SharingMessage
 
 SLOTS = 12
 CHUNK_BYTES = 1000
@@ -48,6 +49,9 @@ class FakeExchange:
 
     def send(self, peer: PeerAddress, message: SharingMessage) -> None:
         self._world.mail.append((peer.node_id, message))
+
+    def answer(self, answer: ChecksummedAnswer) -> None:
+        self.send(answer.peer, answer.found)
 
     def read(self, reading: RemoteRead) -> None:
         owner = self._world.nodes[reading.peer.node_id]
@@ -123,15 +127,15 @@ class World:
         self.nodes[name].exchange.events.append(message)
         self.nodes[name].sharing.turn()
 
-    def end_read(self, index: int = 0, *, fails: bool = False) -> None:
+    def end_read(self, index: int = 0, *, fails: bool = False, wrong: str = "") -> None:
         node, reading, seen = self.reads.pop(index)
         owner = self.nodes[reading.peer.node_id]
-        right = not fails and seen is not None and self.now < reading.until
+        right = not (fails or wrong) and seen is not None and self.now < reading.until
         if right and owner.epoch == reading.peer.epoch:
             assert seen == [owner.content.get(slot) for slot in reading.there], "written to while it is read"
         for slot, content in zip(reading.here, seen or [b"?"] * len(reading.here), strict=True):
             node.content[slot] = content or b"?"
-        node.exchange.events.append(RemoteReadEnded(reading.number, right, 0.1))
+        node.exchange.events.append(RemoteReadEnded(reading.number, right, 0.1, 0, wrong))
         node.sharing.turn()
 
     def settle(self) -> None:
@@ -161,6 +165,32 @@ def test_what_a_peer_has_without_a_gap_is_copied() -> None:
     assert b.manager.lookup(keys(8)) == 5
     assert b.sharing.fetched_bytes == 5 * CHUNK_BYTES
     b.check()
+    assert not a.sharing._leases
+
+
+def test_what_arrived_wrong_is_not_kept_and_its_owner_is_trusted_less_and_then_left_out() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(4))
+    every = []
+    for number in range(3):
+        assert b.sharing.begin_fetch(Asker(f"r{number}", CachePeers(source=a.address)), keys(4))  # type: ignore[arg-type]
+        while world.mail:
+            if isinstance(message := world.mail[0][1], AskChunks):
+                every.append(message.checksum_every)
+            world.deliver()
+        world.end_read(wrong="chunk 1 arrived with other bytes than were sent")
+        world.settle()
+        assert not b.sharing.is_fetching(f"r{number}")
+        assert b.manager.lookup(keys(4)) == 0
+    assert every == [SAMPLE_EVERY, 1, 1]
+    stats = b.sharing.recorder.snapshot(0)
+    assert stats.wrong_kv == {"a": 3}
+    assert stats.left_out == ["a"]
+    late = Asker("r3", CachePeers(source=a.address))
+    assert not b.sharing.begin_fetch(late, keys(4)), "it is left out"  # type: ignore[arg-type]
+    world.now += 601
+    assert b.sharing.begin_fetch(late, keys(4))  # type: ignore[arg-type]
     assert not a.sharing._leases
 
 
