@@ -255,13 +255,15 @@ def test_a_node_killed_while_it_stores_leaves_nothing_wrong(tmp_path: Path) -> N
         script = _WRITER.format(here=str(Path(__file__).parent), folder=str(tmp_path), seed=seed)
         writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
         assert writer.stdout is not None
-        assert writer.stdout.readline() == b"begun\n"
-        # It has written some when the file says so.
-        while not open_file_content(tmp_path):
-            pass
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
+        try:
+            assert writer.stdout.readline() == b"begun\n"
+            # It has written some when the file says so.
+            while not open_file_content(tmp_path):
+                pass
+        finally:
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+            writer.stdout.close()
         file = open_file(tmp_path)
         for key, slot in file.content():
             if file.read(slot, key, into):
