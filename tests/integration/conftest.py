@@ -67,7 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.timeout(600))
+            # The nearest mark counts, and this would be nearer than the test's own.
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(600))
             if item.path.name in BETWEEN_ENGINES:
                 item.add_marker(pytest.mark.slow)
                 continue
