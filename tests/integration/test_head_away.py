@@ -20,7 +20,7 @@ AWAY_S = float(os.environ.get("TANDEM_AWAY_S", "10"))
 # As the manifests set it for every machine.
 PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
 
-pytestmark = pytest.mark.timeout(int(300 + AWAY_S))
+pytestmark = pytest.mark.timeout(int(600 + AWAY_S))
 
 
 @pytest.fixture(scope="module")

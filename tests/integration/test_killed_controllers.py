@@ -24,7 +24,7 @@ CLIENTS = 4
 BACK_S = 60.0
 CONTROLLER = "ray::ControllerActor"
 
-pytestmark = pytest.mark.timeout(120 + 40 * KILLS)
+pytestmark = pytest.mark.timeout(600 + 40 * KILLS)
 
 Processes = Callable[[], dict[int, str]]
 
