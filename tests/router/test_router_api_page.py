@@ -10,9 +10,10 @@ import pytest
 
 from tandem.router.config import PolicyName, Timeouts
 from tandem.router.engine_metrics import EngineCollector
+from tandem.router.figures import AllFigures
 from tandem.router.http.app import make_app  # noqa: F401  every error that a route may raise is known by then
 from tandem.router.metrics import RouterMetrics
-from tandem.router.node_metrics import NodeCollector
+from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import ACCEPTED, REFUSED
@@ -45,7 +46,7 @@ def published() -> set[str]:
     """Every metric, as a scrape names it."""
     registry = RouterMetrics().registry
     registry.register(
-        NodeCollector(
+        LinkCollector(
             SimpleNamespace(members=[], foreign_messages=0),
             SimpleNamespace(
                 malformed=0, handler_errors=0, foreign=0, lines=SimpleNamespace(gaps=0, resent=0)
@@ -54,7 +55,9 @@ def published() -> set[str]:
             SimpleNamespace(count=0, gaps=0),
         )
     )
-    registry.register(EngineCollector(SimpleNamespace(members=[])))
+    for collector in (NodeCollector, EngineCollector):
+        registry.register(collector(SimpleNamespace(members=[])))
+    registry.register(AllFigures([], {}))
     return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
 
 

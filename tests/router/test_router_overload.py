@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from tandem.router.config import ApiKey, Limits, Timeouts
+from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
 
@@ -112,7 +113,7 @@ def test_a_reader_that_stops_is_cut_off_and_nobody_else_notices(start_router: St
         limits=Limits(inflight_per_node=8),
     )
     router.remove("d0").kill()
-    node = router.add("d0", "decode", max_model_len=400_000)  # type: ignore[arg-type]
+    node = router.add("d0", Role.DECODE, max_model_len=400_000)
     router.wait_ready()
     body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 300_000, "n": 2, "logprobs": 20}
     with EventReader(router.url, "/v1/completions", body, receive_buffer=4096) as slow:
@@ -128,7 +129,7 @@ def test_a_reader_that_stops_is_cut_off_and_nobody_else_notices(start_router: St
 
 def test_an_answer_that_nobody_fetches_does_not_hold_its_connection(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=0, timeouts=Timeouts(keep_alive=1, slow_reader=1))
-    router.add("d0", "decode", max_model_len=400_000)  # type: ignore[arg-type]
+    router.add("d0", Role.DECODE, max_model_len=400_000)
     router.wait_ready()
     body = {"model": "fake", "prompt": "x", "max_tokens": 4_000, "n": 4, "logprobs": 20}
     with EventReader(router.url, "/v1/completions", body, receive_buffer=4096):
