@@ -80,9 +80,9 @@ class RecordedSteps:
         return logits
 
     @property
-    def sizes(self) -> list[int]:
-        """Recorded so far, in tokens."""
-        return sorted(kind.tokens for kind in self._recorded)
+    def shapes(self) -> list[tuple[int, int]]:
+        """Recorded so far: (tokens, adapters' slots)."""
+        return sorted(self._recorded)
 
     def _may_record(self, kind: _Kind, batch: Batch) -> bool:
         return (

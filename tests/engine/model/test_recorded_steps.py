@@ -87,7 +87,7 @@ def test_tokens_are_the_models_whatever_comes_and_goes(architecture: str, dtype:
         schedules.append(answers)
     assert schedules[0] == schedules[1]
     assert steps.num_replays > 0
-    assert len(steps.sizes) > 1
+    assert len(steps.shapes) > 1
 
 
 def test_layers_are_announced_around_a_step_that_is_played_again(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_model_that_looks_at_its_results_runs_as_it_comes(how: str, tmp_path: 
     steps = RecordedSteps(forward, forward.attention)  # type: ignore[arg-type]
     runner._forward = steps
     assert answers_of(runner, prompts) == expected
-    assert steps.sizes == []
+    assert steps.shapes == []
     assert steps.num_replays == 0
 
 
@@ -154,7 +154,7 @@ def test_a_value_that_is_frozen_unseen_is_found_before_it_counts(tmp_path: Path)
     for _ in range(6):
         steps_so_far += 1
         driver.step({"r": 1})
-    assert steps.sizes == []
+    assert steps.shapes == []
     assert steps.num_replays == 0
 
 
@@ -167,7 +167,7 @@ def test_recordings_take_so_much_memory_and_no_more(tmp_path: Path, monkeypatch:
     assert answers_of(runner, prompts) == expected
     steps = runner.forward
     assert isinstance(steps, RecordedSteps)
-    assert steps.sizes == []
+    assert steps.shapes == []
     assert steps.num_replays == 0
 
 
@@ -177,7 +177,7 @@ def test_vectors_and_prompts_are_computed_as_they_come(tmp_path: Path) -> None:
     driver.add("r", prompts_of("qwen3")[1])
     driver.step({"r": 4})  # a chunk, whose rows want no logits
     driver.step({"r": LENGTHS[1] - 4})
-    assert runner.forward.sizes == []  # type: ignore[attr-defined]
+    assert runner.forward.shapes == []  # type: ignore[attr-defined]
 
 
 def test_adapters_take_turns_in_a_slot_and_change_different_layers(tmp_path: Path) -> None:
