@@ -1,10 +1,12 @@
 """What guessing from the text pays: tokens per step and time per token, with guesses, without, and where they cannot be right.
 
-    python -m benchmarks.speculation [--model smollm2] [--guesses 4] [--tokens 192] [--requests 1] [--threads N] [--rounds 3] [--json FILE]
+    python -m benchmarks.speculation [--model smollm2] [--draft NAME] [--guesses 4] [--tokens 192] [--requests 1] [--threads N] [--rounds 3]
+                                     [--json FILE]
 
 Two kinds of prompts: code that is to be written again with a change, and chats. Both are answered greedily by engines that differ in
 `scheduler.num_speculative_tokens` and `scheduler.max_draft_loss` alone and take turns; their tokens must be the same. A third kind draws from
-sixteen tokens at random: guesses are found all the time and seldom right, and guessing as it pays may cost 3%. The fastest round of each
+sixteen tokens at random: guesses are found all the time and seldom right, and guessing as it pays may cost 3%. With `--draft` that model
+guesses, and the text itself does not. The fastest round of each
 prompt counts, because whatever else the machine does only adds time.
 """
 
@@ -69,6 +71,7 @@ class Run(msgspec.Struct):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2", metavar="NAME", help="(%(default)s)")
+    parser.add_argument("--draft", default="", metavar="NAME", help="a draft model, such as the model itself")
     parser.add_argument("--guesses", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--requests", type=int, default=1, help="at once")
@@ -76,13 +79,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = measure(Path(prepare_model(options.model, lambda what, share: None).path), options)
+    found = measure(found_here(options.model), found_here(options.draft) if options.draft else None, options)
     print_table(found)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
 
-def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+def found_here(name: str) -> Path:
+    return Path(prepare_model(name, lambda what, share: None).path)
+
+
+def measure(model: Path, draft: Path | None, options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def prompts(texts: list[str]) -> list[list[int]]:
@@ -99,18 +106,21 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "chat": (prompts(CHAT), greedy),
         "noise": (prompts(CHAT), msgspec.structs.replace(greedy, temperature=100.0, seed=1, logit_bias=few)),
     }
-    engines = {name: engine_of(model, options, changes) for name, changes in ENGINES.items()}
+    engines = {name: engine_of(model, draft, options, changes) for name, changes in ENGINES.items()}
     return {
-        "model": options.model, "guesses": options.guesses, "requests": options.requests, "threads": options.threads,
+        "model": options.model, "draft": options.draft, "guesses": options.guesses, "requests": options.requests, "threads": options.threads,
         "ceiling": CEILING,
         "kinds": {kind: compare(engines, *asked, options) for kind, asked in kinds.items()},
     }  # fmt: skip
 
 
-def engine_of(model: Path, options: argparse.Namespace, changes: dict[str, Any]) -> Engine:
+def engine_of(
+    model: Path, draft: Path | None, options: argparse.Namespace, changes: dict[str, Any]
+) -> Engine:
     cache = CacheConfig(memory_bytes=512 << 20, prefix_caching=False)
     config = SchedulerConfig(max_model_len=2048, **{"num_speculative_tokens": options.guesses, **changes})
-    runner: TorchRunner = load_runner(ModelConfig(path=str(model), threads=options.threads), cache, config)
+    described = ModelConfig(path=str(model), threads=options.threads, draft=str(draft or ""))
+    runner: TorchRunner = load_runner(described, cache, config)
     info = runner.info
     scheduler = Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len)
     return Engine(scheduler, runner, None, ahead=config.plans_ahead(info.device))
@@ -183,7 +193,7 @@ def figures(runs: list[Run], base: float) -> dict[str, float]:
 
 def print_table(found: dict[str, Any]) -> None:
     table = Table(
-        title=f"{found['model']}, {found['requests']} at once, up to {found['guesses']} guesses, {found['threads']} threads"
+        title=f"{found['model']}{', guessed by ' + found['draft'] if found['draft'] else ''}, {found['requests']} at once, up to {found['guesses']} guesses, {found['threads']} threads"
     )
     for name in ("prompts", "guesses", "tokens per step", "ms per token", "of none", "drafted", "right"):
         table.add_column(name, justify="left" if name in ("prompts", "guesses") else "right")

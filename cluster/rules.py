@@ -19,6 +19,11 @@ Broken = tuple[Path, str]
 def broken_rules(config: TandemConfig) -> Iterator[Broken]:
     if not config.model.path.strip():
         yield ("model", "path"), f"must not be empty, not {config.model.path!r}"
+    if config.model.draft and not config.scheduler.num_speculative_tokens:
+        yield (
+            ("model", "draft"),
+            "needs scheduler.num_speculative_tokens: how many tokens it guesses, such as 4",
+        )
     yield from broken_adapters(config)
     yield from _pools(config)
     yield from _together(config)

@@ -100,6 +100,20 @@ def _adapters(values: list[str]) -> list[Assignment]:
     return [("model.adapters", json.dumps(adapters))]
 
 
+def _speculation(values: list[str]) -> list[Assignment]:
+    """An object with `num_speculative_tokens`, and `model` for a draft model; `method` says which of the two."""
+    try:
+        described = json.loads(values[0])
+        method, count = described.get("method"), described["num_speculative_tokens"]
+        model = described.get("model") or ""
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [("scheduler.num_speculative_tokens", values[0])]  # refused, with what it must be
+    if method not in (None, "ngram", "draft_model") or (method is None and not model):
+        return [("scheduler.num_speculative_tokens", f"{method} guesses")]
+    own = [("model.draft", str(model))] if model and method != "ngram" else []
+    return [("scheduler.num_speculative_tokens", str(count)), *own]
+
+
 _RUNNER = (
     "a model generates, and makes vectors where its files or model.pooling say how; nothing is classified"
 )
@@ -213,7 +227,9 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--no-async-scheduling", "--disable-overlap-schedule"), switches("scheduler.async_scheduling", "never"), 0),
     Flag(
         ("--speculative-config",),
-        UnsupportedFlag("guesses are made from the prompt's own words: `--set scheduler.num_speculative_tokens=N`"),
+        SettingFlag(
+            ("scheduler.num_speculative_tokens", "model.draft"), _speculation, "methods `ngram` and `draft_model`"
+        ),
     ),
     Flag(("--num-speculative-tokens",), sets("scheduler.num_speculative_tokens")),
     Flag(("--kv-offloading-size",), SettingFlag(("cache.tiers",), _offloading, "for each node")),

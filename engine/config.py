@@ -76,6 +76,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = {}
     max_lora_rank: Annotated[AtLeastOne, about("the highest rank of an adapter that is served")] = 16
+    draft: Annotated[
+        str,
+        about(
+            "a small model with the same tokenizer, as `path` is named, that guesses the next `scheduler.num_speculative_tokens` tokens "
+            "([guesses](scheduler.md#guesses)); its memory counts to the node's. Empty: they are guessed from what was said before"
+        ),
+    ] = ""
     pooling: Annotated[
         Literal["auto", "none", "mean", "last", "cls"],
         about(
@@ -277,7 +284,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = Reserve.PROMPT
     num_speculative_tokens: Annotated[
-        NotNegative, about("most tokens that are guessed from what was said before, and checked together")
+        NotNegative,
+        about(
+            "most tokens that are guessed, from what was said before or by `model.draft`, and checked together"
+        ),
     ] = 0
     max_draft_loss: Annotated[
         Annotated[float, Meta(ge=0, le=1)],

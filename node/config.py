@@ -60,6 +60,8 @@ def refused_with_ranks(engine: EngineConfig) -> Iterator[str]:
     """What does not go together with several ranks yet, each in words that follow "but"."""
     if engine.scheduler.max_loras:
         yield "scheduler.max_loras asks for adapters, whose matrices are not cut: set it to 0"
+    if engine.model.draft:
+        yield "model.draft would be computed by one rank alone: leave it out"
     for name in ("tiers", "remote", "mirror"):
         if getattr(engine.cache, name):
             yield f"cache.{name} would copy the KV of one rank alone: leave it out"

@@ -51,7 +51,7 @@ class NodeHost:
         raise_descriptor_limit()
         sys.setswitchinterval(_SWITCH_S)
         self._config = config
-        self._model = settings.engine.model.path
+        self._model, self._draft = settings.engine.model.path, settings.engine.model.draft
         self._find_model = find_model
         self._find_adapter = find_adapter
         self._adapters = settings.engine.model.adapters
@@ -81,8 +81,12 @@ class NodeHost:
         if self._find_model is None:
             return self._node.start(self._report)
         folder = self._find_model(self._model, self._report)
+        draft = self._find_model(self._draft, self._report) if self._draft else None
         return self._node.start(
-            self._report, model_folder=folder, adapters=self._adapter_folders(self._adapters)
+            self._report,
+            model_folder=folder,
+            adapters=self._adapter_folders(self._adapters),
+            draft_folder=draft,
         )
 
     def _adapter_folders(self, adapters: Mapping[str, str]) -> dict[str, str]:

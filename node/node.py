@@ -103,13 +103,15 @@ class Node:
         *,
         model_folder: str | None = None,
         adapters: Mapping[str, str] | None = None,
+        draft_folder: str | None = None,
     ) -> NodeInfo:
         """With the `runner` that another node of this process has released, nothing is loaded. `model_folder`: where
-        the model is on this machine, if that is not what the configuration says; `adapters`: the same of each adapter."""
+        the model is on this machine, if that is not what the configuration says; `adapters`: the same of each adapter; `draft_folder`: of the draft
+        model."""
         config = self.config
         mailbox: Mailbox[Item] = Mailbox()
         if runner is None:
-            runner = self._load(mailbox, progress, model_folder, adapters)
+            runner = self._load(mailbox, progress, model_folder, adapters, draft_folder)
         info = runner.info
         scheduler_half: SchedulerConnector | None = None
         worker_half: WorkerConnector | None = None
@@ -239,6 +241,7 @@ class Node:
         progress: Progress | None,
         folder: str | None,
         adapters: Mapping[str, str] | None,
+        draft_folder: str | None,
     ) -> ModelRunner:
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
         from tandem.engine.model.loading import load_runner
@@ -255,6 +258,8 @@ class Node:
             model = msgspec.structs.replace(model, path=folder)
         if adapters is not None:
             model = msgspec.structs.replace(model, adapters=dict(adapters))
+        if draft_folder is not None:
+            model = msgspec.structs.replace(model, draft=draft_folder)
         if config.tensor_parallel > 1:
             runner = self._load_together(model, mailbox, progress)
         else:

@@ -8,7 +8,8 @@ import msgspec
 
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.adapters import adapter_place
-from tandem.cluster.models.store import Model, resolve_revision, tokenizer_folder
+from tandem.cluster.models.catalogue import PACKAGED
+from tandem.cluster.models.store import Model, check_name, local_model, resolve_revision, tokenizer_folder
 from tandem.engine.config import SchedulingPolicy
 from tandem.router.text.chat_template import template_source
 from tandem.wire.errors import ConfigurationError
@@ -25,7 +26,13 @@ def with_model(config: TandemConfig, model: Model) -> TandemConfig:
     adapters = {each: adapter_place(each, where) for each, where in config.model.adapters.items()}
     return replace(
         config,
-        model=replace(config.model, path=model.path, served_name=name, adapters=adapters),
+        model=replace(
+            config.model,
+            path=model.path,
+            served_name=name,
+            adapters=adapters,
+            draft=draft_place(config.model.draft),
+        ),
         router=replace(
             config.router,
             tokenizer_path=tokenizer_folder(model.path),
@@ -38,6 +45,15 @@ def with_model(config: TandemConfig, model: Model) -> TandemConfig:
             chat_template=template_source(own) if own is not None else None,
         ),
     )
+
+
+def draft_place(name: str) -> str:
+    """As every process may read it, whatever folder it runs in. Raises ConfigurationError."""
+    if not name:
+        return name
+    check_name(name, setting="model.draft")
+    local = local_model(name, setting="model.draft") if name not in PACKAGED else None
+    return str(local) if local is not None else name
 
 
 async def fix_model(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:

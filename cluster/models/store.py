@@ -58,9 +58,9 @@ def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return root / "models"
 
 
-def check_name(name: str, revision: str = "") -> None:
+def check_name(name: str, revision: str = "", setting: str = "model.path") -> None:
     """Refuses at once what cannot be a model, before anything is fetched or started."""
-    on_hub = name not in PACKAGED and local_model(name) is None
+    on_hub = name not in PACKAGED and local_model(name, setting) is None
     if revision and (not on_hub or "@" in name):
         raise ConfigurationError(
             f"model.revision {revision!r} is for a name on the Hugging Face hub (owner/name), and model.path is {name!r}"
@@ -71,40 +71,40 @@ def check_name(name: str, revision: str = "") -> None:
         )
     if on_hub and (name.startswith((".", "/", "~")) or not _ON_HUB.fullmatch(name)):
         raise ConfigurationError(
-            f"model.path {name!r} is not there: name a folder, a Hugging Face model (owner/name), "
+            f"{setting} {name!r} is not there: name a folder, a Hugging Face model (owner/name), "
             f"or one of {', '.join(PACKAGED)}"
         )
 
 
-def local_model(name: str) -> Path | None:
+def local_model(name: str, setting: str = "model.path") -> Path | None:
     """The folder or GGUF file that it names; None if there is none. Raises ConfigurationError for what holds no model."""
     if not name:
-        raise ConfigurationError("model.path is empty: name a folder or a Hugging Face model (owner/name)")
+        raise ConfigurationError(f"{setting} is empty: name a folder or a Hugging Face model (owner/name)")
     try:
         path = Path(name).expanduser()
         if path.is_dir():
             if not (path / "config.json").is_file():
-                _check_gguf_folder(path, name)
+                _check_gguf_folder(path, name, setting)
             return path.resolve()
         if path.suffix == ".gguf" and path.is_file():
-            _check_gguf_folder(path.parent, name)
+            _check_gguf_folder(path.parent, name, setting)
             return path.resolve()
         if path.exists():
-            raise ConfigurationError(f"model.path {name!r} is a file: name the folder it is in")
+            raise ConfigurationError(f"{setting} {name!r} is a file: name the folder it is in")
     except (OSError, RuntimeError) as error:  # not ours to read, too long, the home of an unknown user
-        raise ConfigurationError(f"model.path {name[:200]!r} cannot be read: {error}") from error
+        raise ConfigurationError(f"{setting} {name[:200]!r} cannot be read: {error}") from error
     return None
 
 
-def _check_gguf_folder(folder: Path, name: str) -> None:
+def _check_gguf_folder(folder: Path, name: str, setting: str) -> None:
     if not any(folder.glob("*.gguf")):
         raise ConfigurationError(
-            f"model.path {name!r} is a folder without config.json: name the folder that save_pretrained wrote"
+            f"{setting} {name!r} is a folder without config.json: name the folder that save_pretrained wrote"
         )
     # A GGUF file names the rules by which text is split before it becomes tokens, and does not hold them.
     if not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(
-            f"model.path {name!r}: beside a GGUF file the model's own tokenizer.json is needed, and its "
+            f"{setting} {name!r}: beside a GGUF file the model's own tokenizer.json is needed, and its "
             "tokenizer_config.json or chat_template.jinja for chats: put them into its folder"
         )
 

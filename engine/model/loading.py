@@ -23,6 +23,7 @@ from tandem.engine.model.checkpoint import (
     read_config,
 )
 from tandem.engine.model.content import ModelContent, content_of
+from tandem.engine.model.draft_loading import load_draft_model
 from tandem.engine.model.memory import allocate_cache, size_block_pool
 from tandem.engine.model.paths import AdapterRoom, ForwardShape, load_general, load_native
 from tandem.engine.model.pooling import find_pooling
@@ -97,6 +98,9 @@ def load_runner(
             "leave it at auto"
         )
     plan = plan_cache(loaded.layers, cache.block_size, loaded.states, kv_dtype)
+    draft = None
+    if model.draft and scheduler.num_speculative_tokens and loaded.generates:
+        draft = load_draft_model(model, source, plan, loaded.vocab_size, device, threads, tell, native)
     max_model_len = context_length(config, scheduler.max_model_len)
     shape = ForwardShape(scheduler.max_num_seqs, max_model_len)
     beside = 0
@@ -104,6 +108,8 @@ def load_runner(
         tell("measuring a step's memory", 0.0)
         with on(device), _cache_left_room():
             beside = loaded.beside_cache(shape, scheduler.max_num_batched_tokens)
+            if draft is not None:
+                beside += draft.beside_cache(shape, scheduler.max_num_batched_tokens)
     num_blocks = size_block_pool(
         plan,
         cache if shard is None else _of_rank(cache, device, shard),
@@ -113,6 +119,7 @@ def load_runner(
         max_num_seqs=scheduler.max_num_seqs,
         tokens_per_step=scheduler.max_num_batched_tokens,
         beside=beside,
+        draft_bytes=draft.bytes_per_block if draft is not None else 0,
     )
     if shard is not None:
         num_blocks = shard.least(num_blocks)
@@ -121,6 +128,9 @@ def load_runner(
         forward = loaded.use_cache(kv_cache, plan, shape)
         if shard is not None and shard.lead is not None:
             forward = LeadingForward(forward, shard, shard.lead)
+        guesser = None
+        if draft is not None:
+            guesser = draft.with_cache(num_blocks, plan.all_groups, loaded.vocab_size, device, shape)
     identity = content() if content is not None else ModelContent("", "")
     info = ModelInfo(
         name=model.served_name or source.name,
@@ -149,6 +159,7 @@ def load_runner(
         grammars=Grammars(functools.partial(tokenizer_json, source), info.vocab_size, info.eos_token_ids),
         adapters=loaded.adapters,
         tower=loaded.tower,
+        draft_model=guesser,
     )
     tell("ready", 1.0)
     return runner

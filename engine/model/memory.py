@@ -39,10 +39,11 @@ def size_block_pool(
     max_num_seqs: int,
     tokens_per_step: int,
     beside: int = 0,
+    draft_bytes: int = 0,
 ) -> int:
     """Blocks in the pool, the null block included. Never more than all sequences at full length can use. `beside` is
-    what a step needs beside the cache: it stays free, whatever the cache's share is."""
-    block_bytes = plan.elements_per_block * dtype.itemsize
+    what a step needs beside the cache: it stays free, whatever the cache's share is. `draft_bytes` are a draft model's, in each block."""
+    block_bytes = plan.elements_per_block * dtype.itemsize + draft_bytes
     one_request = plan.blocks_for(max_model_len, tokens_per_step)
     needed = (one_request + 1) * block_bytes
     free = available_bytes(device)

@@ -26,6 +26,7 @@ class RequestRows:
         `num_state_blocks` for each request."""
         self._row_of: dict[str, int] = {}
         self._num_added = 0
+        self._block_size = block_size
         self._free = list(range(capacity - 1, -1, -1))
         max_blocks = -(-max_tokens // block_size)
         # Fresh zero pages cost nothing until they are written.
@@ -78,6 +79,10 @@ class RequestRows:
                 start = int(counts[row])
                 table[row, start : start + len(ids)] = ids
                 counts[row] = start + len(ids)
+
+    def num_slots(self, row: int, table: int) -> int:
+        """For how many tokens the row has blocks in one of its tables."""
+        return int(self._num_blocks[table][row]) * self._block_size
 
     def append_tokens(self, row: int, token_ids: list[int]) -> None:
         start = int(self.num_tokens[row])

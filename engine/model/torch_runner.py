@@ -12,6 +12,7 @@ import torch
 
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.batching import ScheduledTokens, UnreadTokens, build_batch
+from tandem.engine.model.draft_model import DraftModel
 from tandem.engine.model.ngram import propose
 from tandem.engine.model.passes import cut_for_logits, hooks_of_pass
 from tandem.engine.model.pooler import PooledVector, Pooler, read_vector
@@ -64,6 +65,7 @@ class TorchRunner:
         grammars: Grammars | None = None,
         adapters: AdapterSlots | None = None,
         tower: VisionTower | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
@@ -71,6 +73,7 @@ class TorchRunner:
         self._forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
+        self._draft_model = draft_model  # None: guesses come from the text itself
         self._device = kv_cache.device
         # Drafts follow a request's tokens, even its last.
         max_tokens = info.max_model_len + num_speculative_tokens + 1
@@ -107,6 +110,10 @@ class TorchRunner:
         return self._adapters
 
     @property
+    def draft_model(self) -> DraftModel | None:
+        return self._draft_model
+
+    @property
     def forward(self) -> Forward:
         return self._forward
 
@@ -116,6 +123,8 @@ class TorchRunner:
         self._preempted.clear()
         self._prompt_logprobs.clear()
         self._images.forget_all()
+        if self._draft_model is not None:
+            self._draft_model.forget_requests()
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> StepOnDevice:
         with on(self._device), torch.inference_mode():
@@ -318,6 +327,7 @@ class TorchRunner:
         # A request that left since, and came back or not, is told its tokens when it comes back.
         here = self._requests.tenancies[sampled.rows] == sampled.tenancies
         start = 0
+        wanted: dict[str, int] = {}
         for req_id, row, length, is_here in zip(
             sampled.req_ids, sampled.rows.tolist(), sampled.lengths.tolist(), here.tolist(), strict=True
         ):
@@ -339,11 +349,14 @@ class TorchRunner:
                 output.logprobs[req_id] = computed.read()[: len(of_request)]
             self._requests.append_tokens(row, of_request)
             output.sampled_token_ids[req_id] = of_request
-            if num_drafts := limits.get(req_id, 0) if limits is not None else self._num_drafts:
-                began = time.perf_counter()
-                if drafts := self._propose(row, num_drafts):
-                    output.draft_token_ids[req_id] = drafts
-                output.drafting_s += time.perf_counter() - began
+            num_drafts = limits.get(req_id, 0) if limits is not None else self._num_drafts
+            room = self._info.max_model_len - int(self._requests.num_tokens[row]) - 1
+            if min(num_drafts, room) > 0:
+                wanted[req_id] = min(num_drafts, room)
+        if wanted:
+            began = time.perf_counter()
+            self._propose(wanted, output)
+            output.drafting_s = time.perf_counter() - began
 
     def _read_vectors(self, vectors: list[PooledVector], output: ModelOutput) -> None:
         for one in vectors:
@@ -370,14 +383,23 @@ class TorchRunner:
                 return index
         return len(drafts)
 
-    def _propose(self, row: int, most: int) -> list[int]:
-        known = int(self._requests.num_tokens[row])
-        room = min(most, self._info.max_model_len - known - 1)
-        drafts = propose(self._requests.tokens[row, :known], room) if room > 0 else []
-        if drafts and self._masks is not None and self._table.constrained[row]:
-            # What the grammar refuses would be checked for nothing.
-            return drafts[: self._masks.num_allowed(row, drafts, self._requests, self._table)]
-        return drafts
+    def _propose(self, wanted: dict[str, int], output: ModelOutput) -> None:
+        requests, model = self._requests, self._draft_model
+        if model is not None:
+            guessed = model.propose(requests, wanted)
+            output.guess_s = model.guess_s
+        else:
+            guessed = {}
+            for req_id, most in wanted.items():
+                row = requests.row(req_id)
+                guessed[req_id] = propose(requests.tokens[row, : int(requests.num_tokens[row])], most)
+        for req_id, drafts in guessed.items():
+            row = requests.row(req_id)
+            if drafts and self._masks is not None and self._table.constrained[row]:
+                # What the grammar refuses would be checked for nothing.
+                drafts = drafts[: self._masks.num_allowed(row, drafts, requests, self._table)]
+            if drafts:
+                output.draft_token_ids[req_id] = drafts
 
     def _pieces_of_prompts(
         self, unreported: set[int], batch: Batch, scheduled: ScheduledTokens, logits: torch.Tensor

@@ -1,8 +1,8 @@
 """How many tokens are guessed for which request, so that guessing pays.
 
 A draft costs what its tokens add to the step that checks them, and the time to find it; it saves a row of a step for each token that was right.
-Both are measured here: a step's time as a line over its tokens, and how often drafts are right, for each request and for all. A request gets
-drafts as long as the next token of one is likelier right than it costs of a row. Others get trials of one token, ever more seldom, for a text may
+Both are measured here: a step's time as a line over its tokens, what a draft model takes for a token, and how often drafts are right, for each
+request and for all. A request gets drafts as long as the next token of one is likelier right than it costs of a row. Others get trials of one token, ever more seldom, for a text may
 begin to repeat itself.
 
 All of it is paid from one account: what was saved, and an allowance, a share of what decoding takes. When it is empty, nothing is guessed. So
@@ -74,6 +74,7 @@ class DraftJudge:
         self._saved = 0.0  # seconds: what is left to spend
         self._row = 0.0  # seconds: a row of the last decoding step, without drafts
         self._cost = _ASSUMED_COST  # of a guess, of a row
+        self._guess_s = 0.0  # what a draft model takes for a token
 
     def limits(self, step: SchedulerOutput, requests: Iterable[Request]) -> dict[str, int]:
         """How many tokens may be guessed after this step, of those `requests` that get a token in it; the others: none."""
@@ -107,7 +108,8 @@ class DraftJudge:
 
     def _paying_length(self, chance: float) -> int:
         length, likely = 0, chance
-        while length < self._most and likely > self._cost:
+        cost = self._cost + (self._guess_s / self._row if self._row else 0.0)
+        while length < self._most and likely > cost:
             length, likely = length + 1, likely * chance
         return length
 
@@ -146,9 +148,13 @@ class DraftJudge:
         found: Container[str],
         requests: Mapping[str, Request],
         seconds: float,
+        guess_s: float = 0.0,
     ) -> None:
-        """Looking for drafts took so long. Where one looks in vain again and again, one looks more seldom."""
+        """Looking for drafts took so long, and a further token takes a draft model `guess_s`. Where one looks in vain again and again, one
+        looks more seldom."""
         self._saved -= seconds
+        if guess_s:
+            self._guess_s = self._guess_s * _FADES + guess_s * (1 - _FADES) if self._guess_s else guess_s
         for request_id in limits:
             request = requests.get(request_id)
             if request is None or (record := request.drafting) is None:

@@ -111,6 +111,7 @@ class ModelOutput:
         default_factory=dict
     )  # proposals for the next step
     drafting_s: float = 0.0  # that looking for them took
+    guess_s: float = 0.0  # that each of their tokens took a draft model
     # For requests with `pooling` whose tokens are all computed: float32, the lowest byte first.
     vectors: dict[str, bytes] = dataclasses.field(default_factory=dict)
     # Those that can have no next token, or no vector, and why.

@@ -91,7 +91,9 @@ class ModelResults:
                     TokenChunk(request_id, request.num_output_tokens, [], prompt_logprobs=of_prompt)
                 )
         if state.judge is not None and step.draft_limits:
-            state.judge.searched(step.draft_limits, output.draft_token_ids, requests, output.drafting_s)
+            state.judge.searched(
+                step.draft_limits, output.draft_token_ids, requests, output.drafting_s, output.guess_s
+            )
         for request_id, proposal in output.draft_token_ids.items():
             request = requests.get(request_id)
             if request is not None and request.status is _RUNNING:

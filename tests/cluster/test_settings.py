@@ -141,6 +141,14 @@ MISTAKES = [
         "{pools: {aggregated: {nodes: 1, tensor_parallel: 2}}, scheduler: {max_loras: 2}}",
         "FILE: pools.aggregated.tensor_parallel is 2, but scheduler.max_loras asks for adapters, whose matrices are not cut: set it to 0",
     ),
+    (
+        "{pools: {aggregated: {nodes: 1, tensor_parallel: 2}}, scheduler: {num_speculative_tokens: 2}, model: {draft: a/b}}",
+        "FILE: pools.aggregated.tensor_parallel is 2, but model.draft would be computed by one rank alone: leave it out",
+    ),
+    (
+        "model: {draft: a/b}",
+        "FILE: model.draft needs scheduler.num_speculative_tokens: how many tokens it guesses, such as 4",
+    ),
     ("pools: {decode: {threads: 0}}", "FILE: pools.decode.threads must be at least 1, not 0"),
     ("cache: {block_size: 24}", "FILE: cache.block_size must be a power of two, not 24"),
     ("cache: {memory_share: 1.5}", "FILE: cache.memory_share must be above 0 and at most 1, not 1.5"),

@@ -73,6 +73,14 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
     (["--chat-template", "t.jinja"], {"router.chat_template": "t.jinja"}),
     (["--model-path", "a/b", "--log-level", "debug"], {"model.path": "a/b", "logs.level": "debug"}),
     (["--num-speculative-tokens", "3"], {"scheduler.num_speculative_tokens": 3}),
+    (
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'],
+        {"scheduler.num_speculative_tokens": 5, "model.draft": ""},
+    ),
+    (
+        ["--speculative-config", '{"model": "a/small", "num_speculative_tokens": 2}'],
+        {"scheduler.num_speculative_tokens": 2, "model.draft": "a/small"},
+    ),
     (["--disable-log-requests", "--disable-log-stats", "--enable-metrics"], {}),
     (["--otlp-traces-endpoint", "http://c:4318"], {"router.tracing.otlp_endpoint": "http://c:4318"}),
 ]
@@ -100,6 +108,10 @@ def test_api_keys_become_tenants() -> None:
         (["--trust-remote-code"], "--trust-remote-code: code that comes with a checkpoint is never run"),
         (["--data-parallel-size", "2"], "--prefill N and --decode N, or --aggregated N"),
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype: cache.dtype must be"),
+        (
+            ["--speculative-config", '{"method": "eagle3", "model": "a/head", "num_speculative_tokens": 2}'],
+            "--speculative-config: scheduler.num_speculative_tokens must be",
+        ),
         (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization: cache.memory_share must be"),
         (["a/b", "--model", "c/d"], "MODEL a/b and --model c/d name two models"),
     ],

@@ -49,6 +49,7 @@ class OneEngine:
         adapters: Mapping[str, str] | None = None,
         encoder_tokens: int = 1024,
         num_blocks: int | None = None,
+        draft: Path | str = "",
     ) -> OneEngine:
         """`shares`: its tier in host memory reads those of others, and mirrors."""
         woken, epoch = threading.Event(), next(epochs)
@@ -61,7 +62,9 @@ class OneEngine:
             encoder_tokens=encoder_tokens,
         )
         scheduler = scheduler or SchedulerConfig()
-        config = ModelConfig(path=str(model), dtype="float32", threads=1, adapters=dict(adapters or {}))
+        config = ModelConfig(
+            path=str(model), dtype="float32", threads=1, adapters=dict(adapters or {}), draft=str(draft)
+        )
         runner = load_runner(config, cache, scheduler)
         info = runner.info
         scheduler_half, worker_half = None, None
@@ -108,8 +111,9 @@ class OneEngine:
         lora: str | None = None,
         media: Sequence[MediaFeature] = (),
         images: Sequence[bytes] = (),
+        sampling: SamplingParams | None = None,
     ) -> None:
-        sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        sampling = sampling or SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         request = Request(
             name,
             prompt,

@@ -47,8 +47,10 @@ class FakeNode:
         *,
         model_folder: str | None = None,
         adapters: Mapping[str, str] | None = None,
+        draft_folder: str | None = None,
     ) -> NodeInfo:
         self.starts += 1
+        self.draft_folder = draft_folder
         self.model_folder, self.adapters = model_folder, adapters
         progress("loading", 0.5)
         if runner is None:
@@ -158,7 +160,7 @@ def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode
     config = NodeConfig(
         node_id="decode-0",
         role=Role.DECODE,
-        engine=EngineConfig(model=ModelConfig(path="smollm2", adapters={"sql": "me/sql"})),
+        engine=EngineConfig(model=ModelConfig(path="smollm2", adapters={"sql": "me/sql"}, draft="me/small")),
     )
     hosted = NodeHost(
         make,  # type: ignore[arg-type]
@@ -169,7 +171,8 @@ def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode
     hosted.start()
     assert made[0].model_folder == "/here/smollm2"
     assert made[0].adapters == {"sql": "/here/sql/me/sql"}
-    assert hosted.progress_after(0, PATIENCE_S)[0] == 2, "fetching, then loading"
+    assert made[0].draft_folder == "/here/me/small"
+    assert hosted.progress_after(0, PATIENCE_S)[0] == 3, "fetching both, then loading"
 
 
 def test_who_asks_again_whether_it_has_started_gets_the_same_answer(host: tuple[NodeHost, FakeNode]) -> None:

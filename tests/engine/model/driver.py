@@ -140,8 +140,11 @@ class Driver:
         self.drafts.pop(req_id, None)
         return request
 
-    def step(self, work: dict[str, int], hooks: LayerHooks | None = None) -> ModelOutput:
-        """Compute so many tokens of each request; drafts, if there are any, are added after a newest token."""
+    def step(
+        self, work: dict[str, int], hooks: LayerHooks | None = None, *, guesses: bool = True
+    ) -> ModelOutput:
+        """Compute so many tokens of each request; drafts, if there are any, are added after a newest token. Without `guesses` none are
+        wanted for the next step."""
         new: list[NewRequestData] = []
         cached = CachedRequestData()
         scheduled: dict[str, int] = {}
@@ -192,6 +195,7 @@ class Driver:
                 finished_req_ids=self._finished,
                 preempted_req_ids=self._preempted,
                 state_copies=self.state_copies,
+                draft_limits=None if guesses else {},
             ),
             hooks,
         )

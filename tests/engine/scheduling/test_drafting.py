@@ -25,6 +25,7 @@ class Node:
     fixed_s: float = 0.004
     token_s: float = 0.002
     search_s: float = 0.0
+    guess_s: float = 0.0  # of a draft model, for each token
     most: int = 4
     loss: float = LOSS
     seed: int = 0
@@ -65,8 +66,9 @@ class Node:
             self.judge.settled(self.requests[name], count, right)
             self.drafted[name] += count
             accepted += right
-        self.judge.searched(limits, limits, self.requests, self.search_s * len(limits))
-        self.seconds += taken + self.search_s * len(limits)
+        looking = self.search_s * len(limits) + self.guess_s * sum(limits.values())
+        self.judge.searched(limits, limits, self.requests, looking, self.guess_s)
+        self.seconds += taken + looking
         self.alone_s += row * (rows + accepted)
         self.tokens += rows + accepted
         self.steps += 1
@@ -88,14 +90,15 @@ class Node:
     chances=st.lists(st.sampled_from([0.0, 0.05, 0.3, 0.6, 0.95]), min_size=1, max_size=6),
     token_s=st.sampled_from([0.0, 0.0001, 0.001, 0.01]),
     search_s=st.sampled_from([0.0, 0.0001]),
+    guess_s=st.sampled_from([0.0, 0.0005, 0.01]),
     most=st.integers(1, 6),
     seed=st.integers(0, 99),
 )
 def test_drafts_never_cost_more_than_their_allowance(
-    chances: list[float], token_s: float, search_s: float, most: int, seed: int
+    chances: list[float], token_s: float, search_s: float, guess_s: float, most: int, seed: int
 ) -> None:
     named = {str(place): chance for place, chance in enumerate(chances)}
-    node = Node(named, token_s=token_s, search_s=search_s, most=most, seed=seed).run(2000)
+    node = Node(named, token_s=token_s, search_s=search_s, guess_s=guess_s, most=most, seed=seed).run(2000)
     assert node.cost < 1 + LOSS + 60 / 2000  # what it begins with, and what savings it may spend again
 
 
@@ -112,6 +115,16 @@ def test_where_they_are_mostly_right_they_are_long(token_s: float) -> None:
     node = Node({"a": 0.95}, token_s=token_s).run(1000)
     assert node.tokens / node.steps > 3.5
     assert node.cost < 0.45
+
+
+def test_a_draft_model_guesses_as_far_as_a_token_of_its_own_pays() -> None:
+    quick = Node({"a": 0.8}, token_s=0.0, guess_s=0.0004).run(1000)
+    slow = Node({"a": 0.8}, token_s=0.0, guess_s=0.0025).run(1000)
+    assert quick.tokens / quick.steps > slow.tokens / slow.steps > 1.5
+    assert quick.cost < slow.cost < 1
+    never = Node({"a": 0.8}, token_s=0.0, guess_s=0.005).run(2000)
+    assert never.cost < 1.03
+    assert never.tokens / never.steps < 1.1
 
 
 def test_where_a_token_costs_a_row_little_is_guessed() -> None:

@@ -1,0 +1,150 @@
+"""From configuration to a draft model that can guess for another one, or a sentence that says why it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+
+from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.config import ModelConfig
+from tandem.engine.model.attention.layers import CachePlan, plan_cache
+from tandem.engine.model.checkpoint import choose_dtype, context_length, read_config
+from tandem.engine.model.draft_model import DraftModel
+from tandem.engine.model.memory import allocate_cache
+from tandem.engine.model.paths import ForwardShape, LoadedModel, load_general, load_native
+from tandem.engine.model.source import ModelSource, Progress, find_source
+from tandem.engine.structured.grammars import tokenizer_json
+from tandem.wire.errors import ConfigurationError
+
+# They read the model's own hidden states, and are no models by themselves.
+_HEADS = ("eagle", "medusa", "mtp", "mlpspeculator", "nextn")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedDraftModel:
+    """Its weights, waiting for a KV cache."""
+
+    source: ModelSource
+    loaded: LoadedModel
+    plan: CachePlan
+    max_model_len: int
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.plan.elements_per_block * self.loaded.dtype.itemsize
+
+    def beside_cache(self, shape: ForwardShape, tokens: int) -> int:
+        return self.loaded.beside_cache(shape, tokens) if self.loaded.beside_cache is not None else 0
+
+    def with_cache(
+        self,
+        num_blocks: int,
+        groups: tuple[KVCacheGroup, ...],
+        vocab_size: int,
+        device: torch.device,
+        shape: ForwardShape,
+    ) -> DraftModel:
+        kv_cache = allocate_cache(self.plan, num_blocks, self.loaded.dtype, device)
+        shape = ForwardShape(shape.max_requests, min(shape.max_model_len, self.max_model_len))
+        return DraftModel(
+            self.loaded.use_cache(kv_cache, self.plan, shape),
+            num_blocks,
+            device,
+            table=_whole_table(groups),
+            block_size=self.plan.block_size,
+            max_model_len=shape.max_model_len,
+            draft_vocab=self.loaded.vocab_size,
+            vocab_size=vocab_size,
+        )
+
+
+def load_draft_model(
+    model: ModelConfig,
+    target: ModelSource,
+    plan: CachePlan,
+    vocab_size: int,
+    device: torch.device,
+    threads: int,
+    progress: Progress,
+    native: bool,
+) -> LoadedDraftModel:
+    """`target`, `plan` and `vocab_size` are those of the model that it guesses for. Raises ConfigurationError."""
+    source = find_source(model.draft)
+    config = read_config(source)
+    for name in source.read_json("config.json").get("architectures") or ():
+        if any(part in name.lower() for part in _HEADS):
+            raise ConfigurationError(
+                f"model.draft names {source.name}, whose class is {name}: heads that read another model's hidden states are not "
+                "served. Name a small model with the same tokenizer"
+            )
+    if not any(group.keeps_every_token for group in plan.groups):
+        raise ConfigurationError(
+            f"model.draft cannot guess for {target.name}: none of its layers keeps every token, and the draft model's keys and "
+            "values lie where such a layer's do. Leave model.draft empty"
+        )
+    check_vocabularies(target, source)
+    dtype = choose_dtype(model.dtype, source, config)
+
+    def tell(what: str, share: float) -> None:
+        progress(f"draft model: {what}", share)
+
+    # Loading leaves torch as many threads as that model needs; both need theirs.
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    loaded = load_native(source, config, dtype, device, threads, tell) if native else None
+    if loaded is None:
+        loaded = load_general(source, config, dtype, device, threads, tell)
+    torch.set_num_threads(max(threads_before, torch.get_num_threads()))
+    if loaded.states is not None or any(layer.window is not None for layer in loaded.layers):
+        raise ConfigurationError(
+            f"model.draft names {source.name}, not all of whose layers attend to every token: name another model"
+        )
+    if not (source.folder / "tokenizer.json").is_file() and loaded.vocab_size != vocab_size:
+        raise ConfigurationError(
+            f"model.draft names {source.name}, which has {loaded.vocab_size} tokens, and {target.name} has {vocab_size}: a draft "
+            "model needs the same tokenizer"
+        )
+    own_plan = plan_cache(loaded.layers, plan.block_size)
+    return LoadedDraftModel(source, loaded, own_plan, context_length(config, None))
+
+
+def _whole_table(groups: tuple[KVCacheGroup, ...]) -> int:
+    return next(index for index, group in enumerate(groups) if group.keeps_every_token)
+
+
+def check_vocabularies(target: ModelSource, draft: ModelSource) -> None:
+    """Raises ConfigurationError where a number stands for two different tokens. One of the two may have more special tokens than the other."""
+    files = [source.folder / "tokenizer.json" for source in (target, draft)]
+    found = [file.is_file() or source.gguf_file for file, source in zip(files, (target, draft), strict=True)]
+    if not any(found):
+        return  # nothing to compare: they have the same number of tokens, or are refused for that
+    if all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
+        return
+    (ours, our_words), (theirs, their_words) = _tokens_of(target), _tokens_of(draft)
+    for number in sorted(ours.keys() & theirs.keys()):
+        if ours[number] != theirs[number]:
+            raise ConfigurationError(
+                f"model.draft names {draft.name}, whose token {number} is {theirs[number]!r}, and {target.name} has {ours[number]!r} "
+                "there: a draft model needs the same tokenizer"
+            )
+    if our_words != their_words:
+        raise ConfigurationError(
+            f"model.draft names {draft.name}, which has {their_words} tokens, and {target.name} has {our_words}: a draft model needs "
+            "the same tokenizer"
+        )
+
+
+def _tokens_of(source: ModelSource) -> tuple[dict[int, str], int]:
+    """All, and how many of them are not special."""
+    document: dict[str, Any] = json.loads(tokenizer_json(source))
+    vocab = document.get("model", {}).get("vocab", {})
+    if isinstance(vocab, dict):
+        tokens = {int(number): str(token) for token, number in vocab.items()}
+    else:  # pieces with their scores, in order
+        tokens = {number: str(piece[0]) for number, piece in enumerate(vocab)}
+    num_words = len(tokens)
+    tokens |= {int(each["id"]): str(each["content"]) for each in document.get("added_tokens", ())}
+    return tokens, num_words

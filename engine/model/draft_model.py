@@ -1,0 +1,215 @@
+"""Drafts from a small model with the same tokenizer, greedily.
+
+It has a KV cache of its own, whose blocks have the numbers of the model's: what owns a block of the pool owns both. So the scheduler keeps no
+second account, and nothing here is told of preemptions, prefix hits, aborts or transfers. Instead what lies in a block is known by what it was
+computed from: a hash of all tokens up to the block's end. A request begins where its blocks hold what it needs; the rest is read, some of it after
+each step. So a prompt that another node computed is read here once more, by the small model: handing over its keys and values as well would cost
+the link more, and bind prefill nodes, tiers and mirrors to a model that only decoding needs.
+
+Nothing here can make an answer wrong. A guess is checked by the model, and a wrong one costs its time.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.engine.model.batching import ScheduledTokens, build_batch
+from tandem.engine.model.runner import Forward
+from tandem.engine.model.staging import DeviceMark, on
+from tandem.engine.model.states import RequestRows
+
+_READING_S = 0.02  # after one step, for prompts that are new to the draft model
+_FIRST_PIECE, _MOST_READ = 64, 2048  # tokens
+_FADES = 0.8
+
+Drafts = dict[str, list[int]]
+
+
+@dataclasses.dataclass(slots=True)
+class _Progress:
+    """How far one row's request has been read."""
+
+    tenancy: int
+    num_read: int = 0  # tokens whose keys and values lie in the row's blocks
+    guessed: list[int] = dataclasses.field(default_factory=list)  # read after those, before they were known
+    num_filed: int = 0  # blocks of `num_read` tokens that `_holds` has
+    chain: int = 0  # the hash up to the last of them
+
+
+class DraftModel:
+    """Used from the step thread alone, with the tables and tokens that the runner keeps."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        table: int,
+        block_size: int,
+        max_model_len: int,
+        draft_vocab: int,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`table`: of the model's block tables, the one that keeps every token."""
+        self._forward = forward
+        self._device = device
+        self._table = table
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._draft_vocab, self._vocab_size = draft_vocab, vocab_size
+        self._clock = clock
+        self._progress: dict[int, _Progress] = {}
+        self._holds: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # by block; 0: nothing whole
+        self._piece = float(_FIRST_PIECE)  # tokens that are read in about _READING_S
+        self.num_read = 0  # tokens of prompts and answers, without guesses
+        self.guess_s = 0.0  # for each token of the last call's drafts, without reading
+
+    def propose(self, requests: RequestRows, wanted: Mapping[str, int]) -> Drafts:
+        """Up to so many tokens that may follow those of each request; none for one that is still to be read."""
+        with on(self._device), torch.inference_mode():
+            lengths: dict[str, int] = {}
+            for req_id, most in wanted.items():
+                row = requests.row(req_id)
+                # The last guess is not fed.
+                room = min(self._max_model_len, requests.num_slots(row, self._table))
+                length = min(most, room - int(requests.num_tokens[row]) + 1)
+                if length > 0:
+                    lengths[req_id] = length
+                    self._find_progress(requests, row)
+            self._read(requests, lengths)
+            began = self._clock()
+            drafts = self._guess(requests, lengths)
+            self.guess_s = (self._clock() - began) / max(sum(map(len, drafts.values())), 1)
+            return drafts
+
+    def forget_requests(self) -> None:
+        self._progress.clear()
+
+    def _find_progress(self, requests: RequestRows, row: int) -> None:
+        # The newest token is always fed: what follows it is wanted.
+        known, tokens = int(requests.num_tokens[row]) - 1, requests.tokens[row]
+        progress = self._progress.get(row)
+        if progress is not None and progress.tenancy == requests.tenancies[row]:
+            for token in progress.guessed:
+                if progress.num_read >= known or tokens[progress.num_read] != token:
+                    break
+                progress.num_read += 1
+            progress.guessed = []
+            self._file(requests, row, progress)
+            return
+        progress = self._progress[row] = _Progress(int(requests.tenancies[row]))
+        table = requests.tables[self._table][row]
+        while (progress.num_filed + 1) * self._block_size <= known:
+            chain = self._next_hash(requests, row, progress)
+            if self._holds[table[progress.num_filed]] != chain:
+                break
+            progress.chain, progress.num_filed = chain, progress.num_filed + 1
+        progress.num_read = progress.num_filed * self._block_size
+
+    def _next_hash(self, requests: RequestRows, row: int, progress: _Progress) -> int:
+        start = progress.num_filed * self._block_size
+        return hash((progress.chain, requests.tokens[row, start : start + self._block_size].tobytes())) or 1
+
+    def _file(self, requests: RequestRows, row: int, progress: _Progress) -> None:
+        """Notes what the blocks hold that are full now."""
+        table = requests.tables[self._table][row]
+        while (progress.num_filed + 1) * self._block_size <= progress.num_read:
+            progress.chain = self._next_hash(requests, row, progress)
+            self._holds[table[progress.num_filed]] = progress.chain
+            progress.num_filed += 1
+
+    def _behind(self, requests: RequestRows, req_id: str) -> int:
+        """Tokens to read before the newest."""
+        row = requests.row(req_id)
+        return int(requests.num_tokens[row]) - 1 - self._progress[row].num_read
+
+    def _read(self, requests: RequestRows, lengths: Mapping[str, int]) -> None:
+        """A piece of what is new. Few tokens are read with the first guess: those that the last guesses got wrong."""
+        left = int(self._piece)
+        counts: dict[str, int] = {}
+        for req_id, length in lengths.items():
+            behind = self._behind(requests, req_id)
+            if behind > length and left > 0:
+                counts[req_id] = min(behind, left)
+                left -= counts[req_id]
+        if not counts:
+            return
+        began = self._clock()
+        self._forward_of(requests, counts, guesses=False)
+        DeviceMark(self._device).wait()
+        took, num_tokens = self._clock() - began, sum(counts.values())
+        for req_id, count in counts.items():
+            row = requests.row(req_id)
+            progress = self._progress[row]
+            progress.num_read += count
+            self._file(requests, row, progress)
+        self.num_read += num_tokens
+        if num_tokens >= _FIRST_PIECE // 2 and took > 0:
+            fitting = num_tokens * _READING_S / took
+            self._piece = self._piece * _FADES + fitting * (1 - _FADES)
+            self._piece = min(max(self._piece, _FIRST_PIECE // 2), _MOST_READ)
+
+    def _guess(self, requests: RequestRows, lengths: Mapping[str, int]) -> Drafts:
+        drafts: Drafts = {id: [] for id, most in lengths.items() if self._behind(requests, id) <= most}
+        for place in range(max(map(lengths.__getitem__, drafts), default=0)):
+            counts: dict[str, int] = {}
+            for req_id, draft in drafts.items():
+                if lengths[req_id] <= place:
+                    continue
+                counts[req_id] = self._behind(requests, req_id) + 1 if place == 0 else 1
+                if place:
+                    row = requests.row(req_id)
+                    # After the known tokens, where the next real ones overwrite it.
+                    requests.tokens[row, int(requests.num_tokens[row]) + place - 1] = draft[-1]
+            for req_id, token in self._forward_of(requests, counts, guesses=True).items():
+                row = requests.row(req_id)
+                progress = self._progress[row]
+                if place == 0:
+                    self.num_read += counts[req_id]
+                    progress.num_read = int(requests.num_tokens[row])
+                    self._file(requests, row, progress)
+                else:
+                    progress.guessed.append(drafts[req_id][-1])
+                drafts[req_id].append(token)
+        return drafts
+
+    def _forward_of(self, requests: RequestRows, counts: dict[str, int], *, guesses: bool) -> dict[str, int]:
+        """Computes so many tokens after those that are read; with `guesses`, what follows the last of each."""
+        seen = copy.copy(requests)  # the same rows, as far as this model has read them
+        seen.tables, seen.num_token_tables = [requests.tables[self._table]], 1
+        seen.num_computed = requests.num_computed.copy()
+        # A row whose tokens are all known to be in the step has a next one.
+        seen.num_tokens = np.full_like(requests.num_tokens, np.iinfo(np.int32).max)
+        for req_id, count in counts.items():
+            row = requests.row(req_id)
+            progress = self._progress[row]
+            first = progress.num_read + len(progress.guessed)
+            seen.num_computed[row] = first
+            if guesses:
+                seen.num_tokens[row] = first + count
+            # What is written to holds nothing whole, until it is filed.
+            blocks = seen.tables[0][
+                row, first // self._block_size : (first + count - 1) // self._block_size + 1
+            ]
+            self._holds[blocks] = 0
+        batch, scheduled = build_batch(seen, counts, {}, set(), self._block_size, self._device)
+        if self._draft_vocab < self._vocab_size:
+            batch.token_ids.clamp_(max=self._draft_vocab - 1)  # the model's vocabulary may be padded further
+        logits = self._forward(batch, None)
+        return self._tokens_of(scheduled, logits) if guesses else {}
+
+    def _tokens_of(self, scheduled: ScheduledTokens, logits: torch.Tensor) -> dict[str, int]:
+        best: list[int] = logits[:, : self._vocab_size].argmax(dim=-1).tolist()
+        return {
+            req_id: best[place]
+            for req_id, place in zip(scheduled.req_ids, scheduled.first_sample.tolist(), strict=True)
+        }
