@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import shlex
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -111,12 +112,19 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=32, metavar="TOKENS", help="(%(default)s)")
     parser.add_argument("--patience", type=float, default=60.0, metavar="S", help="(%(default)g)")
     parser.add_argument("--slo", default="ttft=2s,itl=200ms", metavar="LIMITS", help="(%(default)s)")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=0.4,
+        metavar="X",
+        help="of the time to the first token: as long may a request wait, or it is turned away (%(default)g)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument(
         "--out", type=Path, default=Path("results/burst"), metavar="FOLDER", help="(%(default)s)"
     )
     options = parser.parse_args()
-    for name in ("times", "share", "patience"):
+    for name in ("times", "share", "patience", "within"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name} must be above 0, not {getattr(options, name):g}")
     return options
@@ -162,7 +170,11 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _systems(options: argparse.Namespace, model: Path) -> list[System]:
-    systems = tandem_systems(model)
+    # The rest of the service level is for reading the prompt itself, beside others' answers.
+    ttft, systems = parse_service_level(options.slo).ttft, tandem_systems(model)
+    if ttft is not None:
+        door = ("--set", f"router.admit_within={ttft * options.within:g}")
+        systems = [replace(system, command=(*system.command, *door)) for system in systems]
     if options.vllm is not None:
         if options.peers is None:
             raise ConfigurationError("--vllm needs --peers FOLDER: the scripts that start it")

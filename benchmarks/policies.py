@@ -17,7 +17,7 @@ import random
 import statistics
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,9 @@ class Simulation:
         chooser_of: Callable[[NodePool], Chooser],
         prefill_nodes: int = PREFILL_NODES,
         decode_nodes: int = DECODE_NODES,
-        routers: int = 1,  # which take requests in turns, and hear of each other's by nodes' statuses alone
+        routers: int = 1,  # which take requests in turns
+        telling_s: float
+        | None = None,  # how long it takes to tell another router; None: it hears nodes' statuses alone
     ) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -161,6 +163,7 @@ class Simulation:
             for _ in range(routers)
         ]
         self._routers = [(pool, chooser_of(pool)) for pool in pools]
+        self._telling_s = telling_s
         self._asked = 0
         self.outcome = PolicyOutcome()
         self.nodes = {
@@ -208,6 +211,11 @@ class Simulation:
         blocks, name = hashes.of(BLOCK), f"{self._asked}"
         pool.sent(prefill.info.node_id, name, len(ask.prompt))
         pool.sent(decode.info.node_id, name, 0)
+        if self._telling_s is not None:
+            self._later(
+                self.now + self._telling_s,
+                lambda: self._tell(pool, name, hashes, {prefill.info: len(ask.prompt), decode.info: 0}),
+            )
         decode.waiting += 1
         cached = BLOCK * prefill.cached_blocks(blocks)
         tokens = max(1, len(ask.prompt) - cached)
@@ -222,8 +230,10 @@ class Simulation:
             prefill.waiting_tokens -= tokens
             prefill.computed += tokens
             prefill.busy_s += took
-            pool.answered(prefill.info.node_id, name)
-            pool.answered(decode.info.node_id, name)
+            told = [other for other, _ in self._routers if other is pool or self._telling_s is not None]
+            for each in told:
+                each.answered(prefill.info.node_id, name)
+                each.answered(decode.info.node_id, name)
             for other, chooser in self._routers:
                 if other is not pool:  # cache news
                     chooser.answered(prefill.info, hashes, [])
@@ -241,6 +251,12 @@ class Simulation:
                 chooser.answered(decode.info, hashes, [])
 
         self._later(prefill.free_at, first_token)
+
+    def _tell(self, sender: NodePool, name: str, hashes: PromptHashes, sent: Mapping[NodeInfo, int]) -> None:
+        for pool, chooser in self._routers:
+            for node, tokens in sent.items() if pool is not sender else ():
+                pool.sent(node.node_id, name, tokens)
+                chooser.sent_elsewhere(node.node_id, chooser.marks_of(hashes, node.block_size))
 
 
 def measure(trace: Trace, policy: PolicyName, seconds: float, load: float) -> dict[str, Any]:

@@ -49,6 +49,7 @@ APPLICATIONS = 50  # prompts that many requests begin with
 BLOCKS = 40_000  # of a node
 PROMPTS = (4_096, 100_000)
 QUALITY_NODES = (32, 96)  # prefill and decode
+TELLING_S = 0.001  # from one router process to another on its port
 
 
 class EveryNode(Chooser):
@@ -233,19 +234,20 @@ def quality(trace: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def together(trace: str, seconds: float, routers: int) -> dict[str, Any]:
-    """Routers that know of each other's requests by nodes' statuses and cache news alone."""
+def together(trace: str, seconds: float, routers: int, telling_s: float | None) -> dict[str, Any]:
+    """Routers that know of each other's requests by nodes' statuses and cache news, and by what they tell each other."""
     prefill, decode = QUALITY_NODES
 
     def chooser_of(pool: NodePool) -> Chooser:
         return Chooser(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER)
 
-    simulation = Simulation(chooser_of, prefill, decode, routers)
+    simulation = Simulation(chooser_of, prefill, decode, routers, telling_s)
     outcome = simulation.run(TRACES[trace](random.Random(7), seconds, 0.75 * prefill / 4))
     busy = [node.busy_s for node in simulation.nodes.values() if node.info.role is Role.PREFILL]
     return {
         "trace": trace,
         "routers": routers,
+        "telling": "no" if telling_s is None else f"{telling_s * 1e3:g} ms",
         "mean_wait_ms": fmean(outcome.first_token_s) * 1e3,
         "imbalance": max(busy) / fmean(busy),
         "hit_rate": outcome.cached_tokens / outcome.prompt_tokens,
@@ -273,9 +275,9 @@ def main() -> int:
         qualities,
     )
     shared = [
-        together(trace, options.seconds, routers)
+        together(trace, options.seconds, routers, telling_s)
         for trace in TRACES
-        for routers in (1, 2, 4)
+        for routers, telling_s in ((1, None), (2, None), (2, TELLING_S), (4, None), (4, TELLING_S))
         if options.seconds
     ]
     show("Several routers, which take requests in turns, simulated", shared)

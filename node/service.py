@@ -188,6 +188,8 @@ class NodeService:
         self._failed_as: type[TandemError] = InternalError
         self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
         self._stats_taken = clock()
+        # When the mailbox was read last, and when it had been read for what the stats count.
+        self._read_at = self._stats_of = self._stats_taken
         self._quiet = threading.Event()  # set while nothing is live and no block is held
         self._quiet.set()
         worker = engine.worker
@@ -278,6 +280,7 @@ class NodeService:
             tiers=transfer.tiers if transfer else [],
             left_out=transfer.left_out if transfer else (),
             adapters=self._adapters.served if self._adapters is not None else None,
+            age_s=max(0.0, self._clock() - self._stats_of),
         )
 
     @property
@@ -368,6 +371,7 @@ class NodeService:
                 pass  # a turn of the loop follows, and that is all they ask for
 
     def before_step(self, now: float) -> None:
+        self._read_at = now
         for request_id, error in self._desk.overdue(now):
             self._go_on(GrammarReady(request_id, error))
         for live in self._live.overdue(now):
@@ -418,7 +422,7 @@ class NodeService:
         now = self._clock()
         if progressed and now - self._stats_taken < _STATS_PERIOD_S:
             return
-        self._stats_taken = now
+        self._stats_taken, self._stats_of = now, self._read_at
         self._forget_adapters()
         self._scheduler_stats = stats = self._engine.scheduler.stats()
         if not self._live and stats.free_blocks == stats.total_blocks:

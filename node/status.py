@@ -26,6 +26,7 @@ def node_status(
     tiers: list[TierStatus],
     left_out: Sequence[str] = (),
     adapters: Mapping[str, str] | None = None,
+    age_s: float = 0.0,
 ) -> NodeStatus:
     oldest = scheduler.oldest_arrival
     return NodeStatus(
@@ -54,6 +55,7 @@ def node_status(
         tiers=tiers,
         left_out=list(left_out),
         adapters=dict(adapters or {}),
+        age_s=age_s,
     )
 
 

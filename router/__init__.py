@@ -22,7 +22,8 @@ Floor 2: imports wire and nothing else of ours. It knows neither engine nor tran
     hosting     the same, as the process that holds it sees it
     tracing/    where a request's time went
     metrics, node_metrics   the router's own, and what the nodes report
-    siblings    the other router processes on the port; figures: what all of them count
+    siblings    the other router processes on the port; figures: what all of them count;
+                sent_reports: what each tells the others of its requests
     recent      the last ten minutes: how often it was fast enough, and the slowest requests with their causes
     page_state  what the page and `tandem top` show of all this
     engine_metrics   the nodes' figures under the names that vLLM's dashboards ask for

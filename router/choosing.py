@@ -117,6 +117,14 @@ class Chooser:
         """What a chat's next turn begins with is now cached where it was decoded."""
         self._record.sent(node.node_id, hashes.with_output(node.block_size, output))
 
+    def marks_of(self, hashes: PromptHashes, block_size: int) -> list[int]:
+        """What of a prompt stands for it in this record, and in those of other processes."""
+        return self._record.marks_of(hashes.of(block_size))
+
+    def sent_elsewhere(self, node_id: str, marks: Sequence[int]) -> None:
+        """Another router process has sent a prompt there."""
+        self._record.note(node_id, marks)
+
     def on_cache_news(self, news: CacheNews) -> bool:
         """False: something is missing, and the node is to list all that it has."""
         was_known = self.cached.knows(news.node_id)

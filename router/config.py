@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -301,6 +300,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "stream there for more than 50 ms; or `never`, `always`"
         ),
     ] = LocalPrefill.AUTO
+    admit_within: Annotated[
+        Seconds | None,
+        about(
+            "503 with `Retry-After` at once for a request that would wait for longer before its prompt is read, in the router's and "
+            "nodes' lines together; `null`: it waits. [Under overload](tuning.md#under-overload)"
+        ),
+    ] = None
     tool_format: Annotated[
         ToolFormat,
         about(
@@ -371,7 +377,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for key in self.api_keys:
             if mistake := key.mistake():
                 raise ConfigurationError(f"router.api_keys: {key.name}: {mistake}")
-        refuse_quotas(self.processes, self.api_keys)
         if (self.tls_certificate is None) != (self.tls_key is None):
             given, missing = ("certificate", "key") if self.tls_key is None else ("key", "certificate")
             raise ConfigurationError(f"router.tls_{missing} must be set, because router.tls_{given} is")
@@ -389,14 +394,3 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "router.heartbeat.starved must be at least silence, "
                 f"{self.heartbeat.silence:g}, not {self.heartbeat.starved:g}"
             )
-
-
-def refuse_quotas(processes: int, keys: Iterable[ApiKey]) -> None:
-    """Each process would count alone, and a tenant could have as many times its quota as there are."""
-    limited = [key.name for key in keys if key.has_quota]
-    if processes > 1 and limited:
-        raise ConfigurationError(
-            f"router.processes must be 1, not {processes}, while a key has a quota ({', '.join(limited)}): what it has used is "
-            "counted by one process alone. Leave requests_per_minute, tokens_per_minute and concurrent_requests out, or put a "
-            "proxy that counts in front"
-        )

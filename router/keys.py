@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import msgspec
 
 from tandem.router.config import ApiKey
 from tandem.router.rates import Average
+from tandem.router.siblings import Siblings
 from tandem.wire.errors import ConfigurationError, RequestError
 
 # Tokens that are reserved for a key's first answer when its request does not say how long it may be.
 DEFAULT_ANSWER = 256
+KEY_USE = "key use"
 
 
 class QuotaExceeded(RequestError):
@@ -36,6 +38,7 @@ class _Bucket:
         self._clock = clock
         self._level = float(per_minute)
         self._at = clock()
+        self.taken = 0.0  # by this process since it began, less what was given back
 
     def refill(self) -> float:
         now = self._clock()
@@ -45,7 +48,15 @@ class _Bucket:
 
     def take(self, amount: float) -> None:
         """A negative amount is given back."""
+        self.taken += amount
+        self.take_elsewhere(amount)
+
+    def take_elsewhere(self, amount: float) -> None:
+        """Another process took it."""
         self._level = min(self.per_minute, self.refill() - amount)
+
+    def lower_to(self, level: float) -> None:
+        self._level = min(self.refill(), level)
 
     def seconds_until(self, level: float) -> float:
         return max(0.0, (level - self.refill()) * 60 / self.per_minute)
@@ -76,6 +87,7 @@ class Reservation:
             )
         bucket.take(wanted)
         self._tokens = wanted
+        self._tenant.tell()
 
     def settle(self, prompt_tokens: int, answers: list[int]) -> None:
         """It has ended, and has used these."""
@@ -94,6 +106,18 @@ class Reservation:
         self._tenant.running -= 1
         if self._tenant.tokens is not None:
             self._tenant.tokens.take(used - self._tokens)
+        self._tenant.tell()
+
+
+class _KeyUse(msgspec.Struct, frozen=True, array_like=True):
+    """What one process has let a key do. Sums since it began: a report that was lost is made up for by the next."""
+
+    key: bytes  # its digest
+    running: int
+    requests: float
+    tokens: float
+    requests_left: float
+    tokens_left: float
 
 
 class Tenant:
@@ -110,12 +134,20 @@ class Tenant:
         self._requests = _Bucket(key.requests_per_minute, clock) if key.requests_per_minute else None
         self.tokens = _Bucket(key.tokens_per_minute, clock) if key.tokens_per_minute else None
         self.answers = Average()  # tokens of one
-        self.running = 0
+        self.running = 0  # in this process
+        self._has_quota = key.has_quota
+        self._siblings: Siblings | None = None
+        self._elsewhere: dict[str, _KeyUse] = {}  # by the desk of the process
+
+    @property
+    def running_everywhere(self) -> int:
+        """In all processes on the port."""
+        return self.running + sum(use.running for use in self._elsewhere.values())
 
     def enter(self, *, generates: bool = True) -> Reservation:
         """To be asked before anything is done for the request. Raises QuotaExceeded; otherwise the reservation must be
         settled or void. Only what generates needs tokens to be left."""
-        if self._concurrent_limit is not None and self.running >= self._concurrent_limit:
+        if self._concurrent_limit is not None and self.running_everywhere >= self._concurrent_limit:
             raise QuotaExceeded(f"no more than {self._concurrent_limit} requests at once with this key", 1.0)
         if self._requests is not None and (wait := self._requests.seconds_until(1)) > 0:
             raise QuotaExceeded("too many requests per minute with this key", wait)
@@ -124,11 +156,46 @@ class Tenant:
         if self._requests is not None:
             self._requests.take(1)
         self.running += 1
+        self.tell()
         return Reservation(self)
 
     def give_back_request(self) -> None:
         if self._requests is not None:
             self._requests.take(-1)
+            self.tell()
+
+    # --- one account in several processes
+
+    def share(self, siblings: Siblings) -> None:
+        if self._has_quota:
+            self._siblings = siblings
+
+    def tell(self) -> None:
+        if self._siblings is None or self._siblings.alone:
+            return
+        taken, left = (
+            [of(bucket) if bucket is not None else 0.0 for bucket in (self._requests, self.tokens)]
+            for of in (lambda bucket: bucket.taken, _Bucket.refill)
+        )
+        self._siblings.report(KEY_USE, _KeyUse(self.digest, self.running, *taken, *left))
+
+    def hear(self, desk: str, use: _KeyUse) -> None:
+        before = self._elsewhere.get(desk)
+        self._elsewhere[desk] = use
+        for bucket, now, then, left in (
+            (self._requests, use.requests, before.requests if before else 0.0, use.requests_left),
+            (self.tokens, use.tokens, before.tokens if before else 0.0, use.tokens_left),
+        ):
+            if bucket is None:
+                continue
+            if before is None:  # one of both has just begun, and the other knows what is left
+                bucket.lower_to(left)
+            else:
+                bucket.take_elsewhere(now - then)
+
+    def keep_only(self, desks: Collection[str]) -> None:
+        """What ran in a process that ended does not run any more; what it took is taken."""
+        self._elsewhere = {desk: use for desk, use in self._elsewhere.items() if desk in desks}
 
     def typical_answer(self) -> int:
         """Tokens to reserve for an answer whose request does not say how long it may be."""
@@ -148,6 +215,25 @@ class KeyRing:
     @property
     def required(self) -> bool:
         return bool(self._tenants)
+
+    def share(self, siblings: Siblings) -> None:
+        """Quotas hold for all processes on the port together, but for what is asked of two at the same moment."""
+        by_digest = {tenant.digest: tenant for tenant in self._tenants}
+
+        def hear(desk: str, body: bytes) -> None:
+            use = msgspec.msgpack.decode(body, type=_KeyUse)
+            if (tenant := by_digest.get(use.key)) is not None:
+                tenant.hear(desk, use)
+
+        def on_change() -> None:
+            for tenant in self._tenants:
+                tenant.keep_only(siblings.desks)
+                tenant.tell()
+
+        siblings.hears[KEY_USE] = hear
+        siblings.on_change.append(on_change)
+        for tenant in self._tenants:
+            tenant.share(siblings)
 
     def find(self, key: bytes) -> Tenant | None:
         """In constant time: every key is compared, and equal-length digests of both."""

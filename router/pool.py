@@ -208,7 +208,7 @@ class NodePool:
             self._adapters = None
         member.meter.on_status(status)
         if member.pending:
-            member.forget_sent_before(now - STATUS_LAG_S)
+            member.forget_sent_before(now - STATUS_LAG_S - status.age_s)
         if status.state is NodeState.FAILED:
             self._lose(member, f"it failed: {status.detail or 'no reason given'}")
         elif member.lost is not None:
@@ -341,10 +341,13 @@ class NodePool:
             member.note_sent(request_id, self._clock(), tokens, blocks)
             self._look_at(member)
 
-    def answered(self, node_id: str, request_id: str) -> None:
+    def answered(self, node_id: str, request_id: str) -> bool:
+        """Whether it was not yet part of a status."""
         member = self._members.get(node_id)
-        if member is not None and member.note_answered(request_id):
+        was_pending = member is not None and member.note_answered(request_id)
+        if member is not None and was_pending:
             self._look_at(member)
+        return was_pending
 
     def _look_at(self, member: Member) -> None:
         """With every status and every request, so only what changes of this one node is made again."""
@@ -391,6 +394,10 @@ class NodePool:
     def has_room(self, tokens: int, promised: int) -> bool:
         """Whether a node that decodes has the blocks for a sequence of `tokens`, beside so many that were promised."""
         return any(each.room.has_room(tokens, promised) for each in self._shortlists.values())
+
+    def line_wait_s(self) -> float:
+        """About how long a prompt that comes now waits at a node before it is begun."""
+        return min((each.line_wait_s() for each in self._shortlists.values()), default=0.0)
 
     @property
     def prefill_ids(self) -> frozenset[str]:

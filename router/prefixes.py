@@ -138,7 +138,15 @@ class PrefixRecord:
         if blocks > 0:
             self._capacity[node_id] = blocks
 
+    def marks_of(self, hashes: Sequence[int]) -> list[int]:
+        """Those at marked places."""
+        return [hashes[place - 1] for place in self._marked[: bisect_right(self._marked, len(hashes))]]
+
     def sent(self, node_id: str, hashes: Sequence[int]) -> None:
+        self.note(node_id, self.marks_of(hashes))
+
+    def note(self, node_id: str, values: Sequence[int]) -> None:
+        """A prompt was sent there, whose hashes at marked places are these."""
         bit = self.bits.add(node_id)
         marks = self._marks.get(node_id)
         if marks is None:
@@ -146,13 +154,12 @@ class PrefixRecord:
         nodes_of, held = self._nodes_of, self._held.get(node_id, 0)
         marked = self._marked
         # The last first: it is the first that is forgotten.
-        for i in range(bisect_right(marked, len(hashes)) - 1, -1, -1):
-            place = marked[i]
-            value = hashes[place - 1]
+        for i in range(min(len(values), len(marked)) - 1, -1, -1):
+            value = values[i]
             if value in marks:
                 marks.move_to_end(value)
             else:
-                marks[value] = weight = place - marked[i - 1] if i else place
+                marks[value] = weight = marked[i] - marked[i - 1] if i else marked[i]
                 held += weight
                 nodes_of[value] = nodes_of.get(value, 0) | bit
         most = self._capacity.get(node_id, DEFAULT_BLOCKS)

@@ -18,6 +18,9 @@ class NodeRates(msgspec.Struct, frozen=True):
 
     prefill_tokens_per_s: float | None = None
     step_s: float | None = None
+    line_tokens_per_s: float | None = (
+        None  # of prompts, while more of them waited, beside all else that it did
+    )
 
 
 class Average:
@@ -61,10 +64,13 @@ class NodeRateMeter:
         self._base: NodeCounters | None = None
         self._prefill = Average()
         self._step = Average()
+        self._line = Average()
+        self._line_base: NodeCounters | None = None  # since when prompts have waited
         self.rates = NodeRates()
 
     def on_status(self, status: NodeStatus) -> None:
         counters = status.counters
+        self._on_line(counters, is_waited_for=status.waiting_tokens > 0)
         base = self._base
         if base is None:
             self._base = counters
@@ -83,6 +89,19 @@ class NodeRateMeter:
                 self._observe(self._step, seconds / steps)
             self._base = counters
 
+    def _on_line(self, counters: NodeCounters, *, is_waited_for: bool) -> None:
+        base = self._line_base
+        if not is_waited_for:
+            self._line_base = None
+        elif base is None:
+            self._line_base = counters
+        else:
+            tokens = counters.prompt_tokens_computed - base.prompt_tokens_computed
+            seconds = counters.step_seconds - base.step_seconds
+            if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
+                self._observe(self._line, tokens / seconds)
+                self._line_base = counters
+
     def on_local_prefill(self, tokens: int, seconds: float) -> None:
         """A request that waited for no other was read here and gave its first token after `seconds`."""
         if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
@@ -90,4 +109,4 @@ class NodeRateMeter:
 
     def _observe(self, average: Average, value: float) -> None:
         average.observe(value)
-        self.rates = NodeRates(self._prefill.value, self._step.value)
+        self.rates = NodeRates(self._prefill.value, self._step.value, self._line.value)

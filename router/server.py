@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.router.choosing import Chooser
-from tandem.router.config import RouterConfig, TracingConfig, refuse_quotas
+from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
 from tandem.router.figures import SharedFigures
@@ -34,6 +34,7 @@ from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.openai.plan import ServedModel
 from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
+from tandem.router.sent_reports import SentReports
 from tandem.router.siblings import Siblings
 from tandem.router.supervision import TaskSupervisor
 from tandem.router.text.chat_template import ChatTemplate
@@ -123,7 +124,6 @@ class RouterServer:
         try:
             self._port = listener.getsockname()[1]
             keys = load_keys(config.api_keys, config.api_keys_file)
-            refuse_quotas(config.processes, keys)
             tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.tokenizer_path)
             template = await asyncio.to_thread(
                 ChatTemplate.from_folder, config.tokenizer_path, config.chat_template
@@ -173,7 +173,11 @@ class RouterServer:
         traces = Traces(config.tracing, config.model_name, exporter.offer if exporter is not None else None)
         links = NodeLinks(config.inbox_host)
         chooser = Chooser(pool, config.policy, config.local_prefill, config.limits.cached_blocks)
-        dispatcher = Dispatcher(config, links, pool, chooser, metrics)
+        siblings = Siblings()
+        keys.share(siblings)
+        dispatcher = Dispatcher(
+            config, links, pool, chooser, metrics, sent_reports=SentReports(siblings, pool, chooser)
+        )
         metrics.running.set_function(lambda: dispatcher.running)
         metrics.waiting.set_function(lambda: dispatcher.queued)
         metrics.places.set_function(lambda: dispatcher.admission.capacity)
@@ -183,7 +187,6 @@ class RouterServer:
         metrics.registry.register(LinkCollector(pool, links, supervisor, chooser.cached))
         metrics.node_registry.register(NodeCollector(pool))
         metrics.node_registry.register(EngineCollector(pool))
-        siblings = Siblings()
         return Services(
             config=config,
             model=ServedModel(

@@ -1,7 +1,9 @@
-"""The other router processes on this one's port: what they are asked, so that each answers for all of them.
+"""The other router processes on this one's port: what they are asked, so that each answers for all of them, and what each tells the
+others unasked, so that they decide as one.
 
 A question goes over a Unix socket of this machine, to a process of the same user, and has a deadline: one that does not answer is
-named, and never waited for longer. The controller says which there are.
+named, and never waited for longer. A report has no answer. All of one turn of the event loop are one datagram; a process that does not
+read misses the oldest. The controller says which there are.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import os
 import secrets
 import socket
 import struct
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
@@ -20,11 +24,17 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
+# Reports to one that does not read: so many are kept, and tried again after so long, doubled each time.
+REPORTS_KEPT = 1000
+REPORT_AGAIN_S, REPORT_AGAIN_MOST_S = 0.002, 0.25
+_REPORTS_AT_ONCE = 32
+_REPORT_BYTES = 1 << 18
 _SIZE = struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 T = TypeVar("T")
 Answer = Callable[[bytes], Awaitable[object]]
+Hearing = Callable[[str, bytes], None]
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
@@ -32,24 +42,50 @@ class _Question(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
 
 
+class _Reports(msgspec.Struct, frozen=True, array_like=True):
+    desk: str  # the sender's
+    reports: list[tuple[str, bytes]]
+
+
 class Siblings:
-    """`answers`: what this process answers to each question, from the question's body. On the event loop that makes it."""
+    """`answers`: what this process answers to each question, from the question's body. `hears`: what it does with each kind of report, from
+    its sender's desk and its body. `on_change`: called when others came or went. On the event loop that makes it."""
 
     def __init__(self) -> None:
         self.desk = f"tandem-router-{secrets.token_hex(16)}"  # where the others ask this one
         self.name = "router"  # this one's
         self.answers: dict[str, Answer] = {}
+        self.hears: dict[str, Hearing] = {}
+        self.on_change: list[Callable[[], None]] = []
         self._desks: dict[str, str] = {}  # of the others, by their names
         self._server: asyncio.Server | None = None
+        self._letters: socket.socket | None = None  # to which the others send reports
+        self._unsent: dict[str, deque[tuple[str, bytes]]] = {}  # reports, by desk
+        self._sending: asyncio.Handle | None = None
+        self._again_s = REPORT_AGAIN_S
 
     @property
     def names(self) -> list[str]:
         return list(self._desks)
 
+    @property
+    def desks(self) -> list[str]:
+        """Of the others."""
+        return list(self._desks.values())
+
+    @property
+    def alone(self) -> bool:
+        return not self._desks
+
     def tell(self, desks: Mapping[str, str]) -> None:
         """All processes on this port, by name, this one too: where each is asked."""
         self.name = next((name for name, desk in desks.items() if desk == self.desk), self.name)
-        self._desks = {name: desk for name, desk in desks.items() if desk != self.desk}
+        before, self._desks = self._desks, {name: desk for name, desk in desks.items() if desk != self.desk}
+        for desk in [desk for desk in self._unsent if desk not in self._desks.values()]:
+            del self._unsent[desk]
+        if before != self._desks:
+            for call in self.on_change:
+                call()
 
     async def ask(self, what: str, answer: type[T], body: object = None) -> tuple[dict[str, T], list[str]]:
         """What the others answer, by name, and the names of those that did not in time."""
@@ -86,6 +122,69 @@ class Siblings:
             finally:
                 writer.close()
 
+    # --- told to the others
+
+    def report(self, what: str, news: object) -> None:
+        if self.alone or self._letters is None:
+            return
+        body = msgspec.msgpack.encode(news)
+        for desk in self._desks.values():
+            self._unsent.setdefault(desk, deque(maxlen=REPORTS_KEPT)).append((what, body))
+        if self._sending is None:
+            self._sending = asyncio.get_running_loop().call_soon(self._send_reports)
+
+    def _send_reports(self) -> None:
+        self._sending = None
+        full = [desk for desk, unsent in self._unsent.items() if not self._send_to(desk, unsent)]
+        if full:
+            self._sending = asyncio.get_running_loop().call_later(self._again_s, self._send_reports)
+            self._again_s = min(2 * self._again_s, REPORT_AGAIN_MOST_S)
+        else:
+            self._again_s = REPORT_AGAIN_S
+
+    def _send_to(self, desk: str, unsent: deque[tuple[str, bytes]]) -> bool:
+        """False: its line is full."""
+        while unsent and self._letters is not None:
+            some = list(islice(unsent, _REPORTS_AT_ONCE))
+            try:
+                self._letters.sendto(msgspec.msgpack.encode(_Reports(self.desk, some)), _address(desk))
+            except BlockingIOError:
+                return False
+            except OSError as error:  # it has ended
+                logger.debug("%s is told nothing: %r", desk, error)
+                unsent.clear()
+                return True
+            for _ in some:
+                unsent.popleft()
+        return True
+
+    def _read_reports(self) -> None:
+        letters = self._letters
+        for _ in range(_REPORTS_AT_ONCE):
+            if letters is None:
+                return
+            try:
+                letter, ancillary, _, _ = letters.recvmsg(_REPORT_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return
+            users = [
+                _CREDENTIALS.unpack(value)[1]
+                for _, kind, value in ancillary
+                if kind == socket.SCM_CREDENTIALS and len(value) == _CREDENTIALS.size
+            ]
+            if users == [os.geteuid()]:
+                self._hear(letter)
+
+    def _hear(self, letter: bytes) -> None:
+        try:
+            told = msgspec.msgpack.decode(letter, type=_Reports)
+            if told.desk not in self._desks.values():
+                return  # one that this process does not know yet, or not any more
+            for what, body in told.reports:
+                self.hears[what](told.desk, body)
+        except (msgspec.DecodeError, LookupError) as error:
+            logger.warning("another router's report was not understood: %r", error)
+
     # --- asked by the others
 
     async def listen(self) -> None:
@@ -93,6 +192,11 @@ class Siblings:
         # Abstract: it is no file, and gone with the process.
         desk.bind(f"\0{self.desk}")
         self._server = await asyncio.start_unix_server(self._serve, sock=desk)
+        self._letters = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._letters.setblocking(False)
+        self._letters.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # the kernel says who sent each
+        self._letters.bind(_address(self.desk))
+        asyncio.get_running_loop().add_reader(self._letters, self._read_reports)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -113,6 +217,17 @@ class Siblings:
         """Idempotent."""
         if self._server is not None:
             self._server.close()
+        if self._sending is not None:
+            self._sending.cancel()
+        if self._letters is not None:
+            asyncio.get_running_loop().remove_reader(self._letters)
+            self._letters.close()
+            self._letters = None
+
+
+def _address(desk: str) -> str:
+    """Where reports are sent to. Abstract, as the desk."""
+    return f"\0{desk}/reports"
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

@@ -399,6 +399,7 @@ class SimulatedNode:
             transfers=self._port.under_way,
             now=self._loop.time(),
             step_age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
+            age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
             counters=node_counters(
                 stats,
                 None,

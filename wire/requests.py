@@ -283,6 +283,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
         str
     ] = []  # prefill nodes from which nothing is taken for a while: their KV arrived wrong here
     adapters: dict[str, str] = {}  # the LoRA adapters that it has: their digests, by name
+    age_s: float = 0.0  # what was submitted since then is not in it: requests are read between two steps
 
     @property
     def room_blocks(self) -> int:

@@ -31,7 +31,7 @@ from tandem.engine.scheduling.results import ModelResults
 from tandem.engine.scheduling.running import RunningPhase
 from tandem.engine.scheduling.state import PauseState, SchedulerState
 from tandem.engine.scheduling.stats import SchedulerStats
-from tandem.engine.scheduling.step import Pace, StepPlan, leave_open
+from tandem.engine.scheduling.step import PROMPTS_ALONE, Pace, StepPlan, leave_open
 from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.engine.scheduling.tool_times import Tools
 from tandem.engine.scheduling.transfers import TransferResults
@@ -227,12 +227,17 @@ class Scheduler:
             self._lifecycle.unpin(job_id, "closing")
 
     def _budget_of_prompts(self, budget: int) -> int:
-        """The prompt tokens this step may compute: its whole budget, or fewer while requests are decoding, so that one step
-        stays under `step_target_ms`."""
+        """The prompt tokens this step may compute: its whole budget, or fewer where that takes longer than `step_target_ms`. While
+        requests decode, all of them wait for it. Otherwise the first prompt may have all of the budget, and others share its step
+        only as far as that stays short: each of them gets its first token when the step ends."""
         state, fitting = self._state, self._pace.tokens
         if fitting >= budget or not state.config.chunked_prefill:
             return budget
-        return int(fitting) if self._decodes() else budget
+        if self._decodes():
+            return int(fitting)
+        first = state.running[0] if state.running else state.waiting.head()
+        of_first = first.num_tokens - first.num_computed_tokens if first is not None else 0
+        return min(budget, max(int(PROMPTS_ALONE * fitting), of_first))
 
     def _decodes(self) -> bool:
         return any(request.num_tokens - request.num_computed_tokens <= 1 for request in self._state.running)

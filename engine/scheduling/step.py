@@ -3,7 +3,8 @@ while this one runs.
 
 A step gives each decoding request one token, and takes as long as everything that it computes: on a slow core the chunk
 of a long prompt is what all the others wait for. So while requests decode, prompts get no more tokens than this node
-computes within `scheduler.step_target_ms`, judged by its last steps (`Pace`).
+computes within `scheduler.step_target_ms`, judged by its last steps (`Pace`). Where nothing decodes, prompts wait for each other: the first
+may take all of a step, and others share it while it is short.
 
 A step may be left open: the next one is planned before its tokens are known. Each request that gets a token of the open
 step then has a placeholder, a token that counts, has its slot, and is fed to the next step on the device. What cannot be
@@ -118,6 +119,8 @@ def leave_steps(state: SchedulerState, request: Request) -> int:
 # Prompts go on, also where the decodes alone take as long as the target. On a CPU reading the weights takes about as
 # long as computing so many tokens with them: fewer would save little time, and cost most of the speed.
 FEWEST_TOKENS = 64
+# Where nothing decodes, several prompts share a step of so many times the target.
+PROMPTS_ALONE = 4
 
 
 class Pace:

@@ -1,8 +1,8 @@
 """How many sequences run at once, who waits, and whose turn is next.
 
 A sequence is let in when a decode node has the blocks that it may take, and there are fewer than `inflight_per_node` for each node: a node
-is given work by what it can hold. Those that wait here hold nothing anywhere. When the wait would be too long, the answer is 503 with the
-time after which it is worth trying again.
+is given work by what it can hold. Those that wait here hold nothing anywhere. When the wait would be too long, here and in nodes' lines, the
+answer is 503 with the time after which it is worth trying again.
 """
 
 from __future__ import annotations
@@ -122,9 +122,12 @@ class Admission:
         is_paused: Callable[[], bool] = lambda: False,
         *,
         by_priority: bool = False,
+        admit_within_s: float | None = None,
+        wait_at_nodes: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`has_room`: whether a node has the blocks for a sequence of so many tokens, beside so many that were promised. `is_paused`:
-        an operator holds all of them back; then there is no place."""
+        an operator holds all of them back; then there is no place. `admit_within_s`: what would wait for longer before its prompt is begun
+        is refused; `wait_at_nodes` is how long that is from when it has a place."""
         self._capacity = capacity
         self._max_queued = max_queued
         self._timeout_s = timeout_s
@@ -134,6 +137,8 @@ class Admission:
         self._has_room = has_room
         self._is_paused = is_paused
         self._by_priority = by_priority
+        self._admit_within_s = admit_within_s
+        self._wait_at_nodes = wait_at_nodes
         self._queues: OrderedDict[str, deque[Slots]] = OrderedDict()  # in the order of their turns
         self._between_ends = Average()
         self._last_end: float | None = None
@@ -146,6 +151,7 @@ class Admission:
     ) -> Slots:
         """Returns with the first of `count` places; the others may come later. `tokens`: whose blocks each of them may take. Raises
         QueueFull, DeadlineExceeded."""
+        self._refuse_a_long_wait()
         slots = Slots(self, tenant, count, tokens, priority if self._by_priority else 0)
         at_once = 0
         while not self._queues and at_once < count and self._fits(slots):
@@ -183,6 +189,18 @@ class Admission:
             raise
         self._metrics.router_queue_time.observe(self._clock() - began)
         return slots
+
+    def _refuse_a_long_wait(self) -> None:
+        """Work that would come too late for its client keeps others waiting, and is then thrown away."""
+        if self._admit_within_s is None:
+            return
+        wait = self._wait_at_nodes() + (self._expected_wait_s() if self.queued else 0.0)
+        if wait > self._admit_within_s:
+            self._metrics.refusals.labels(reason="long_wait").inc()
+            raise QueueFull(
+                f"a request would wait for about {wait:.1f} s before its prompt is read, and {self._admit_within_s:g} s is the limit",
+                _in_bounds(wait - self._admit_within_s),
+            )
 
     def oldest_wait_s(self) -> float:
         """How long the one that came first of those in line has waited."""
@@ -273,10 +291,14 @@ class Admission:
 
     def retry_after_s(self) -> int:
         """About when the queue as it is now will be through."""
-        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(self._expected_wait_s())))
+        return _in_bounds(self._expected_wait_s())
 
     def _expected_wait_s(self) -> float:
         return (self.queued + 1) * (self._between_ends.value or 0.0)
+
+
+def _in_bounds(retry_after_s: float) -> int:
+    return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(retry_after_s)))
 
 
 def _stand_in(queue: deque[Slots], slots: Slots) -> None:

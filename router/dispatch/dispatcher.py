@@ -20,6 +20,7 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.recent import RecentRequests
+from tandem.router.sent_reports import SentReports
 from tandem.wire.errors import InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews, Holding, NodeStatus, TokenBatch
@@ -50,13 +51,16 @@ class Dispatcher:
         chooser: Chooser,
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
+        sent_reports: SentReports | None = None,
     ) -> None:
         """`clock`: as everywhere here not the event loop's own, which may count milliseconds."""
         self.config = config
         self.metrics = metrics
         self._links = links
         self._pool = pool
-        self._placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics, clock)
+        self._placement: Placement[RequestLife] = Placement(
+            config, links, pool, chooser, metrics, clock, sent_reports
+        )
         self._clock = clock
         self.recalls = Recalls(config, links, pool)
         self._idle: asyncio.Event | None = (
@@ -72,6 +76,8 @@ class Dispatcher:
             self._placement.has_room,
             lambda: pool.is_paused,
             by_priority=config.by_priority,
+            admit_within_s=config.admit_within,
+            wait_at_nodes=pool.line_wait_s,
         )
         # Vectors wait for other nodes than answers do, so in a line of their own: neither keeps the other waiting.
         self.vectors = Admission(
@@ -84,6 +90,8 @@ class Dispatcher:
             self._placement.has_room_for_vector,
             lambda: pool.is_paused,
             by_priority=config.by_priority,
+            admit_within_s=config.admit_within,
+            wait_at_nodes=pool.line_wait_s,
         )
 
     def _capacity(self) -> int:

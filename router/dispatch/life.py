@@ -382,7 +382,7 @@ class RequestLife:
             self.spec.trace.considered(
                 self._placement.alternatives(self._routing(frozenset()), self._hashes, decision)
             )
-        error = self._placement.submit(self, attempt, self.spec, self.ledger.tokens)
+        error = self._placement.submit(self, attempt, self.spec, self._hashes, self.ledger.tokens)
         if error is not None and self.attempt is attempt:
             self._fail_over(error, {node.node_id for node in attempt.nodes if node not in attempt.sent})
 

@@ -23,6 +23,7 @@ from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.rates import AnswerLengthMeter
 from tandem.router.recent import RecentRequests, Targets
+from tandem.router.sent_reports import SentReports
 from tandem.wire.errors import NodeLost
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews
@@ -46,6 +47,7 @@ class Placement(Generic[L]):
         chooser: Chooser,
         metrics: RouterMetrics,
         clock: Callable[[], float],
+        sent_reports: SentReports | None = None,
     ) -> None:
         self.config = config
         self.metrics = metrics
@@ -55,6 +57,7 @@ class Placement(Generic[L]):
         self._links = links
         self._pool = pool
         self._chooser = chooser
+        self._sent_reports = sent_reports
         self._answers = AnswerLengthMeter()
         self._by_request_id: dict[str, L] = {}
         self._by_node: dict[NodeInfo, set[L]] = {}
@@ -106,7 +109,9 @@ class Placement(Generic[L]):
         """For a traced request, just after it was decided."""
         return self._chooser.alternatives(request, hashes, decision)
 
-    def submit(self, life: L, attempt: Attempt, spec: SequenceSpec, tokens: list[int]) -> NodeLost | None:
+    def submit(
+        self, life: L, attempt: Attempt, spec: SequenceSpec, hashes: PromptHashes, tokens: list[int]
+    ) -> NodeLost | None:
         """Returns why it could not, when a node does not read."""
         self._by_request_id[attempt.request_id] = life
         for node in attempt.nodes:
@@ -124,12 +129,10 @@ class Placement(Generic[L]):
                 return error
             reads_prompt = node is attempt.prefill or attempt.prefill is None
             taken = self.expected_tokens(spec) if node is attempt.decode else prompt_tokens
-            self._pool.sent(
-                node.node_id,
-                attempt.request_id,
-                prompt_tokens if reads_prompt else 0,
-                node.blocks_for(taken),
-            )
+            load = prompt_tokens if reads_prompt else 0, node.blocks_for(taken)
+            self._pool.sent(node.node_id, attempt.request_id, *load)
+            if self._sent_reports is not None:
+                self._sent_reports.tell(node, attempt.request_id, *load, hashes)
         return None
 
     def withdraw(self, life: L, attempt: Attempt, ended_at: NodeInfo | None, *, leaves: bool = False) -> None:
@@ -144,7 +147,7 @@ class Placement(Generic[L]):
                 lives.discard(life)
                 if not lives:
                     del self._by_node[node]
-            self._pool.answered(node.node_id, attempt.request_id)
+            self._answered(node.node_id, attempt.request_id)
             if node is not ended_at and not leaves:
                 self.cancel(node, attempt.request_id)
 
@@ -194,15 +197,19 @@ class Placement(Generic[L]):
 
     # --- what a life tells of its course
 
+    def _answered(self, node_id: str, request_id: str) -> None:
+        if self._pool.answered(node_id, request_id) and self._sent_reports is not None:
+            self._sent_reports.tell_answered(node_id, request_id)
+
     def on_prefill_reported(self, attempt: Attempt) -> None:
         if attempt.prefill is not None:
-            self._pool.answered(attempt.prefill.node_id, attempt.request_id)
+            self._answered(attempt.prefill.node_id, attempt.request_id)
 
     def on_decode_started(self, attempt: Attempt) -> float:
         """The prefill node has reported too, unless the decode node read the prompt itself: then it need not go on. Returns how
         long the handover took."""
         if attempt.decode is not None:
-            self._pool.answered(attempt.decode.node_id, attempt.request_id)
+            self._answered(attempt.decode.node_id, attempt.request_id)
         if attempt.prefill is None:
             return 0.0
         if attempt.first_token_at is None:

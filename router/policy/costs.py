@@ -27,6 +27,12 @@ def prefill_wait_s(node: NodeSnapshot, request: RoutingRequest, assumed: float |
     return (node.queued_tokens + request.uncached(node)) / rate + request.loading_s.get(node.node_id, 0.0)
 
 
+def line_wait_s(node: NodeSnapshot) -> float:
+    """Until a prompt that comes now is begun there. 0 while no rate was measured."""
+    rate = node.rates.line_tokens_per_s or node.rates.prefill_tokens_per_s
+    return node.queued_tokens / rate if rate else 0.0
+
+
 def prefill_cost_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | None) -> float:
     """Its wait, and its own computing once more: requests that come after it wait for that too."""
     rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S

@@ -15,7 +15,7 @@ from math import log2
 from typing import Protocol
 
 from tandem.router.config import PolicyName
-from tandem.router.policy.costs import ASSUMED_PREFILL_TOKENS_PER_S, ASSUMED_STEP_S
+from tandem.router.policy.costs import ASSUMED_PREFILL_TOKENS_PER_S, ASSUMED_STEP_S, line_wait_s
 from tandem.router.policy.room import Room
 from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, RoutingRequest, first_by_rendezvous
 from tandem.wire.nodes import NodeInfo, Role
@@ -143,6 +143,12 @@ class Shortlist:
 
     def every_node(self, handover_s: float | None) -> PoolSnapshot:
         return PoolSnapshot(tuple(self.prefill.views.values()), tuple(self.decode.views.values()), handover_s)
+
+    def line_wait_s(self) -> float:
+        """Until a prompt that comes now is begun, at a node that reads prompts for others; where there is none, at one that decodes."""
+        lane = self.prefill if self.prefill.views else self.decode
+        first = [next(names) for names in lane.least_busy()]
+        return min((line_wait_s(view) for view in lane.pick(first)), default=0.0)
 
     def of(
         self, policy: PolicyName, request: RoutingRequest, cached: CachedPrefixes, handover_s: float | None

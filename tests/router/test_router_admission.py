@@ -18,9 +18,16 @@ class Place:
     """An admission with `capacity` places, on a loop of its own."""
 
     def __init__(
-        self, capacity: int, queued: int = 10, timeout_s: float = SOON, *, by_priority: bool = False
+        self,
+        capacity: int,
+        queued: int = 10,
+        timeout_s: float = SOON,
+        *,
+        by_priority: bool = False,
+        admit_within_s: float | None = None,
     ) -> None:
         self.capacity = capacity
+        self.wait_at_nodes = 0.0
         self.clock = asyncio.get_running_loop().time
         self.released = 0
         self.admission = Admission(
@@ -31,6 +38,8 @@ class Place:
             RouterMetrics(),
             self._on_release,
             by_priority=by_priority,
+            admit_within_s=admit_within_s,
+            wait_at_nodes=lambda: self.wait_at_nodes,
         )
 
     def _on_release(self) -> None:
@@ -139,6 +148,22 @@ def test_turns_go_round_between_tenants() -> None:
         slots.release_all()
         await asyncio.gather(*tasks)
         assert order == ["a", "b", "c", "a", "a"]
+
+    run(work)
+
+
+def test_what_would_wait_for_too_long_at_a_node_is_refused_at_the_door() -> None:
+    async def work() -> None:
+        patient, place = Place(9), Place(9, admit_within_s=2.0)
+        for wait_s in (0.0, 1.9):
+            place.wait_at_nodes = wait_s
+            (await place.ask()).release_all()
+        place.wait_at_nodes = patient.wait_at_nodes = 6.5
+        with pytest.raises(QueueFull, match=r"about 6\.5 s .* 2 s is the limit") as refusal:
+            await place.ask()
+        assert refusal.value.retry_after_s == 5, "by then the line is as short as it must be"
+        assert place.admission.held == place.admission.queued == 0
+        (await patient.ask()).release_all()
 
     run(work)
 

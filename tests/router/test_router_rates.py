@@ -48,3 +48,21 @@ def test_a_decode_nodes_rate_comes_from_what_it_read_itself() -> None:
     assert meter.rates.prefill_tokens_per_s == pytest.approx(1000)
     meter.on_local_prefill(tokens=500, seconds=0.25)
     assert 1000 < (meter.rates.prefill_tokens_per_s or 0) < 2000
+
+
+def test_a_line_moves_as_fast_as_prompts_are_read_beside_all_else() -> None:
+    meter = NodeRateMeter(Role.AGGREGATED)
+
+    def report(waiting_tokens: int, **counters: float) -> None:
+        meter.on_status(
+            msgspec.structs.replace(counted(Role.AGGREGATED, **counters), waiting_tokens=waiting_tokens)
+        )
+
+    report(0, prompt_tokens_computed=1000, step_seconds=1.0, steps=5)
+    report(900, prompt_tokens_computed=1000, step_seconds=1.0, steps=5)
+    assert meter.rates.line_tokens_per_s is None
+    report(500, prompt_tokens_computed=1400, step_seconds=3.0, steps=10)
+    assert meter.rates.line_tokens_per_s == pytest.approx(200)
+    report(0, prompt_tokens_computed=1900, step_seconds=3.5, steps=12)
+    report(300, prompt_tokens_computed=1900, step_seconds=9.0, steps=90)
+    assert meter.rates.line_tokens_per_s == pytest.approx(200), "nothing waited in between"

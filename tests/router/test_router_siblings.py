@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.router import siblings
+from tandem.router.choosing import Chooser
+from tandem.router.config import ApiKey, LocalPrefill, PolicyName
 from tandem.router.http import serving
 from tandem.router.http.accepting import Tally
+from tandem.router.policy import RoutingRequest
+from tandem.router.prefixes import PromptHashes
+from tandem.router.sent_reports import SentReports
+from tandem.router.siblings import Siblings
+from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.event_reader import EventReader
+from tests.router.test_router_pool import World, info, status
 
 BODY = {"model": "fake", "prompt": "the fox", "max_tokens": 3}
 Pair = tuple[RunningRouter, RunningRouter]
@@ -26,9 +38,14 @@ def short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pair(start_router: StartRouter) -> Pair:
+    return start_pair(start_router)
+
+
+def start_pair(start_router: StartRouter, api_keys: tuple[ApiKey, ...] = ()) -> Pair:
     """Two on one port, which know each other."""
-    first = start_router()
-    second = start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door))
+    first = start_router(api_keys=api_keys)
+    door = first.look(lambda: first.server.door)
+    second = start_router(prefill=0, decode=0, door=door, api_keys=api_keys)
     second.board, second.nodes = first.board, first.nodes
     second.announce()
     second.wait_ready()
@@ -222,3 +239,103 @@ def test_a_tally_forgets_one_that_is_gone() -> None:
     other.close()
     assert one.lead(3) is None
     one.close()
+
+
+def test_a_quota_holds_for_all_together(start_router: StartRouter) -> None:
+    first, second = start_pair(start_router, (ApiKey("a", "secret", concurrent_requests=2),))
+    tenants = [router.server.services.keys.find(b"secret") for router in (first, second)]
+
+    def both_count(running: int) -> None:
+        for router, tenant in zip((first, second), tenants, strict=True):
+            assert tenant is not None
+            router.wait_for(lambda tenant=tenant: tenant.running_everywhere == running, f"{running} run")  # type: ignore[misc]
+
+    for node in first.nodes.values():
+        node.set(pause_at=1)
+    headers = {"authorization": "Bearer secret"}
+    streams = []
+    for number in range(2):
+        streams.append(
+            EventReader(
+                first.url, "/v1/completions", {**BODY, "max_tokens": 5, "stream": True}, headers=headers
+            )
+        )
+        assert streams[-1].read_header() == 200
+        both_count(number + 1)
+    for _ in range(4):
+        with first.new_client() as client:
+            refused = client.post("/v1/completions", json=BODY, headers=headers)
+            assert refused.status_code == 429
+    for node in first.nodes.values():
+        node.resume()
+    for stream in streams:
+        stream.text()
+    both_count(0)
+    with first.new_client() as client:
+        assert client.post("/v1/completions", json=BODY, headers=headers).status_code == 200
+
+
+async def introduced(*several: Siblings) -> None:
+    for one in several:
+        await one.listen()
+    for one in several:
+        one.tell({str(number): other.desk for number, other in enumerate(several)})
+
+
+def test_what_one_sends_is_known_to_the_other_at_once() -> None:
+    async def work() -> None:
+        both, pools, choosers, reports = [Siblings(), Siblings()], [], [], []
+        nodes = [info("p0", role=Role.PREFILL), info("p1", role=Role.PREFILL), info("d0")]
+        for one in both:
+            pool = World().pool
+            pool.set_members(nodes)
+            for node in nodes:
+                pool.on_status(status(node))
+            pools.append(pool)
+            choosers.append(Chooser(pool, PolicyName.PREFIX_AFFINITY, LocalPrefill.NEVER))
+            reports.append(SentReports(one, pool, choosers[-1]))
+        await introduced(*both)
+        member = pools[1].member("p1")
+        assert member is not None
+        hashes = PromptHashes(list(range(640)), None)
+        reports[0].tell(member.info, "request", 640, 40, hashes)
+        await until(lambda: member.pending_tokens == 640)
+        assert member.pending_blocks == 40
+        decision = choosers[1].choose(RoutingRequest(640, 9), hashes)
+        assert decision.prefill == member.info, "it will have the prompt cached"
+        reports[0].tell_answered("p1", "request")
+        await until(lambda: member.pending_tokens == 0)
+        for one in both:
+            one.close()
+
+    asyncio.run(work())
+
+
+def test_one_that_does_not_read_misses_the_oldest_reports_and_holds_nobody_up() -> None:
+    async def work() -> None:
+        teller, reader, stranger = Siblings(), Siblings(), Siblings()
+        heard: list[int] = []
+        reader.hears["number"] = lambda desk, body: heard.append(msgspec.msgpack.decode(body, type=int))
+        await introduced(teller, reader)
+        await stranger.listen()
+        stranger.tell({"reader": reader.desk})
+        stranger.report("number", -1)  # the reader does not know it
+        most = siblings.REPORTS_KEPT
+        for number in range(3 * most):  # all at once: the reader's turn is later
+            teller.report("number", number)
+        await until(lambda: bool(heard) and heard[-1] == 3 * most - 1)
+        assert heard == list(range(2 * most, 3 * most))
+        reader.close()
+        teller.report("number", 0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        teller.close()
+        stranger.close()
+
+    asyncio.run(work())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)

@@ -208,3 +208,16 @@ def test_the_engine_measures_its_steps_and_keeps_them_as_short_as_asked(ahead: b
         engine.step()
         times.append(clock.now - before)
     assert max(times[3:]) == pytest.approx(0.2, rel=0.1)
+
+
+def test_prompts_without_decodes_share_a_step_only_while_it_is_short() -> None:
+    world = driver(step_target_ms=200)
+    step, _ = world.step()
+    step.num_prompt_tokens = 2000
+    world.scheduler.took(step, 20.0)  # 64 fit
+    for name, length in (("long", 1500), ("a", 40), ("b", 40), ("c", 40), ("d", 200)):
+        world.add(name, length, max_tokens=1)
+    steps = [world.step()[0].num_scheduled_tokens for _ in range(3)]
+    assert steps[0] == {"long": 1500}, "the first in line has all that it needs"
+    assert steps[1] == {"a": 40, "b": 40, "c": 40, "d": 136}, "four times what fits"
+    assert steps[2] == {"d": 64}
