@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.wire.errors import ConfigurationError
+
 Assignment = tuple[str, str]
 """A setting's name and its value as text."""
 
@@ -103,15 +105,23 @@ def _adapters(values: list[str]) -> list[Assignment]:
 def _speculation(values: list[str]) -> list[Assignment]:
     """An object with `num_speculative_tokens`, and `model` for a draft model; `method` says which of the two."""
     try:
-        described = json.loads(values[0])
-        method, count = described.get("method"), described["num_speculative_tokens"]
-        model = described.get("model") or ""
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return [("scheduler.num_speculative_tokens", values[0])]  # refused, with what it must be
-    if method not in (None, "ngram", "draft_model") or (method is None and not model):
-        return [("scheduler.num_speculative_tokens", f"{method} guesses")]
-    own = [("model.draft", str(model))] if model and method != "ngram" else []
-    return [("scheduler.num_speculative_tokens", str(count)), *own]
+        described = dict(json.loads(values[0]))
+    except (ValueError, TypeError):
+        raise ConfigurationError(f"is not a JSON object: {values[0][:80]!r}") from None
+    model, count = described.pop("model", None), described.pop("num_speculative_tokens", None)
+    method = described.pop("method", "draft_model" if model else "ngram")
+    if method not in ("ngram", "draft_model"):
+        raise ConfigurationError(f"guesses come by `ngram` or from a `draft_model`, not by {method!r}")
+    if described:
+        raise ConfigurationError(
+            f"has {', '.join(map(repr, described))}, which nothing here reads: leave it out"
+        )
+    if method == "draft_model" and not model:
+        raise ConfigurationError("needs `model`, which guesses")
+    if count is None:
+        raise ConfigurationError("needs `num_speculative_tokens`")
+    draft = [("model.draft", str(model))] if method == "draft_model" else []
+    return [("scheduler.num_speculative_tokens", str(count)), *draft]
 
 
 _RUNNER = (
@@ -401,7 +411,10 @@ def read_flags(
     for flag, name, values in given:
         match flag.becomes:
             case SettingFlag(convert=convert):
-                assignments += [(setting, text, name) for setting, text in convert(values)]
+                try:
+                    assignments += [(setting, text, name) for setting, text in convert(values)]
+                except ConfigurationError as error:
+                    answers.append(f"{name}: {error}")
             case StandingFlag(note=note, values=held):
                 if held is not None and values[0] not in held:
                     answers.append(f"{name} {values[0]}: {note}")

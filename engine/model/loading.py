@@ -131,6 +131,12 @@ def load_runner(
         guesser = None
         if draft is not None:
             guesser = draft.with_cache(num_blocks, plan.all_groups, loaded.vocab_size, device, shape)
+            log.info(
+                "%s guesses for %s, with %d bytes of each block",
+                draft.source.name,
+                source.name,
+                draft.bytes_per_block,
+            )
     identity = content() if content is not None else ModelContent("", "")
     info = ModelInfo(
         name=model.served_name or source.name,

@@ -349,10 +349,10 @@ class TorchRunner:
                 output.logprobs[req_id] = computed.read()[: len(of_request)]
             self._requests.append_tokens(row, of_request)
             output.sampled_token_ids[req_id] = of_request
-            num_drafts = limits.get(req_id, 0) if limits is not None else self._num_drafts
-            room = self._info.max_model_len - int(self._requests.num_tokens[row]) - 1
-            if min(num_drafts, room) > 0:
-                wanted[req_id] = min(num_drafts, room)
+            if num_drafts := limits.get(req_id, 0) if limits is not None else self._num_drafts:
+                room = self._info.max_model_len - int(self._requests.num_tokens[row]) - 1
+                if room > 0:
+                    wanted[req_id] = min(num_drafts, room)
         if wanted:
             began = time.perf_counter()
             self._propose(wanted, output)

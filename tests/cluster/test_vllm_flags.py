@@ -74,7 +74,7 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
     (["--model-path", "a/b", "--log-level", "debug"], {"model.path": "a/b", "logs.level": "debug"}),
     (["--num-speculative-tokens", "3"], {"scheduler.num_speculative_tokens": 3}),
     (
-        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'],
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}'],
         {"scheduler.num_speculative_tokens": 5, "model.draft": ""},
     ),
     (
@@ -110,7 +110,20 @@ def test_api_keys_become_tenants() -> None:
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype: cache.dtype must be"),
         (
             ["--speculative-config", '{"method": "eagle3", "model": "a/head", "num_speculative_tokens": 2}'],
-            "--speculative-config: scheduler.num_speculative_tokens must be",
+            "--speculative-config: guesses come by `ngram` or from a `draft_model`, not by 'eagle3'",
+        ),
+        (
+            ["--speculative-config", '{"model": "a/b", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'],
+            "--speculative-config: has 'prompt_lookup_max', which nothing here reads",
+        ),
+        (
+            ["--speculative-config", '{"model": "a/b"}'],
+            "--speculative-config: needs `num_speculative_tokens`",
+        ),
+        (["--speculative-config", "eagle"], "--speculative-config: is not a JSON object: 'eagle'"),
+        (
+            ["--speculative-config", '{"method": "draft_model", "num_speculative_tokens": 2}'],
+            "--speculative-config: needs `model`, which guesses",
         ),
         (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization: cache.memory_share must be"),
         (["a/b", "--model", "c/d"], "MODEL a/b and --model c/d name two models"),
