@@ -149,7 +149,9 @@ def test_what_the_grammar_refuses_is_not_drafted(path: Path) -> None:
     driver.step({"r": 24})
     assert driver.drafts == {"r": [6, 7, 8]}, "a request without a grammar"
     runner._table.constrained[runner._requests.row("r")] = True
-    assert runner._propose(runner._requests.row("r"), 3) == [6, 7]
+    output = ModelOutput({})
+    runner._propose({"r": 3}, output)
+    assert output.draft_token_ids == {"r": [6, 7]}
     assert asked == [[6, 7, 8]]
 
 
