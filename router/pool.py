@@ -22,6 +22,7 @@ from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role
 from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import NodeStatus
+from tandem.wire.versions import out_of_reach
 
 logger = logging.getLogger(__name__)
 
@@ -427,6 +428,8 @@ class NodePool:
     def _foreign(self, member: Member) -> str | None:
         """Why no request of this router may ever run there, or None."""
         info = member.info
+        if (why := out_of_reach(info.wire_version)) is not None:
+            return why
         if info.model != self._model_name:
             return f"it serves the model {info.model!r}, not {self._model_name!r}"
         if self._tokenizer and info.tokenizer and info.tokenizer != self._tokenizer:

@@ -2,6 +2,7 @@
 
 Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above ever unpickles bytes.
 
+    versions    the version of these messages, and the rules by which they change
     errors      the tree of everything that can go wrong, with the code a client sees
     settings    which values a setting takes, and the sentence that says so
     sampling    how a request wants its tokens chosen

@@ -38,10 +38,12 @@ import enum
 
 import msgspec
 
+from tandem.wire.versions import KV_VERSION, WIRE_VERSION
 
-class CacheFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+
+class CacheFingerprint(msgspec.Struct, frozen=True):
     """What must agree for one node's KV bytes to mean something on another; `block_size` and `layout` may differ as
-    far as one can be mapped to the other."""
+    far as one can be mapped to the other, `wire_version` as far as the two can speak with each other."""
 
     model: str  # its content's digest, not what it is called
     dtype: str
@@ -55,9 +57,11 @@ class CacheFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_groups: int = 1
     num_parts: int = 2  # keys and values, or one of latents
     state_blocks: int = 0  # of each request, in the last group, for recurrent states
+    kv_version: int = KV_VERSION
+    wire_version: int = WIRE_VERSION  # of the messages that the node speaks; may differ by one: wire.versions
 
 
-class CacheMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CacheMemory(msgspec.Struct, frozen=True):
     """Where a node's KV cache lies: block b is the `block_bytes` at `base_address + b * block_bytes`."""
 
     agent_metadata: bytes  # opaque to all but the connector's transport
@@ -68,7 +72,7 @@ class CacheMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_bytes: int
 
 
-class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Envelope(msgspec.Struct, frozen=True):
     """Who sends, to which incarnation. Part of every message on this channel."""
 
     sender_id: str
@@ -77,7 +81,7 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reply_to: str
 
 
-class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProcessIdentity(msgspec.Struct, frozen=True):
     """One process of one machine. A peer on the same machine and in the same PID namespace can tell from it
     whether the process has ended."""
 
@@ -87,14 +91,14 @@ class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     started: int  # clock ticks since the boot: a number is given to another process when the first has ended
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
     envelope: Envelope
     fingerprint: CacheFingerprint
     memory: CacheMemory
     process: ProcessIdentity
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     envelope: Envelope
     fingerprint: CacheFingerprint
     memory: CacheMemory
@@ -103,7 +107,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
     stamp: int
 
 
-class RegisterDestination(msgspec.Struct, frozen=True, tag="register", forbid_unknown_fields=True):
+class RegisterDestination(msgspec.Struct, frozen=True, tag="register"):
     """`block_ids[g][i]` receives block `first_block[g] + i` of the request, in KV cache group g; blocks here are of
     the consumer's size. A group of recurrent states, which is the last, has no order of tokens: its `first_block` is 0, and its blocks
     receive the states after the request's last token."""
@@ -120,13 +124,13 @@ class RegisterDestination(msgspec.Struct, frozen=True, tag="register", forbid_un
     checksum_every: int = 0  # one of how many grains shall carry a checksum; 0 for none
 
 
-class DestinationRegistered(msgspec.Struct, frozen=True, tag="registered", forbid_unknown_fields=True):
+class DestinationRegistered(msgspec.Struct, frozen=True, tag="registered"):
     envelope: Envelope
     stamp: int
     transfer_id: str
 
 
-class RenewLease(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
+class RenewLease(msgspec.Struct, frozen=True, tag="renew"):
     """With no transfers it only asks for a fresh stamp."""
 
     envelope: Envelope
@@ -134,7 +138,7 @@ class RenewLease(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields
     transfer_ids: list[str]
 
 
-class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fields=True):
+class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed"):
     """`unknown` are transfers that the producer does not (or no longer) hold: they will never complete. One that it is
     closing is not among them before nothing is in flight. `waiting` are those whose prompt is still in line: the time that a
     transfer may take has not begun."""
@@ -146,7 +150,7 @@ class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fi
     tokens_per_s: float | None = None  # of prompts, as the producer computes them; None: not known yet
 
 
-class KVArrived(msgspec.Struct, frozen=True, tag="arrived", forbid_unknown_fields=True):
+class KVArrived(msgspec.Struct, frozen=True, tag="arrived"):
     """Push: the first `count` grains of the transfer, in the order in which they are sent, are at the consumer and will
     not be written again. If the transfer fails they need not be computed again.
 
@@ -160,7 +164,7 @@ class KVArrived(msgspec.Struct, frozen=True, tag="arrived", forbid_unknown_field
     checksums: bytes
 
 
-class TransferPace(msgspec.Struct, frozen=True, tag="pace", forbid_unknown_fields=True):
+class TransferPace(msgspec.Struct, frozen=True, tag="pace"):
     """Push: the link to the consumer has lately moved so many bytes a second. `in_flight` are on their way; of these transfers, which
     go on after that in turn, so many bytes are computed and not on their way. Said while that takes long. The consumer may
     find it faster to compute the rest."""
@@ -171,7 +175,7 @@ class TransferPace(msgspec.Struct, frozen=True, tag="pace", forbid_unknown_field
     waiting: dict[str, int]
 
 
-class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fields=True):
+class HandoffNotice(msgspec.Struct, frozen=True, tag="notice"):
     """Push: every byte of the request's KV is at the consumer. Pull: every byte can be read, from these blocks.
 
     Accepted only if all of it matches what was asked for.
@@ -191,17 +195,17 @@ class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fi
     )
 
 
-class HandoffAccepted(msgspec.Struct, frozen=True, tag="accepted", forbid_unknown_fields=True):
+class HandoffAccepted(msgspec.Struct, frozen=True, tag="accepted"):
     envelope: Envelope
     transfer_id: str
 
 
-class CancelTransfer(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
+class CancelTransfer(msgspec.Struct, frozen=True, tag="cancel"):
     envelope: Envelope
     transfer_id: str
 
 
-class TransferClosed(msgspec.Struct, frozen=True, tag="closed", forbid_unknown_fields=True):
+class TransferClosed(msgspec.Struct, frozen=True, tag="closed"):
     """The producer has nothing in flight for this transfer and never will again."""
 
     envelope: Envelope
@@ -221,7 +225,7 @@ class RefusalCode(enum.StrEnum):
     OVERLOADED = "overloaded"  # too many registrations without a request
 
 
-class Refusal(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
+class Refusal(msgspec.Struct, frozen=True, tag="refused"):
     envelope: Envelope
     transfer_id: str  # "" when it is not about one transfer
     code: RefusalCode

@@ -81,7 +81,7 @@ class LogPage(msgspec.Struct, frozen=True):
     more: bool = False  # there are newer ones
 
 
-class LogsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LogsQuery(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """`names`: processes, or pools, which mean all of their nodes; empty: all. A process that is not in `after` gives its `last` lines."""
 
     names: list[str] = []

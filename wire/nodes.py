@@ -9,6 +9,7 @@ import secrets
 import msgspec
 
 from tandem.wire.pooling import VectorModel
+from tandem.wire.versions import WIRE_VERSION
 
 
 class Role(enum.StrEnum):
@@ -24,7 +25,7 @@ class NodeState(enum.StrEnum):
     FAILED = "failed"
 
 
-class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NodeInfo(msgspec.Struct, frozen=True):
     """A node as the controller announces it to the routers. A restarted node has a new epoch."""
 
     node_id: str
@@ -50,6 +51,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mirrors: bool = False  # nodes copy the blocks of each other's running requests
     vectors: VectorModel | None = None  # None: its model makes none
     pin_seconds: float = 0.0  # for so long a turn keeps its KV there for its job's next turn; 0: it does not
+    wire_version: int = WIRE_VERSION  # of the messages that it speaks: wire.versions
 
     def blocks_for(self, tokens: int) -> int:
         """About how many a request of so many tokens takes."""
@@ -61,7 +63,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hashlib.sha256(self.epoch.to_bytes(8, "big")).hexdigest()[:16]
 
 
-class RouterInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RouterInfo(msgspec.Struct, frozen=True):
     """A router as its process announces it to the controller."""
 
     url: str  # where clients reach it
@@ -82,7 +84,7 @@ class RouterQueue(msgspec.Struct, frozen=True):
     errors: int = 0  # of these, with a status from 500 on, but for 503
 
 
-class NodeSighting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NodeSighting(msgspec.Struct, frozen=True):
     """What a router knows of a node, for a controller that the node does not answer."""
 
     node_id: str

@@ -24,7 +24,7 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     )
 
 
-class VectorModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class VectorModel(msgspec.Struct, frozen=True):
     """What routers must know of a model that makes vectors."""
 
     pooling: Pooling

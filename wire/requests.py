@@ -41,7 +41,7 @@ class CachePeers(msgspec.Struct, frozen=True):
     mirror: PeerAddress | None = None  # copies the request's blocks, to go on with it when this node dies
 
 
-class KeepAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KeepAnswer(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The node that decodes the request keeps its tokens, for any router that asks for them by `answer_id`. The end of the router
     that submitted it does not end it."""
 
@@ -73,34 +73,34 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     is_last_step: bool = False  # of that job: no further turn follows
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Forget these requests in whatever phase they are. Unknown ids are not an error: they may have ended."""
 
     reply_to: str
     request_ids: list[str]
 
 
-class Ping(msgspec.Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """The router is alive; answer with a NodeStatus, and to `asked_at` with a ClockReading too."""
 
     reply_to: str
     asked_at: float | None = None  # on the router's monotonic clock
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask", forbid_unknown_fields=True):
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Answer with Holding: the router has waited long for some of its requests."""
 
     reply_to: str
 
 
-class Recall(msgspec.Struct, frozen=True, tag="recall", forbid_unknown_fields=True):
+class Recall(msgspec.Struct, frozen=True, tag="recall"):
     """Answer with Recalled: does this node keep the answer?"""
 
     reply_to: str
     answer_id: str
 
 
-class Follow(msgspec.Struct, frozen=True, tag="follow", forbid_unknown_fields=True):
+class Follow(msgspec.Struct, frozen=True, tag="follow"):
     """Send the kept answer's tokens from index `after` on, and those that follow, as chunks of `request_id`. May be sent again; a Cancel
     of that id ends it."""
 
@@ -110,13 +110,13 @@ class Follow(msgspec.Struct, frozen=True, tag="follow", forbid_unknown_fields=Tr
     after: int
 
 
-class ListCache(msgspec.Struct, frozen=True, tag="list_cache", forbid_unknown_fields=True):
+class ListCache(msgspec.Struct, frozen=True, tag="list_cache"):
     """Answer with CacheNews from number 0 on: some of it is missing."""
 
     reply_to: str
 
 
-class TurnEnded(msgspec.Struct, frozen=True, tag="turn_ended", forbid_unknown_fields=True):
+class TurnEnded(msgspec.Struct, frozen=True, tag="turn_ended"):
     """The answer of a job's turn is whole. To the nodes that had it, so that they know whether the next turn comes soon."""
 
     reply_to: str
@@ -125,7 +125,7 @@ class TurnEnded(msgspec.Struct, frozen=True, tag="turn_ended", forbid_unknown_fi
     called: list[str] | None  # the tools, by name; None: this router reads no calls
 
 
-class EndAnswer(msgspec.Struct, frozen=True, tag="end_answer", forbid_unknown_fields=True):
+class EndAnswer(msgspec.Struct, frozen=True, tag="end_answer"):
     """The kept answer is no longer wanted: if it is being made it ends as cancelled. `forget`: it is not kept either."""
 
     reply_to: str

@@ -28,7 +28,7 @@ LEASE_S = 10.0
 SAFETY = 0.1
 
 
-class AskChunks(msgspec.Struct, frozen=True, tag="ask_chunks", forbid_unknown_fields=True):
+class AskChunks(msgspec.Struct, frozen=True, tag="ask_chunks"):
     envelope: Envelope
     number: int  # the reader's; the answer has it
     layout: str  # what the bytes of a chunk mean: model, dtype and the order in which they lie
@@ -37,7 +37,7 @@ class AskChunks(msgspec.Struct, frozen=True, tag="ask_chunks", forbid_unknown_fi
     checksum_every: int = 0  # one of how many chunks shall carry a checksum, and the last; 0: none
 
 
-class ChunksFound(msgspec.Struct, frozen=True, tag="chunks_found", forbid_unknown_fields=True):
+class ChunksFound(msgspec.Struct, frozen=True, tag="chunks_found"):
     envelope: Envelope
     number: int
     slots: list[
@@ -47,17 +47,17 @@ class ChunksFound(msgspec.Struct, frozen=True, tag="chunks_found", forbid_unknow
     checksums: bytes = b""  # of the chunks that shall carry one, eight bytes each
 
 
-class ChunksRead(msgspec.Struct, frozen=True, tag="chunks_read", forbid_unknown_fields=True):
+class ChunksRead(msgspec.Struct, frozen=True, tag="chunks_read"):
     envelope: Envelope
     number: int
 
 
-class ChunksStored(msgspec.Struct, frozen=True, tag="chunks_stored", forbid_unknown_fields=True):
+class ChunksStored(msgspec.Struct, frozen=True, tag="chunks_stored"):
     envelope: Envelope
     keys: list[bytes]
 
 
-class TierForgotten(msgspec.Struct, frozen=True, tag="tier_forgotten", forbid_unknown_fields=True):
+class TierForgotten(msgspec.Struct, frozen=True, tag="tier_forgotten"):
     envelope: Envelope
 
 

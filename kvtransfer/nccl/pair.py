@@ -38,7 +38,7 @@ from tandem.wire.errors import TransferError
 logger = logging.getLogger(__name__)
 
 
-class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Rendezvous(msgspec.Struct, frozen=True):
     """How to reach a node: what its peers get as CacheMemory.agent_metadata. `key` proves that a caller got it."""
 
     endpoint: str
@@ -46,7 +46,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: str
 
 
-class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
+class Open(msgspec.Struct, frozen=True, tag="open"):
     """The caller waits at this store for the other member of its group."""
 
     pair_id: str
@@ -57,7 +57,7 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
     store_port: int
 
 
-class Announce(msgspec.Struct, frozen=True, tag="announce", forbid_unknown_fields=True):
+class Announce(msgspec.Struct, frozen=True, tag="announce"):
     """Write: these units of yours come next. Read: send these units of yours."""
 
     pair_id: str
@@ -68,7 +68,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", forbid_unknown_field
     units: list[int]
 
 
-class Landed(msgspec.Struct, frozen=True, tag="landed", forbid_unknown_fields=True):
+class Landed(msgspec.Struct, frozen=True, tag="landed"):
     """A write is in the callee's cache; or not, and why."""
 
     pair_id: str
@@ -76,7 +76,7 @@ class Landed(msgspec.Struct, frozen=True, tag="landed", forbid_unknown_fields=Tr
     problem: str = ""
 
 
-class Leave(msgspec.Struct, frozen=True, tag="leave", forbid_unknown_fields=True):
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The caller has taken its end down."""
 
     pair_id: str

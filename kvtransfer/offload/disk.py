@@ -28,6 +28,7 @@ from tandem.kvtransfer.offload.cpu import Copier, CopyThread
 from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.spec import Copy, Mover
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.versions import KV_VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +81,7 @@ def identity(memory: KVCacheMemory, block_factor: int) -> str:
     """What two processes must have in common to read each other's chunks, besides the keys."""
     tensor = memory.tensor
     parts = [memory.model, str(tensor.dtype), *tensor.shape[1:], *tensor.stride()[1:], block_factor]
+    parts.append(f"version {KV_VERSION}")
     return xxhash.xxh3_128_hexdigest("|".join(map(str, parts)).encode())
 
 

@@ -19,6 +19,7 @@ from tandem.kvtransfer.protocol.commands import BlockTable
 from tandem.kvtransfer.protocol.transport import Move, Operation, UnitIds
 from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.handoff import CacheFingerprint, CacheMemory, RegisterDestination
+from tandem.wire.versions import out_of_reach
 
 AXES = ("slot", "kv", "head", "token", "dim")
 """The axes of a block, in the order in which Tandem's own caches lie in memory, outermost first."""
@@ -224,6 +225,7 @@ MAX_DEVICES = 1024
 MAX_EVERY = 1 << 16  # one checksum for so many grains
 ADDRESS_SPACE = 1 << 63
 MAPPED = ("block_size", "layout")  # may differ, if Mapping.between finds a way
+MAY_DIFFER = (*MAPPED, "wire_version")
 
 
 def _implausible(memory: CacheMemory) -> str | None:
@@ -275,8 +277,10 @@ class PoolGeometry(msgspec.Struct, frozen=True):
         differing = [
             f"{field} is {getattr(self.fingerprint, field)!r} here and {getattr(fingerprint, field)!r} there"
             for field in CacheFingerprint.__struct_fields__
-            if field not in MAPPED and getattr(self.fingerprint, field) != getattr(fingerprint, field)
+            if field not in MAY_DIFFER and getattr(self.fingerprint, field) != getattr(fingerprint, field)
         ]
+        if (why := out_of_reach(fingerprint.wire_version)) is not None:
+            return why
         ours = BlockLayout.of(self.fingerprint, self.memory)
         theirs = BlockLayout.of(fingerprint, memory)
         problem = _implausible(memory)

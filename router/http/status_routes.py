@@ -143,6 +143,7 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
         "node_id": info.node_id,
         "role": info.role,
         "incarnation": info.incarnation,
+        "wire_version": info.wire_version,
         "model": info.model,
         "request_endpoint": shown(info.request_endpoint),
         "peer_endpoint": shown(info.peer_endpoint),

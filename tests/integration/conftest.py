@@ -51,6 +51,7 @@ OWN_CLUSTERS = {
     "test_serve_command.py",
     "test_serve_ranks.py",
     "test_serve_tiers.py",
+    "test_versions_together.py",
 }
 # Engines in one process, with a connector between them: no Ray, so these run beside others, among the slow units.
 BETWEEN_ENGINES = {

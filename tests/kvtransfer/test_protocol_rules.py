@@ -9,6 +9,7 @@ import pytest
 from kv_fake_network import SETTINGS, VOCAB_SIZE, Node, Receive, Send, World, first_token_of
 
 from tandem.kvtransfer.base import ChecksumPolicy, Handoff
+from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
     AnnounceSend,
@@ -36,6 +37,7 @@ from tandem.wire.handoff import (
     Welcome,
 )
 from tandem.wire.nodes import PeerAddress
+from tandem.wire.versions import KV_VERSION, REACH, WIRE_VERSION
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
 
@@ -1044,6 +1046,29 @@ def test_the_connection_with_an_earlier_incarnation_is_not_kept(pair: Pair, star
         pair.world.network.append(("tcp://p", hello))
         pair.world.deliver()
     assert pair.world.forgotten == [f"tcp://{started_anew}"]
+
+
+@pytest.mark.parametrize(
+    ("differing", "said"),
+    [
+        ({"kv_version": KV_VERSION + 1}, f"kv_version is {KV_VERSION} here and {KV_VERSION + 1} there"),
+        ({"wire_version": WIRE_VERSION + REACH + 1}, f"it speaks version {WIRE_VERSION + REACH + 1} of"),
+    ],
+)
+def test_nodes_whose_versions_do_not_fit_move_no_kv(
+    direction: Direction, differing: dict[str, int], said: str
+) -> None:
+    pair = Pair(direction)
+    ours = pair.consumer.geometry
+    theirs = msgspec.structs.replace(ours.fingerprint, **differing)
+    assert said in str(ours.mapping_to(theirs, ours.memory))
+
+
+def test_nodes_of_two_versions_in_a_row_move_kv(direction: Direction) -> None:
+    pair = Pair(direction)
+    ours = pair.consumer.geometry
+    theirs = msgspec.structs.replace(ours.fingerprint, wire_version=WIRE_VERSION + REACH)
+    assert isinstance(ours.mapping_to(theirs, ours.memory), Mapping)
 
 
 def test_caches_that_differ_are_refused_on_both_sides_at_once(direction: Direction) -> None:

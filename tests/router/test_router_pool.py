@@ -17,6 +17,7 @@ from tandem.wire.errors import Unavailable
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
+from tandem.wire.versions import REACH, WIRE_VERSION
 
 
 class World:
@@ -429,3 +430,16 @@ def test_an_adapter_is_served_when_every_node_in_view_has_the_same(world: World)
     assert world.pool.adapters() == {"sql": "1"}
     world.pool.set_members(nodes[:1])
     assert world.pool.adapters() == {"sql": "1", "law": "2"}
+
+
+def test_nodes_of_the_next_version_serve_and_those_further_off_get_nothing(world: World) -> None:
+    nodes = [
+        msgspec.structs.replace(info(f"d{ahead}"), wire_version=WIRE_VERSION + ahead)
+        for ahead in (0, REACH, REACH + 1)
+    ]
+    world.pool.set_members(nodes)
+    for node in nodes:
+        world.say(node)
+    assert world.in_view == {"d0", f"d{REACH}"}
+    (left,) = [why for member in world.pool.members if (why := world.pool.unusable(member)) is not None]
+    assert f"it speaks version {WIRE_VERSION + REACH + 1} of Tandem's messages" in left

@@ -112,7 +112,7 @@ def test_any_thread_may_send(inbox: Inbox[Any], outbox: Outbox, heard: Heard) ->
         [b"\x81\xa4type\xa4none"],
         [b"\x81\xa4type\xa4ping"],
         [msgspec.msgpack.encode({"type": "ping", "reply_to": 5})],
-        [msgspec.msgpack.encode({"type": "ping", "reply_to": "x", "more": 1})],
+        [msgspec.msgpack.encode({"type": "cancel", "reply_to": "x", "request_ids": "r"})],
         [msgspec.msgpack.encode(Ping("x")) + b"\x00"],
         [msgspec.msgpack.encode(Ping("x")), b"second"],
         [b"\x82\xa4type\xa4ping\xa8reply_to\xa2\xff\xfe"],

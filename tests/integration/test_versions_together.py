@@ -1,0 +1,106 @@
+"""Processes of two versions in one cluster: a later Tandem, in which every message says more, beside this one."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.wire.versions import WIRE_VERSION
+from tests.integration.cluster_lab import END_S, START_S
+
+ROOT = Path(__file__).parents[2]
+LATER = WIRE_VERSION + 1
+MESSAGES = ("handoff", "images", "lines", "nodes", "pooling", "requests", "sampling", "sharing", "tracing")
+PROMPTS = [f"{count} little stories about the sea, one after the other: " * 6 for count in range(8)]
+
+
+@pytest.fixture(scope="module")
+def later_tandem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This one's files, with one field more in every message and the next version's number."""
+    place = tmp_path_factory.mktemp("later")
+    shutil.copytree(ROOT / "tandem", place / "tandem", ignore=shutil.ignore_patterns("__pycache__"))
+    wire = place / "tandem/wire"
+    for name in MESSAGES:
+        source = (wire / f"{name}.py").read_text(encoding="utf-8")
+        (wire / f"{name}.py").write_text(with_a_field_more(source), encoding="utf-8")
+    source = (wire / "versions.py").read_text(encoding="utf-8")
+    changed = source.replace(f"\nWIRE_VERSION = {WIRE_VERSION}\n", f"\nWIRE_VERSION = {LATER}\n")
+    assert changed != source
+    (wire / "versions.py").write_text(changed, encoding="utf-8")
+    return place
+
+
+def with_a_field_more(source: str) -> str:
+    lines = source.splitlines()
+    classes = [part for part in ast.parse(source).body if isinstance(part, ast.ClassDef)]
+    for struct in reversed(classes):
+        fields = [part for part in struct.body if isinstance(part, ast.AnnAssign)]
+        if fields and any("Struct" in ast.unparse(base) for base in struct.bases):
+            lines.insert(fields[-1].end_lineno or 0, "    of_a_later_version: int = 7")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("later", ["decode nodes", "all but the decode nodes"])
+def test_old_and_new_answer_together(
+    serve: Any, later: str, later_tandem: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Router, prefill node and decode node: every request crosses the line between the two, on each kind of link."""
+    decode_is_later = later == "decode nodes"
+    decode, others = (later_tandem, ROOT) if decode_is_later else (ROOT, later_tandem)
+    monkeypatch.chdir(tmp_path)  # a command's own folder would come before PYTHONPATH
+    monkeypatch.setenv("PYTHONPATH", str(others))
+    config = {
+        "pools": {"prefill": 1, "decode": {"nodes": 1, "env": {"PYTHONPATH": str(decode)}}},
+        "router": {"local_prefill": "never"},
+    }
+    (tmp_path / "tandem.yaml").write_text(json.dumps(config))
+    command = serve()
+    url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
+    command.until(r"^stop: ", 10)
+
+    answers = [streamed(url, prompt) for prompt in PROMPTS]
+    assert all(len(text) > 20 for text in answers)
+
+    nodes = {
+        node["node_id"]: node
+        for node in httpx.get(f"{url}/cluster", timeout=10, trust_env=False).json()["nodes"]
+    }
+    versions = {name: node["wire_version"] for name, node in nodes.items()}
+    assert versions == {
+        "decode-0": LATER if decode_is_later else WIRE_VERSION,
+        "prefill-0": WIRE_VERSION if decode_is_later else LATER,
+    }
+    assert nodes["decode-0"]["counters"]["transfer_blocks_received"] > 0, "KV went from one to the other"
+    for node in nodes.values():
+        assert node["counters"]["malformed_frames"] == 0
+        assert node["counters"]["line_gaps"] == 0
+    command.process.terminate()
+    assert command.process.wait(END_S) == 0
+
+
+def streamed(url: str, prompt: str) -> str:
+    body = {
+        "model": "SmolLM2-135M-Instruct",
+        "prompt": prompt,
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    text, last = "", ""
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as stream:
+        assert stream.status_code == 200, stream.read()
+        for line in filter(None, stream.iter_lines()):
+            last = line.removeprefix("data: ")
+            if last != "[DONE]":
+                chunk = json.loads(last)
+                assert "error" not in chunk, chunk
+                text += "".join(choice["text"] for choice in chunk["choices"])
+    assert last == "[DONE]"
+    return text
