@@ -1,9 +1,10 @@
 """Which versions of the messages a process understands, and by what rules they change.
 
 Processes of two versions of Tandem work together while a cluster goes over from one to the other. WIRE_VERSION is the version of the
-messages between nodes, routers, the controller and commands (router processes on one port, and ranks of one node, are of one version), and a process speaks with those of its own version, of the one before and of the one after. Every node states its
-version where it is announced (`NodeInfo`) and in its first word to another node (`CacheFingerprint`). Two that are further apart do not
-speak: the router, or the other node, says so in its log, and requests go elsewhere.
+messages between nodes, routers, the controller and commands. (Router processes on one port are of one version, and so are the ranks of a
+node.) A process speaks with those of its own version, of the one before and of the one after. Every node states its version where it is
+announced (`NodeInfo`) and in its first word to another node (`CacheFingerprint`). Two that are further apart do not speak: the router, or
+the other node, says so in its log, and requests go elsewhere.
 
 No message is translated. That works because of what a change may be:
 
