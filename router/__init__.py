@@ -8,6 +8,7 @@ Floor 2: imports wire and nothing else of ours. It knows neither engine nor tran
     openai/     the API's own types, their checks, and the answers
     responses/  OpenAI's Responses API, and the answers that it keeps
     anthropic/  another API for the same chats
+    realtime/   OpenAI's realtime events: a conversation whose prompt may arrive in parts
     images/     images in messages: checked, and their place in a prompt
     formats/    how models write calls and reasoning, told apart from an answer's text
     text/       tokenizer, chat template, incremental detokenization, stop strings

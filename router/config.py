@@ -172,6 +172,15 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Seconds, about("a client that takes nothing of its answer for so long is cut off")
     ] = 30.0
     keep_alive: Annotated[Seconds, about("an idle connection is closed")] = 75.0
+    realtime_ping: Annotated[
+        Seconds,
+        about(
+            "a silent client of /v1/realtime is asked whether it is there; and so long it may take to answer"
+        ),
+    ] = 20.0
+    realtime_idle: Annotated[Seconds, about("a client of /v1/realtime that sends no event is cut off")] = (
+        300.0
+    )
     failover_wait: Annotated[Seconds, about("for a node to appear when the last one was lost")] = 10.0
 
 

@@ -178,6 +178,8 @@ class Dispatcher:
         return generation
 
     def _note_generation(self, lives: list[RequestLife]) -> None:
+        if lives[0].spec.reads_ahead:
+            return
         self.metrics.request_choices.observe(len(lives))
         if lives[0].spec.pooling is not None:
             return

@@ -190,6 +190,9 @@ class RequestLife:
 
     def _note_tokens(self, attempt: Attempt, count: int) -> None:
         now = self._clock()
+        if self.spec.reads_ahead:
+            self.first_token_at = self.last_token_at = attempt.alive_at = now
+            return
         self._metrics.generation_tokens.inc(count)
         if self.last_token_at is not None:
             gap = now - self.last_token_at
@@ -490,6 +493,8 @@ class RequestLife:
         self._on_news(self)
 
     def _note_end(self, now: float, finish: FinishReason) -> None:
+        if self.spec.reads_ahead:
+            return  # no answer, so none of the figures of answers
         metrics, tokens = self._metrics, len(self.ledger.tokens)
         metrics.requests_finished.labels(finish.value).inc()
         metrics.request_prompt_tokens.observe(len(self.spec.prompt_token_ids))

@@ -233,7 +233,7 @@ class Placement(Generic[L]):
     def on_ended(
         self, attempt: Attempt | None, spec: SequenceSpec, hashes: PromptHashes, output: Sequence[int]
     ) -> None:
-        if output:
+        if output and not spec.reads_ahead:
             self._answers.ended(len(output))
         if attempt is not None and attempt.decode is not None and attempt.decode_started and output:
             self._chooser.answered(attempt.decode, hashes, output)

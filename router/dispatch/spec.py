@@ -33,4 +33,5 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     trace: RequestTrace | None = None
     arrived: float | None = None  # when the HTTP request came; None: now
     keep: KeptAnswer | None = None
+    reads_ahead: bool = False  # the beginning of a prompt that still arrives: its one token is dropped
     pooling: Pooling | None = None  # a vector of the prompt is wanted, and no token

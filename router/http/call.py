@@ -46,6 +46,8 @@ class Carrier(Protocol):
 
     def on_answered(self, call: HttpCall) -> None: ...
 
+    def on_upgraded(self) -> None: ...
+
     def break_off(self) -> None: ...
 
 
@@ -66,6 +68,18 @@ class LengthBody:
         return data
 
 
+class EndlessBody:
+    """All that comes once the connection speaks another protocol, until the router wants no more of it."""
+
+    def __init__(self) -> None:
+        self.complete = False
+
+    def take(self, buffer: bytearray) -> bytes:
+        data = bytes(buffer)
+        buffer.clear()
+        return data
+
+
 class HttpCall:
     """One request and its answer, between the application and the connection."""
 
@@ -81,7 +95,7 @@ class HttpCall:
         self._has_body = True
         self._expects_continue = head.expects_continue
         self._read_to_end = False
-        self.body = body
+        self.body: LengthBody | ChunkedBody | EndlessBody = body
         self.keep_alive = head.keep_alive
         self.answering = False  # the status is known
         self.complete = False  # the answer is sent
@@ -135,6 +149,12 @@ class HttpCall:
         self.disconnected = True
         self._wake()
 
+    def end_upgraded(self) -> None:
+        """Where it speaks another protocol: nothing more is read, and its application says goodbye."""
+        if isinstance(self.body, EndlessBody):
+            self.body.complete = True
+            self._wake()
+
     def _wake(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
@@ -185,7 +205,11 @@ class HttpCall:
 
     def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.answering = True
-        has_length = False
+        has_length = upgrades = status == 101
+        if upgrades:
+            self.body = EndlessBody()
+            self._read_to_end = self.keep_alive = False
+            self._connection.on_upgraded()
         lines = [STATUS_LINES[status], b"date: ", self._connection.date(), b"\r\n"]
         for name, value in headers:
             if name == b"content-length":
@@ -203,7 +227,7 @@ class HttpCall:
                 self.keep_alive = False
         if self._connection.stopping:
             self.keep_alive = False
-        if not self.keep_alive:
+        if not self.keep_alive and not upgrades:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
         head = b"".join(lines)

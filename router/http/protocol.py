@@ -225,6 +225,11 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._become_idle()
 
+    def on_upgraded(self) -> None:
+        """What came after the head is no request."""
+        self.resume_reading()
+        self._loop.call_soon(self._read)
+
     def _become_idle(self) -> None:
         """Or begins with the request that came during the last answer."""
         self._call = None
@@ -241,10 +246,13 @@ class HttpConnection(asyncio.Protocol):
             self.close()
         else:
             self._call.keep_alive = False
+            self._call.end_upgraded()
 
     def expect_the_last(self, idle_s: float) -> None:
         """Answers one more request, if it comes within that time, and closes the connection with the answer."""
-        if self._call is None and self._timer is not None and self._timer_is_idle:
+        if self._call is not None:
+            self._call.end_upgraded()
+        elif self._timer is not None and self._timer_is_idle:
             self._set_timer(idle_s, self._on_idle, idle=True)
 
     def close(self) -> None:

@@ -1,0 +1,129 @@
+"""One WebSocket on an upgraded call. wsproto reads and writes the frames; waits, sizes and the end are here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from wsproto.connection import Connection, ConnectionState, ConnectionType
+from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, TextMessage
+from wsproto.utilities import LocalProtocolError, generate_accept_token
+
+from tandem.router.http.exchange import HttpExchange
+from tandem.wire.errors import InvalidRequest, RequestError
+
+GOING_AWAY, UNSUPPORTED, TOO_BIG, SILENT = 1001, 1003, 1009, 1008
+
+
+class UpgradeRequired(RequestError):
+    code = "upgrade_required"
+    http_status = 426
+
+
+class WebSocket:
+    """One reader. Writers may be several tasks: a message is one write."""
+
+    def __init__(self, exchange: HttpExchange, *, most_bytes: int, ping_s: float, idle_s: float) -> None:
+        self._exchange = exchange
+        self._most_bytes = most_bytes
+        self._ping_s = ping_s
+        self._idle_s = idle_s
+        self._frames = Connection(ConnectionType.SERVER)
+        self._parts: list[str] = []
+        self._size = 0
+        self._messages: list[str] = []
+        self._ended = False
+        self.stopped = False  # by the router
+        self.is_busy: Callable[[], bool] = lambda: False  # with an answer, whose reader need say nothing
+
+    async def accept(self, first: bytes) -> None:
+        """The upgrade, and the first message. Raises what a request that is no such upgrade is answered."""
+        headers = dict(self._exchange.headers)
+        options = [option.strip().lower() for option in headers.get(b"connection", b"").split(b",")]
+        if headers.get(b"upgrade", b"").lower() != b"websocket" or b"upgrade" not in options:
+            raise UpgradeRequired("this path speaks WebSocket: connect to it with a ws:// or wss:// address")
+        if headers.get(b"sec-websocket-version") != b"13":
+            raise UpgradeRequired("sec-websocket-version: must be 13")
+        key = headers.get(b"sec-websocket-key")
+        if not key:
+            raise InvalidRequest("sec-websocket-key: is missing")
+        answer = [
+            (b"upgrade", b"websocket"),
+            (b"connection", b"Upgrade"),
+            (b"sec-websocket-accept", generate_accept_token(key)),
+        ]
+        offered = [name.strip() for name in headers.get(b"sec-websocket-protocol", b"").split(b",")]
+        if b"realtime" in offered:
+            answer.append((b"sec-websocket-protocol", b"realtime"))
+        await self._exchange.send({"type": "http.response.start", "status": 101, "headers": answer})
+        await self.send(first)
+
+    async def receive(self) -> str | None:
+        """The next message. None: there will be none, because the client closed it, is gone or silent, or the router stops."""
+        heard, pinged = time.monotonic(), False
+        while not self._messages and not self._ended:
+            try:
+                async with asyncio.timeout(self._ping_s):
+                    message = await self._exchange.receive()
+            except TimeoutError:
+                if pinged or (time.monotonic() - heard > self._idle_s and not self.is_busy()):
+                    why = "no answer to a ping" if pinged else f"no event for {self._idle_s:g} s"
+                    await self.close(SILENT, why)
+                else:
+                    pinged = True
+                    await self._write(Ping())
+                continue
+            pinged = False
+            if message["type"] == "http.disconnect":
+                self._ended = True
+            else:
+                await self._read(message["body"])
+                if not message["more_body"]:
+                    self._ended = self.stopped = True  # its owner says goodbye
+        return self._messages.pop(0) if self._messages else None
+
+    async def _read(self, data: bytes) -> None:
+        if self._frames.state in (ConnectionState.OPEN, ConnectionState.LOCAL_CLOSING):
+            self._frames.receive_data(data)
+        for event in self._frames.events():
+            if isinstance(event, Ping):
+                await self._write(event.response())
+            elif isinstance(event, CloseConnection):
+                await self.close(event.code if event.code != 1005 else 1000, "")
+            elif isinstance(event, BytesMessage):
+                await self.close(UNSUPPORTED, "events are text")
+            elif isinstance(event, TextMessage):
+                self._size += len(event.data.encode())
+                if self._size > self._most_bytes:
+                    await self.close(TOO_BIG, f"an event has at most {self._most_bytes} bytes")
+                    return
+                self._parts.append(event.data)
+                if event.message_finished:
+                    self._messages.append("".join(self._parts))
+                    self._parts, self._size = [], 0
+            elif not isinstance(event, Pong):
+                continue
+
+    async def send(self, text: bytes) -> None:
+        if not self._ended or self.stopped:
+            await self._write(TextMessage(data=text.decode()))
+
+    async def close(self, code: int, reason: str) -> None:
+        if not self._ended:
+            self._ended = True
+            await self._write(CloseConnection(code=code, reason=reason))
+
+    async def _write(self, event: Event) -> None:
+        try:
+            frame = self._frames.send(event)
+        except LocalProtocolError:
+            return  # it is closed already
+        await self._exchange.send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    async def goodbye(self, code: int, reason: str) -> None:
+        """Says it where nothing was said yet, and ends the call."""
+        if self._frames.state is ConnectionState.OPEN:
+            self._ended = True
+            await self._write(CloseConnection(code=code, reason=reason))
+        await self._exchange.send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,151 @@
+"""What a client says on /v1/realtime, each event a type of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.router.openai.fields import MaxTokens
+from tandem.wire.errors import InvalidRequest
+
+EventId = Annotated[str, Meta(max_length=128)]
+ItemId = Annotated[str, Meta(min_length=1, max_length=128)]
+AnswerTokens = MaxTokens | Literal["inf"]
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class MessageItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[list[TextPart], Meta(min_length=1)]
+    type: Literal["message"] = "message"
+    id: ItemId | None = None
+    status: str | None = None
+    object: str | None = None
+
+
+class SessionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """None: as it was."""
+
+    type: Literal["realtime"] = "realtime"
+    model: str | None = None
+    instructions: str | None = None
+    output_modalities: list[Literal["text"]] | None = None
+    max_output_tokens: AnswerTokens | None = None
+
+
+class ResponseFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Beside OpenAI's fields the sampling of chats."""
+
+    instructions: str | None = None
+    output_modalities: list[Literal["text"]] | None = None
+    max_output_tokens: AnswerTokens | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    event_id: EventId | None = None
+
+
+class SessionUpdate(_Event, frozen=True, tag="session.update"):
+    session: SessionFields
+
+
+class ItemCreate(_Event, frozen=True, tag="conversation.item.create"):
+    item: MessageItem
+
+
+class TextAppend(_Event, frozen=True, tag="input_text_buffer.append"):
+    """More of a user's message that arrives in parts. Tandem's own, after OpenAI's buffer for audio."""
+
+    text: str
+
+
+class TextCommit(_Event, frozen=True, tag="input_text_buffer.commit"):
+    """The message is complete."""
+
+
+class TextClear(_Event, frozen=True, tag="input_text_buffer.clear"):
+    """It is dropped."""
+
+
+class ResponseCreate(_Event, frozen=True, tag="response.create"):
+    response: ResponseFields = ResponseFields()
+
+
+class ResponseCancel(_Event, frozen=True, tag="response.cancel"):
+    response_id: str | None = None
+
+
+ClientEvent = (
+    SessionUpdate | ItemCreate | TextAppend | TextCommit | TextClear | ResponseCreate | ResponseCancel
+)
+_NAMES = frozenset(
+    str(one.__struct_config__.tag)
+    for one in (SessionUpdate, ItemCreate, TextAppend, TextCommit, TextClear, ResponseCreate, ResponseCancel)
+)
+
+
+def read_event(value: dict[str, Any]) -> ClientEvent:
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _NAMES:
+        raise InvalidRequest(f"type: must be one of {', '.join(sorted(_NAMES))}, not {kind!r}", "type")
+    try:
+        event: ClientEvent = msgspec.convert(value, ClientEvent)
+        return event
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{kind}: {error}") from None
+
+
+class Conversation:
+    """The items so far, and the message that is still arriving."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[str, str, str]] = []  # id, role, text
+        self.buffer: list[str] = []
+
+    def add(self, item_id: str, role: str, text: str) -> None:
+        if any(known == item_id for known, _, _ in self.items):
+            raise InvalidRequest(
+                f"item.id: {item_id[:100]!r} is taken; leave it out or send another", "item.id"
+            )
+        self.items.append((item_id, role, text))
+
+    def take_buffer(self) -> str:
+        text = "".join(self.buffer)
+        if not text:
+            raise InvalidRequest("input_text_buffer: is empty; append text to it first")
+        self.buffer.clear()
+        return text
+
+    def messages(self, instructions: str | None, *, with_buffer: bool) -> list[dict[str, str]]:
+        found = [{"role": "system", "content": instructions}] if instructions else []
+        found += [{"role": role, "content": text} for _, role, text in self.items]
+        if with_buffer and self.buffer:
+            found.append({"role": "user", "content": "".join(self.buffer)})
+        return found
+
+
+class SettledTokens:
+    """The tokens of a growing prompt that will hardly change: those at the beginning of both of its two newest renderings. The answer's own
+    prompt decides; what was guessed wrong here is only not found in a prefix cache."""
+
+    def __init__(self) -> None:
+        self._last: list[int] = []
+
+    def of(self, token_ids: list[int]) -> list[int]:
+        count = 0
+        for mine, other in zip(self._last, token_ids, strict=False):
+            if mine != other:
+                break
+            count += 1
+        self._last = token_ids
+        return token_ids[: max(0, count - 1)]
