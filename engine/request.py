@@ -20,15 +20,14 @@ class RequestStatus(enum.IntEnum):
     WAITING = 1  # for its turn
     WAITING_FOR_GRAMMAR = 2  # its output's grammar is being compiled
     WAITING_FOR_REMOTE_KVS = 3  # a peer may write to its blocks at any moment
-    WAITING_FOR_INPUT = 4  # for more of a prompt that arrives in parts
-    RUNNING = 5  # holds blocks and gets tokens computed
-    PREEMPTED = 6  # ran, lost its blocks, and waits to run again
-    FINISHED_STOPPED = 7
-    FINISHED_LENGTH_CAPPED = 8
-    FINISHED_ABORTED = 9
-    FINISHED_IGNORED = 10  # too long to have ever run
-    FINISHED_ERROR = 11
-    FINISHED_REPETITION = 12
+    RUNNING = 4  # holds blocks and gets tokens computed
+    PREEMPTED = 5  # ran, lost its blocks, and waits to run again
+    FINISHED_STOPPED = 6
+    FINISHED_LENGTH_CAPPED = 7
+    FINISHED_ABORTED = 8
+    FINISHED_IGNORED = 9  # too long to have ever run
+    FINISHED_ERROR = 10
+    FINISHED_REPETITION = 11
 
     @property
     def is_finished(self) -> bool:

@@ -56,7 +56,6 @@ def test_statuses_stand_in_their_order():
         "WAITING",
         "WAITING_FOR_GRAMMAR",
         "WAITING_FOR_REMOTE_KVS",
-        "WAITING_FOR_INPUT",
         "RUNNING",
         "PREEMPTED",
         "FINISHED_STOPPED",

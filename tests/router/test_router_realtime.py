@@ -2,68 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
-from wsproto import ConnectionType, WSConnection
 from wsproto.events import (
     AcceptConnection,
     CloseConnection,
-    Event,
     RejectConnection,
-    Request,
-    TextMessage,
 )
 
-from tandem.router.config import Limits, Timeouts
+from tandem.router.config import ApiKey, Limits, Timeouts
+from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.raw_http import connect
+from tests.router.event_reader import EventReader
 
 LONG = "the quick brown fox jumps over the lazy dog and goes on. " * 12
-
-
-class Client:
-    def __init__(self, router: RunningRouter, **headers: str) -> None:
-        self._socket = connect(router)
-        self._frames = WSConnection(ConnectionType.CLIENT)
-        extra = [(name.encode(), value.encode()) for name, value in headers.items()]
-        request = Request(host="x", target="/v1/realtime", extra_headers=extra)
-        self._socket.sendall(self._frames.send(request))
-        self._events: list[Event] = []
-        self.opened = self.next_event()
-
-    def next_event(self) -> Event:
-        while not self._events:
-            data = self._socket.recv(65536)
-            self._frames.receive_data(data or None)
-            self._events = list(self._frames.events())
-        return self._events.pop(0)
-
-    def say(self, kind: str, **fields: Any) -> None:
-        self.send(TextMessage(data=json.dumps({"type": kind, **fields})))
-
-    def send(self, event: TextMessage | CloseConnection) -> None:
-        self._socket.sendall(self._frames.send(event))
-
-    def hear(self, kind: str) -> dict[str, Any]:
-        """The next event of that type; an error ends the wait."""
-        text = ""
-        while True:
-            event = self.next_event()
-            assert isinstance(event, TextMessage), event
-            text += event.data
-            if event.message_finished:
-                found: dict[str, Any] = json.loads(text)
-                text = ""
-                if found["type"] == kind:
-                    return found
-                assert found["type"] != "error", found
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 @pytest.fixture
@@ -72,14 +27,14 @@ def router(start_router: StartRouter) -> RunningRouter:
 
 
 @pytest.fixture
-def client(router: RunningRouter) -> Iterator[Client]:
-    with closing(Client(router)) as made:
+def client(router: RunningRouter) -> Iterator[RealtimeClient]:
+    with closing(RealtimeClient(router.url)) as made:
         assert isinstance(made.opened, AcceptConnection)
         made.hear("session.created")
         yield made
 
 
-def test_an_answer_is_that_of_the_chat(router: RunningRouter, client: Client) -> None:
+def test_an_answer_is_that_of_the_chat(router: RunningRouter, client: RealtimeClient) -> None:
     client.say("input_text_buffer.append", text="h")
     client.say("input_text_buffer.append", text="i")
     client.say("input_text_buffer.commit")
@@ -90,7 +45,9 @@ def test_an_answer_is_that_of_the_chat(router: RunningRouter, client: Client) ->
     assert client.hear("response.done")["response"]["usage"]["output_tokens"] == 5
 
 
-def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(router: RunningRouter, client: Client) -> None:
+def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(
+    router: RunningRouter, client: RealtimeClient
+) -> None:
     prefill = next(node for node in router.nodes.values() if node.role == "prefill")
     for _ in range(6):
         client.say("input_text_buffer.append", text=LONG)
@@ -107,7 +64,7 @@ def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(router: RunningRo
 
 @pytest.mark.parametrize("how", ["event", "gone"])
 def test_an_answer_that_is_cancelled_ends_on_the_nodes(
-    router: RunningRouter, client: Client, how: str
+    router: RunningRouter, client: RealtimeClient, how: str
 ) -> None:
     for node in router.nodes.values():
         node.set(pause_at=2)
@@ -136,7 +93,7 @@ def test_an_answer_that_is_cancelled_ends_on_the_nodes(
         {"type": "response.create", "response": {"tools": []}},
     ],
 )
-def test_events_that_are_refused_say_why(client: Client, event: dict[str, Any]) -> None:
+def test_events_that_are_refused_say_why(client: RealtimeClient, event: dict[str, Any]) -> None:
     client.say(event.pop("type"), event_id="mine", **event)
     error = client.hear("error")["error"]
     assert error["event_id"] == "mine"
@@ -150,34 +107,70 @@ def test_what_is_no_upgrade_is_told_so(router: RunningRouter) -> None:
 
 
 def test_pages_of_other_sites_are_refused(router: RunningRouter) -> None:
-    with closing(Client(router, origin="http://elsewhere")) as other:
+    with closing(RealtimeClient(router.url, origin="http://elsewhere")) as other:
         assert isinstance(other.opened, RejectConnection)
         assert other.opened.status_code == 403
 
 
-def test_a_client_that_closes_is_answered(client: Client) -> None:
+def test_a_client_that_closes_is_answered(client: RealtimeClient) -> None:
     client.send(CloseConnection(code=1000))
     assert isinstance(client.next_event(), CloseConnection)
 
 
-def closed(client: Client) -> int:
+def closed(client: RealtimeClient) -> int:
     while not isinstance(event := client.next_event(), CloseConnection):
         pass
     return event.code
 
 
 def test_an_event_that_is_too_large_ends_it(start_router: StartRouter) -> None:
-    with closing(Client(start_router(limits=Limits(body_bytes=2000)))) as client:
+    with closing(RealtimeClient(start_router(limits=Limits(body_bytes=2000)).url)) as client:
         client.say("input_text_buffer.append", text="x" * 3000)
         assert closed(client) == 1009
 
 
 def test_a_client_that_says_nothing_is_cut_off(start_router: StartRouter) -> None:
     timeouts = Timeouts(realtime_ping=0.1, realtime_idle=0.1)
-    with closing(Client(start_router(timeouts=timeouts))) as client:
+    with closing(RealtimeClient(start_router(timeouts=timeouts).url)) as client:
         assert closed(client) == 1008
 
 
-def test_a_router_that_stops_says_goodbye(router: RunningRouter, client: Client) -> None:
+def test_a_router_that_stops_says_goodbye(router: RunningRouter, client: RealtimeClient) -> None:
     router.look(lambda: [connection.shutdown() for connection in router.server._http.connections])  # type: ignore[union-attr]
     assert closed(client) == 1001
+
+
+def test_a_key_is_asked_for_and_its_quota_holds(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret", concurrent_requests=1),))
+    with closing(RealtimeClient(router.url)) as stranger:
+        assert isinstance(stranger.opened, RejectConnection)
+        assert stranger.opened.status_code == 401
+    for node in router.nodes.values():
+        node.set(pause_at=1)
+    stream = {"model": "fake", "prompt": "x", "max_tokens": 3, "stream": True}
+    bearer = {"authorization": "Bearer secret"}
+    other = EventReader(router.url, "/v1/completions", stream, headers=bearer)
+    assert other.read_header() == 200
+    with closing(RealtimeClient(router.url, **bearer)) as client:
+        client.hear("session.created")
+        client.say("input_text_buffer.append", text="hi")
+        client.say("input_text_buffer.commit")
+        client.say("response.create", response={"max_output_tokens": 3})
+        refused = client.hear("response.done")["response"]
+        assert refused["status"] == "failed"
+        assert refused["status_details"]["error"]["code"] == "rate_limit_exceeded"
+        for node in router.nodes.values():
+            node.resume()
+        other.text()
+        client.say("response.create", response={"max_output_tokens": 3})
+        assert client.hear("response.done")["response"]["status"] == "incomplete"
+
+
+def test_frames_that_are_none_end_it(router: RunningRouter) -> None:
+    with closing(RealtimeClient(router.url)) as client:
+        client.hear("session.created")
+        client.send_bytes(b"\xff\xff not a frame")
+        while not isinstance(event := client.next_event(), CloseConnection):
+            pass
+        assert event.code == 1002
+    assert router.client.get("/health").status_code == 200
