@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from tandem.router.config import Limits
+from tandem.router.http.long_strings import decode_in_pieces
 from tandem.wire.errors import InvalidRequest
 
 # What structures a body, with what stands before it: outside of strings, strings whole. The last is a string without its end.
@@ -35,7 +36,7 @@ def parse_object(body: bytes | bytearray, limits: Limits) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     _check_counts(body, limits)
     try:
-        value = _decode(text)
+        value = decode_in_pieces(text, _decode)
     except RecursionError:
         raise _too_deep(max_depth) from None
     except json.JSONDecodeError as error:
