@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.wire.errors import ConfigurationError
-
 Assignment = tuple[str, str]
 """A setting's name and its value as text."""
 
 Convert = Callable[[list[str]], list[Assignment]]
+
+
+class RefusedValue(ValueError):
+    """Says what is wrong with a flag's value. Its own class: `--help` reads this module, and waits for no library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +109,17 @@ def _speculation(values: list[str]) -> list[Assignment]:
     try:
         described = dict(json.loads(values[0]))
     except (ValueError, TypeError):
-        raise ConfigurationError(f"is not a JSON object: {values[0][:80]!r}") from None
+        raise RefusedValue(f"is not a JSON object: {values[0][:80]!r}") from None
     model, count = described.pop("model", None), described.pop("num_speculative_tokens", None)
     method = described.pop("method", "draft_model" if model else "ngram")
     if method not in ("ngram", "draft_model"):
-        raise ConfigurationError(f"guesses come by `ngram` or from a `draft_model`, not by {method!r}")
+        raise RefusedValue(f"guesses come by `ngram` or from a `draft_model`, not by {method!r}")
     if described:
-        raise ConfigurationError(
-            f"has {', '.join(map(repr, described))}, which nothing here reads: leave it out"
-        )
+        raise RefusedValue(f"has {', '.join(map(repr, described))}, which nothing here reads: leave it out")
     if method == "draft_model" and not model:
-        raise ConfigurationError("needs `model`, which guesses")
+        raise RefusedValue("needs `model`, which guesses")
     if count is None:
-        raise ConfigurationError("needs `num_speculative_tokens`")
+        raise RefusedValue("needs `num_speculative_tokens`")
     draft = [("model.draft", str(model))] if method == "draft_model" else []
     return [("scheduler.num_speculative_tokens", str(count)), *draft]
 
@@ -413,7 +413,7 @@ def read_flags(
             case SettingFlag(convert=convert):
                 try:
                     assignments += [(setting, text, name) for setting, text in convert(values)]
-                except ConfigurationError as error:
+                except RefusedValue as error:
                     answers.append(f"{name}: {error}")
             case StandingFlag(note=note, values=held):
                 if held is not None and values[0] not in held:

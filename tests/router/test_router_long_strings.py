@@ -1,4 +1,4 @@
-"""Long strings are decoded in pieces, and nobody can tell."""
+"""Long strings are decoded in pieces, with the same outcome, mistakes and their places too."""
 
 from __future__ import annotations
 
