@@ -33,11 +33,11 @@ from tandem.router.realtime.events import (
     ResponseCreate,
     ResponseFields,
     SessionUpdate,
-    SettledTokens,
     TextAppend,
     TextClear,
     TextCommit,
     read_event,
+    settled_tokens,
 )
 from tandem.wire.errors import InvalidRequest, TandemError
 from tandem.wire.sampling import SamplingParams
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 # Text that must have come before it is tokenized again, and its share of what was there: all together stay linear.
 AHEAD_CHARACTERS = 256
 AHEAD_SHARE = 4
+# What could follow: where the prompt's tokens with it are others, they are not settled yet.
+_MORE = " and so on"
 
 
 async def realtime(services: Services, exchange: HttpExchange) -> None:
@@ -90,7 +92,6 @@ class _Session:
         self._share = share
         self._id = f"sess_{secrets.token_hex(12)}"
         self._conversation = Conversation()
-        self._settled = SettledTokens()
         self._model: str | None = None
         self._instructions: str | None = None
         self._most_tokens: int | None = None
@@ -212,9 +213,12 @@ class _Session:
 
     async def _read_some(self) -> None:
         services, tenant = self._services, self._exchange.tenant
-        request = self._request(ResponseFields(max_output_tokens=1), with_buffer=True)
+        one = ResponseFields(max_output_tokens=1)
+        request = self._request(one, with_buffer=True)
+        continued = self._request(one, with_buffer=True, more=_MORE)
         plan = await plan_chat(request, services.model, self._caller(request))
-        token_ids = self._settled.of(plan.prompts[0])
+        longer = await plan_chat(continued, services.model, self._caller(continued))
+        token_ids = settled_tokens(plan.prompts[0], longer.prompts[0])
         if len(token_ids) <= self._known:
             return
         reservation = tenant.enter() if tenant is not None else None
@@ -242,12 +246,14 @@ class _Session:
     def _caller(self, request: ChatRequest) -> Any:
         return caller_of(self._services, self._exchange, request, time.monotonic())
 
-    def _request(self, asked: ResponseFields, *, with_buffer: bool) -> ChatRequest:
+    def _request(self, asked: ResponseFields, *, with_buffer: bool, more: str = "") -> ChatRequest:
         most = asked.max_output_tokens if asked.max_output_tokens is not None else self._most_tokens
         instructions = self._instructions if asked.instructions is None else asked.instructions
         messages = self._conversation.messages(instructions, with_buffer=with_buffer)
         if not messages:
             raise InvalidRequest("response.create: the conversation is empty; create an item first")
+        if more:
+            messages[-1]["content"] += more
         fields = {
             "model": self._model,
             "messages": messages,

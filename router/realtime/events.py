@@ -134,18 +134,12 @@ class Conversation:
         return found
 
 
-class SettledTokens:
-    """The tokens of a growing prompt that will hardly change: those at the beginning of both of its two newest renderings. The answer's own
-    prompt decides; what was guessed wrong here is only not found in a prefix cache."""
-
-    def __init__(self) -> None:
-        self._last: list[int] = []
-
-    def of(self, token_ids: list[int]) -> list[int]:
-        count = 0
-        for mine, other in zip(self._last, token_ids, strict=False):
-            if mine != other:
-                break
-            count += 1
-        self._last = token_ids
-        return token_ids[: max(0, count - 1)]
+def settled_tokens(prompt: list[int], continued: list[int]) -> list[int]:
+    """Those of a growing prompt that will hardly change, from its tokens and from those that it has with more text. The answer's own prompt
+    decides; what was guessed wrong here is only not found in a prefix cache."""
+    pairs = zip(prompt, continued, strict=False)
+    count = next(
+        (place for place, (mine, other) in enumerate(pairs) if mine != other),
+        min(len(prompt), len(continued)),
+    )
+    return prompt[: max(0, count - 1)]

@@ -49,8 +49,7 @@ def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(
     router: RunningRouter, client: RealtimeClient
 ) -> None:
     prefill = next(node for node in router.nodes.values() if node.role == "prefill")
-    for _ in range(6):
-        client.say("input_text_buffer.append", text=LONG)
+    client.say("input_text_buffer.append", text=LONG)
     prefill.wait_until(lambda: bool(prefill.submits), "the beginning of the prompt")
     ahead = prefill.submits[0]
     assert ahead.transfer is None
