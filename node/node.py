@@ -285,6 +285,7 @@ class Node:
             config.logs,
             silence_s=config.timeouts.rank_silence_s,
             lost=lambda why: mailbox.put(RanksLost(why)),
+            report=progress,
         )
         try:
             if progress is not None:

@@ -26,6 +26,13 @@ class RankHere(msgspec.Struct, frozen=True, tag=True):
     """It has loaded its libraries, and looks for the others now."""
 
 
+class RankProgress(msgspec.Struct, frozen=True, tag=True):
+    """How far its load has come, as `wire.progress` has it."""
+
+    what: str
+    share: float
+
+
 class RankReady(msgspec.Struct, frozen=True, tag=True):
     """Its part of the model is loaded: steps may come."""
 
@@ -37,6 +44,6 @@ class RankRefused(msgspec.Struct, frozen=True, tag=True):
     operator: bool
 
 
-FromRank = RankHere | RankReady | RankRefused
+FromRank = RankHere | RankProgress | RankReady | RankRefused
 
 MOST_BYTES = 1 << 20  # of a packet

@@ -20,7 +20,15 @@ import numpy as np
 
 from tandem.machine.resources import bind, threads_here
 from tandem.node.ranks.memory import SharedMemory
-from tandem.node.ranks.messages import MOST_BYTES, FromRank, RankHere, RankOrders, RankReady, RankRefused
+from tandem.node.ranks.messages import (
+    MOST_BYTES,
+    FromRank,
+    RankHere,
+    RankOrders,
+    RankProgress,
+    RankReady,
+    RankRefused,
+)
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.logs import begin_logging
 
@@ -66,7 +74,13 @@ def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory) -> 
     _tell(control, RankHere())
     collectives = GroupCollectives(orders.rank, orders.size, orders.rendezvous, device)
     shard = Shard(orders.rank, orders.size, collectives, device=str(device))
-    runner = load_runner(orders.model, orders.cache, orders.scheduler, shard=shard)
+    runner = load_runner(
+        orders.model,
+        orders.cache,
+        orders.scheduler,
+        lambda what, share: _tell(control, RankProgress(what, share)),
+        shard=shard,
+    )
     _tell(control, RankReady())
     taken = 0
 

@@ -35,11 +35,13 @@ from tandem.node.ranks.messages import (
     FromRank,
     RankHere,
     RankOrders,
+    RankProgress,
     RankReady,
     RankRefused,
 )
 from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, TandemError
 from tandem.wire.logs import LogsConfig
+from tandem.wire.progress import LastProgress, Report
 
 if TYPE_CHECKING:
     from tandem.engine.config import EngineConfig
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_HERE_S = 300.0  # to load libraries, on a machine that does much else
+_STILL_S = 300.0  # without progress: a machine that does much else takes long to load libraries
 _END_S = 2.0  # for a rank to end by itself
 _COMPLAINT_S = 0.1  # between a rank's end and what the others make of it
 _VERDICT_S = 1.0  # from a collective that raises until it is known why
@@ -98,8 +100,10 @@ class Ranks:
         *,
         silence_s: float,
         lost: Callable[[str], None],
+        report: Report | None = None,
     ) -> None:
-        """`lost` is called once, from another thread, with the reason why the ranks were ended, unless they were stopped."""
+        """`lost` is called once, from another thread, with the reason why the ranks were ended, unless they were stopped; `report`, from
+        there too, with how far the other ranks' loads have come."""
         self._name = name
         self._size = size
         self._engine = engine
@@ -107,6 +111,8 @@ class Ranks:
         self._logs = logs
         self._most_ticks = max(1, round(silence_s / _TICK_S))
         self._lost = lost
+        self._report = report
+        self._progress = LastProgress(time.monotonic)
         self._changed = threading.Condition()
         self._verdict: TandemError | None = None
         self._stopping = False
@@ -131,7 +137,7 @@ class Ranks:
         device = choose_device(self._engine.model.device)
         _check_devices(self._engine.model.device, self._size)
         self._thread.start()
-        self._wait_for(RankHere, _HERE_S)
+        self._wait_for(RankHere)
         rendezvous = os.path.join(self._folder, "meeting")
         try:
             self._group = GroupCollectives(0, self._size, rendezvous, device)
@@ -141,7 +147,7 @@ class Ranks:
 
     def await_ready(self) -> None:
         """Returns when every rank has loaded its part: this one has."""
-        self._wait_for(RankReady, _HERE_S)
+        self._wait_for(RankReady)
         shutil.rmtree(self._folder, ignore_errors=True)
         for rank in self._ranks:
             rank.beat = self._memory.beat_of(rank.number)
@@ -178,19 +184,18 @@ class Ranks:
         os.close(self._wake)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _wait_for(self, said: type[FromRank], seconds: float) -> None:
+    def _wait_for(self, said: type[FromRank]) -> None:
+        self._progress.begin()
         with self._changed:
-            there = self._changed.wait_for(
-                lambda: (
-                    self._verdict is not None
-                    or (self._started and all(said in rank.said for rank in self._ranks))
-                ),
-                seconds,
-            )
-            if self._verdict is not None:
-                raise self._verdict
-            if not there:
-                raise InternalError(f"a rank of {self._name} did not start within {seconds:.0f} s")
+            while self._verdict is None:
+                if self._started and all(said in rank.said for rank in self._ranks):
+                    return
+                if not (wait_s := self._progress.next_look(_STILL_S)):
+                    raise InternalError(
+                        f"a rank of {self._name} has made no progress for {_STILL_S:.0f} s, {self._progress}"
+                    )
+                self._changed.wait(wait_s)
+            raise self._verdict
 
     # --- the supervisor's thread
 
@@ -283,6 +288,11 @@ class Ranks:
                 self._judge(NodeLost(_ended(cause)))
             kind = ConfigurationError if message.operator else InternalError
             self._judge(kind(message.why if message.operator else f"rank {rank.number}: {message.why}"))
+        if isinstance(message, RankProgress):
+            what = f"rank {rank.number}: {message.what}"
+            self._progress.report(what, message.share)
+            if self._report is not None:
+                self._report(what, message.share)
         with self._changed:
             rank.said.add(type(message))
             self._changed.notify_all()

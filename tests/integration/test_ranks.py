@@ -47,9 +47,11 @@ class WideNode:
         engine = engine_of(path)
         self.lost = threading.Event()
         self.why: list[str] = []
+        self.said: list[str] = []  # of other ranks' loads
         self.ranks = Ranks(
-            "wide", width, engine, shares_of([], 1, width), LogsConfig(), silence_s=2.0, lost=self._lost
-        )
+            "wide", width, engine, shares_of([], 1, width), LogsConfig(), silence_s=2.0, lost=self._lost,
+            report=lambda what, share: self.said.append(what),
+        )  # fmt: skip
         shard = self.ranks.start()
         self.runner: TorchRunner = load_runner(engine.model, engine.cache, engine.scheduler, shard=shard)
         self.ranks.await_ready()
@@ -80,6 +82,7 @@ def test_processes_say_what_one_says_and_end_when_they_are_stopped(tiny_llama: P
     prompt = [7, 3, 5] * 7
     (answer,) = tiny.reference(tiny_llama, [prompt], 8)
     with wide_node(tiny_llama) as node:
+        assert any(said.startswith("rank 1: ") for said in node.said), "its load is progress of the node's"
         driver = Driver(node.runner)
         driver.add("r", prompt)
         assert driver.generate(8, max_chunk=5)["r"] == answer.tokens
