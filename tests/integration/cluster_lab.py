@@ -118,6 +118,16 @@ class Tandem:
             env={**os.environ, "RAY_ADDRESS": self.address},
         ).stdout  # fmt: skip
 
+    @contextlib.contextmanager
+    def begun(self, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """Ended at once when what is done beside it fails: its pipe would be waited for, and the failure not be told."""
+        with self.begin(*words) as process:
+            try:
+                yield process
+            except BaseException:
+                process.kill()
+                raise
+
     def begin(self, *words: str) -> subprocess.Popen[str]:
         root = str(Path(__file__).resolve().parents[2])
         return subprocess.Popen(

@@ -173,7 +173,7 @@ def test_down_leaves_no_process(tandem: Tandem, model: str, ray_nodes: RayNodes)
 def test_without_detach_everything_ends_with_the_command_however_it_ends(
     tandem: Tandem, model: str, ray_nodes: RayNodes
 ) -> None:
-    with tandem.begin("serve", "--decode", "2", *SETTINGS) as command:
+    with tandem.begun("serve", "--decode", "2", *SETTINGS) as command:
         assert command.stdout is not None
         said = []
         for line in command.stdout:

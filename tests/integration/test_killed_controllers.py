@@ -35,6 +35,8 @@ def controllers(processes: Processes) -> set[int]:
 
 def kill_again_and_again(url: str, model: str, processes: Processes) -> None:
     """Under load, then stops it once. Each time the next one must be there, and requests must go on meanwhile."""
+    # A router sees a node a moment after the controller does.
+    until(lambda: len(epochs(url)) == 2, "the router sees both nodes")
     before = epochs(url)
     with Load(url, model, clients=CLIENTS) as load:
         for _ in range(KILLS):
@@ -101,7 +103,7 @@ SETTINGS = ("--model", MODEL, "--kv-memory", "256MiB", "--set", "router.local_pr
 
 
 def test_under_a_command_on_a_cluster_that_another_one_ends(tandem: Tandem, ray_nodes: RayNodes) -> None:
-    with tandem.begin("serve", "--port", str(free_port()), *SETTINGS) as command:
+    with tandem.begun("serve", "--port", str(free_port()), *SETTINGS) as command:
         url = served_url(command)
         kill_again_and_again(url, "SmolLM2-135M-Instruct", lambda: ray_nodes.processes("ray::"))
         assert command.poll() is None
@@ -115,8 +117,9 @@ def test_under_a_command_on_a_cluster_that_another_one_ends(tandem: Tandem, ray_
 
 def test_a_command_makes_the_controller_again_that_ray_does_not(tandem: Tandem, ray_nodes: RayNodes) -> None:
     """An operator killed it through Ray, so that Ray never starts it again: the command that started it makes another one."""
-    with tandem.begin("serve", "--port", str(free_port()), *SETTINGS) as command:
+    with tandem.begun("serve", "--port", str(free_port()), *SETTINGS) as command:
         url = served_url(command)
+        until(lambda: len(epochs(url)) == 2, "the router sees both nodes")
         before = epochs(url)
         with Load(url, "SmolLM2-135M-Instruct", clients=CLIENTS) as load:
             (old,) = controllers(lambda: ray_nodes.processes("ray::"))
