@@ -118,7 +118,9 @@ def _put_back(holder: list[Any], word: str, whole: list[str]) -> None:
         deeper: list[Any] = []
         for each in level:
             if isinstance(each, dict) and any(name.startswith(word) for name in each):
-                raise InvalidRequest("the body has a member whose name is longer than any that is known")
+                raise InvalidRequest(
+                    "the body has an unknown member: its name is longer than any that is known"
+                )
             for key, child in list(each.items() if isinstance(each, dict) else enumerate(each)):
                 if isinstance(child, dict | list):
                     deeper.append(child)
