@@ -17,6 +17,7 @@ from tandem.router.policy.alternatives import Alternative, alternatives
 from tandem.router.policy.cache_peers import at_mirror, with_cache_peers
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import Overlaps, PrefixRecord, PromptHashes
+from tandem.wire.errors import Unavailable
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews
@@ -46,7 +47,15 @@ class Chooser:
             request = msgspec.structs.replace(request, content=content)
         nodes, request = self._known(request, hashes)
         decode = self._pool.shortlist_of(content).decode
-        decision = at_mirror(request, decode.views) or self._policy(nodes, request)
+        try:
+            decision = at_mirror(request, decode.views) or self._policy(nodes, request)
+        except Unavailable as error:
+            if request.needs_version <= self._pool.oldest_version:
+                raise
+            raise Unavailable(
+                f"{error} that speaks version {request.needs_version} of Tandem's messages, in which this request asks for "
+                "something: until every node has that version, leave it out or try again later"
+            ) from error
         # A vector is computed again sooner than a copy of its prompt's KV would be of use.
         names = decode.names if not request.makes_vector else ()
         decision = with_cache_peers(decision, nodes, request.cached, decode.views, names)
@@ -73,7 +82,10 @@ class Chooser:
             if (of_size := hashes.of(size))
         }
         overlaps = Overlaps(self._record.bits, levels)
-        request = msgspec.structs.replace(request, turn=self._turn)
+        avoid = request.avoid
+        if request.needs_version > self._pool.oldest_version:
+            avoid |= self._pool.older_than(request.needs_version)
+        request = msgspec.structs.replace(request, turn=self._turn, avoid=avoid)
         nodes = self.candidates(request, overlaps)
         cached = {
             view.info.node_id: tokens

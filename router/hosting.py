@@ -117,6 +117,7 @@ class RouterHost:
             is_ending=serving.is_ending,
             answers=metrics.answers,
             errors=metrics.errors,
+            out_of_view=services.pool.out_of_view(),
         )
         return msgspec.msgpack.encode(queue)
 

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from tandem.wire.errors import NodeLost
+import msgspec
+
+from tandem.wire.errors import NodeLost, Unavailable
 from tandem.wire.lines import LetterToRouter, Lines, Position
 from tandem.wire.nodes import NodeInfo, new_epoch
 from tandem.wire.requests import (
@@ -33,6 +35,7 @@ from tandem.wire.requests import (
 )
 from tandem.wire.sockets import LoopInbox, Outbox
 from tandem.wire.tracing import ClockReading, NodeTrace
+from tandem.wire.versions import WIRE_VERSION, needed_version
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +135,10 @@ class NodeLinks:
         self.lines.meet(node.request_endpoint, node.epoch)
 
     def submit(self, node: NodeInfo, submit: Submit) -> Position:
-        """Where the message stands on the line to the node. Raises NodeLost when the node has not been reading for long."""
+        """Where the message stands on the line to the node. Raises NodeLost when the node has not been reading for long, and
+        Unavailable when it could not read this: its line would stand still."""
+        if (why := _unreadable(node, submit)) is not None:
+            raise Unavailable(why)
         return self.lines.send(node.request_endpoint, submit)
 
     def has_heard(self, node: NodeInfo, message: Position) -> bool:
@@ -190,6 +196,9 @@ class NodeLinks:
         message: Cancel | Ping | Ask | ListCache | Recall | Follow | EndAnswer | TurnEnded,
     ) -> None:
         """For messages whose loss is told by other means: a node that reads none is soon silent, and lost."""
+        if (why := _unreadable(node, message)) is not None:
+            logger.debug("%s", why)
+            return
         try:
             self.lines.send(node.request_endpoint, message)
         except NodeLost as error:
@@ -211,3 +220,13 @@ class NodeLinks:
         self._send_cancels()
         self._inbox.close()
         await asyncio.to_thread(self._outbox.close)
+
+
+def _unreadable(node: NodeInfo, message: msgspec.Struct) -> str | None:
+    """Why a node of an earlier version could not read the message, or None."""
+    if node.wire_version >= WIRE_VERSION or node.wire_version >= (needed := needed_version(message)):
+        return None
+    return (
+        f"node {node.node_id} speaks version {node.wire_version} of Tandem's messages, and this "
+        f"{type(message).__name__} needs version {needed}"
+    )

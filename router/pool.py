@@ -22,7 +22,7 @@ from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role
 from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import NodeStatus
-from tandem.wire.versions import out_of_reach
+from tandem.wire.versions import WIRE_VERSION, out_of_reach
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class NodePool:
         ] = {}  # decode nodes where a prefill node's KV arrived wrong, by its id
         self.paused: frozenset[str] = frozenset()  # pools and nodes that get no new requests, by name
         self.is_paused = False  # all that could write an answer are
+        self.oldest_version = WIRE_VERSION  # of messages, that a member speaks
         self.foreign_messages = 0  # from a node or an epoch that is not a member
 
     @property
@@ -163,6 +164,9 @@ class NodePool:
         for member in self._members.values():
             member.foreign = self._foreign(member)
         self._block_sizes = tuple({member.info.block_size for member in self._members.values()})
+        self.oldest_version = min(
+            (member.info.wire_version for member in self._members.values()), default=WIRE_VERSION
+        )
         self._knows_max_model_len = False
         self._adapters = None
         self._changed()
@@ -170,6 +174,12 @@ class NodePool:
             if member.lost is None:
                 self._on_lost(member.info, "it left the cluster")
         return came, [member.info for member in gone]
+
+    def older_than(self, version: int) -> frozenset[str]:
+        """Members that speak only versions of the messages before this one."""
+        return frozenset(
+            name for name, member in self._members.items() if member.info.wire_version < version
+        )
 
     def set_paused(self, names: Iterable[str]) -> None:
         """Their requests go on. When all nodes that write answers are paused, all stay in view, for requests that move: then it is the
@@ -435,6 +445,16 @@ class NodePool:
         if self._tokenizer and info.tokenizer and info.tokenizer != self._tokenizer:
             return "its tokenizer.json differs from the router's"
         return None
+
+    def out_of_view(self) -> dict[str, str]:
+        """Why members get no new requests although no operator paused them, by their ids."""
+        return {
+            member.info.node_id: why
+            for member in self._members.values()
+            if member.view is None
+            and not self._is_held_back(member)
+            and (why := self.unusable(member)) is not None
+        }
 
     def unusable(self, member: Member) -> str | None:
         """Why it gets no new requests, or None."""

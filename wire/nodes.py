@@ -82,6 +82,7 @@ class RouterQueue(msgspec.Struct, frozen=True):
     is_ending: bool = False  # its process was told to end: another one must take its place
     answers: int = 0  # since it started
     errors: int = 0  # of these, with a status from 500 on, but for 503
+    out_of_view: dict[str, str] = {}  # why nodes get no new requests, by their ids; paused ones are not named
 
 
 class NodeSighting(msgspec.Struct, frozen=True):

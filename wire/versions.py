@@ -12,8 +12,10 @@ No message is translated. That works because of what a change may be:
   default means what was done before there was the field. In a message that is a list on the wire (`array_like`), it is the last one.
 - **What asks for an answer refuses what it does not know** (`Submit` and the structs in it that say so): a request must not run without what it
   asked for. These leave out what has its default, so a request that does not use the new field runs on a node of either version. A router
-  sends one that does use it only to nodes whose `NodeInfo.wire_version` has the field.
-- **A message or a name of an enum is added.** It is sent only to processes that have said that they are of a version that has it.
+  sends one that does use it only to nodes whose `NodeInfo.wire_version` has the field: SINCE names such fields, `needed_version` reads them
+  off a message, and a test finds those that are missing.
+- **A message or a name of an enum is added.** It is sent only to processes that have said that they are of a version that has it. SINCE
+  names messages of routers to nodes, too.
 - **Nothing is taken away, renamed or given another type or meaning.** What is no longer used stays where it is.
 
 tests/wire/versions/ holds a description of every version's messages. A test compares the messages as they are with the description of
@@ -35,8 +37,8 @@ fingerprint says of it. There is no speaking with the version before: KV of two 
 tier. A request whose two nodes have different ones is computed where it decodes.
 
 To add a field to a message that describes, such as NodeStatus: give it a default, and count WIRE_VERSION up if the last version was released.
-To add one to a request: the same, and let the router's choice of nodes ask for `wire_version >= N` when a request has it. After the next
-release the question can go: every node in reach has the field.
+To add one to a request: the same, and name it in SINCE with the new version. After the next release it can go from there: every node in
+reach has the field.
 
 To change what a field means: add another one, and fill both. Who knows the new one reads that.
 
@@ -45,8 +47,16 @@ Settings are not messages. A process gets its settings from a controller that kn
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
 WIRE_VERSION = 1
 KV_VERSION = 1
+
+# The version that a message of routers to nodes ("Ping"), or a field of one that refuses what it does not know ("Submit.lora"), came
+# with, if not every version in reach has it. A node of a version before could not read the message, nor any after it on the same line.
+SINCE: Mapping[str, int] = {}
 
 # How far two versions may be apart.
 REACH = 1
@@ -61,3 +71,25 @@ def out_of_reach(version: int) -> str | None:
         f"it speaks version {version} of Tandem's messages, and this process version {WIRE_VERSION}: they may be {REACH} apart. "
         f"Bring {older} Tandem to a version in between first"
     )
+
+
+def needed_version(message: msgspec.Struct) -> int:
+    """The first version that understands all of the message. A field at its default is left out, and asks for nothing."""
+    return max(_versions_in(message), default=1) if SINCE else 1
+
+
+def _versions_in(value: object) -> Iterator[int]:
+    if isinstance(value, msgspec.Struct):
+        name = type(value).__name__
+        yield SINCE.get(name, 1)
+        for field in msgspec.structs.fields(value):
+            has = getattr(value, field.name)
+            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            if has != default:
+                yield SINCE.get(f"{name}.{field.name}", 1)
+                yield from _versions_in(has)
+    elif isinstance(value, Mapping):
+        yield from _versions_in(list(value.values()))
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], msgspec.Struct):
+        for item in value:
+            yield from _versions_in(item)

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _POOLS = tuple(role.value for role in Role)
 _CONTROLLER = "controller"  # among the names of logs
+_WORTH_SAYING_S = 1.0  # a wait of so long
 _LOG_LINES_AT_ONCE = 20_000  # of all processes together
 
 
@@ -145,6 +146,29 @@ class Controller:
                     self._pools.changed.wait(),
                     "waiting for machines with room for the first nodes (timeouts.machines_s)",
                 )
+
+    async def until_in_view(self, limit_s: float) -> None:
+        """Returns when every router that serves sends requests to every node that does. A node that a router does not hear within
+        `limit_s` is told of, and the rest serves."""
+        fleet, began = self._fleet, self._clock.now()
+        revision, waited_for = fleet.membership.revision, set[str]()
+        while missing := fleet.out_of_view(revision):
+            waited = self._clock.now() - began
+            for router, nodes in missing.items():
+                why = "; ".join(f"{name}: {reason}" for name, reason in sorted(nodes.items()))
+                if waited >= limit_s:
+                    self._events.trouble(router, f"sends no requests to {why}")
+                elif waited >= _WORTH_SAYING_S:
+                    waited_for.add(router)
+                    heard = 1 - len(nodes) / len(fleet.nodes)
+                    self._events.progress(router, f"waiting for word of {why}", heard)
+            if waited >= limit_s:
+                return
+            pause = (limit_s if waited >= _WORTH_SAYING_S else min(limit_s, _WORTH_SAYING_S)) - waited
+            with contextlib.suppress(DeadlineExceeded):
+                await self._clock.within(pause, self._pools.changed.wait(), "a router that hears its nodes")
+        for name in sorted(waited_for):
+            self._events.ready(name, "sends requests to every node that serves")
 
     async def _until_ready(self) -> None:
         while not (

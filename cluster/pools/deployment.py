@@ -17,6 +17,7 @@ from tandem.wire.errors import DeadlineExceeded
 
 logger = logging.getLogger(__name__)
 
+_VIEW_WAIT_S = 30.0
 _HEALTH_WAIT_S = 30.0
 _HEALTH_PERIOD_S = 0.05
 
@@ -49,23 +50,27 @@ class Deployment:
         return self.config.router.model_name
 
     async def start(self) -> None:
-        """Returns when a request that is sent now is answered."""
+        """Returns when a request that is sent now is answered, and goes to any of the nodes that serve."""
         await self.controller.start()
-        await self._first_health()
+        await self._until_it_answers()
 
     async def recovered(self) -> None:
         """Returns when it answers after all, although `start` failed."""
         while True:
             await self.controller.recovered()
             with contextlib.suppress(DeadlineExceeded):
-                return await self._first_health()
+                return await self._until_it_answers()
 
     async def failed(self) -> str:
         """Returns when the deployment is not mended any more, with the reason."""
         return await self.controller.failed()
 
+    async def _until_it_answers(self) -> None:
+        """Routers are up and nodes are up; this waits until each of them has heard the others."""
+        await self.controller.until_in_view(_VIEW_WAIT_S)
+        await self._first_health()
+
     async def _first_health(self) -> None:
-        """The router is up and the nodes are up; this waits until it has heard of them."""
         clock = Clock()
         deadline = clock.now() + _HEALTH_WAIT_S
         last = "no answer"

@@ -203,6 +203,20 @@ class Fleet:
         number = next(n for n in itertools.count(1) if _numbered(name, n) not in taken)
         return RouterRecord(_numbered(name, number), place, self.router_config(host))
 
+    def out_of_view(self, revision: int) -> dict[str, dict[str, str]]:
+        """For each router that does not send requests to every node that serves: to which not, and why. `revision`: of the membership
+        that each of them must have been told."""
+        ready = [node.name for node in self.nodes.values() if node.phase is ProcessPhase.READY]
+        missing: dict[str, dict[str, str]] = {}
+        for router in self.routers.values():
+            if router.phase is not ProcessPhase.READY:
+                continue
+            if router.told < revision:
+                missing[router.name] = dict.fromkeys(ready, "the router has not been told of it yet")
+            elif unseen := {name: why for name in ready if (why := router.load.out_of_view.get(name))}:
+                missing[router.name] = unseen
+        return missing
+
     def serves(self, name: str) -> bool:
         router = self.routers.get(name)
         return router is not None and router.serves

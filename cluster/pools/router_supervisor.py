@@ -14,6 +14,8 @@ from tandem.wire.nodes import RouterInfo, RouterQueue
 
 logger = logging.getLogger(__name__)
 
+_ASK_SOON_S = 0.05  # whether it has heard its nodes; each time twice as long, until that is a heartbeat
+
 AdmitRouter = Callable[[str, RouterInfo], Awaitable[None]]
 """Keeps what the router with this name announced, for the next controller."""
 
@@ -36,6 +38,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         self.host = host
         self.info = record.info  # as it last announced itself
         self.load = RouterQueue()  # as it last said
+        self.told = -1  # the membership's revision that it last answered to
         self._admit = admit
         self._beside = beside
         self._wake = wake
@@ -58,7 +61,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         return info
 
     async def _lost(self) -> None:
-        self.load = RouterQueue()
+        self.load, self.told = RouterQueue(), -1
         await self._around.membership.withdraw_router(self.name)
 
     def _may_leave_out(self) -> bool:
@@ -76,8 +79,11 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         timeouts, membership = self._timeouts, self._around.membership
         silence = self._new_silence()
         said = ""
+        soon_s = _ASK_SOON_S
         while True:
             revision = membership.revision
+            if revision != self.told:
+                soon_s = min(_ASK_SOON_S, timeouts.heartbeat_s)
             try:
                 load = await self._clock.within(
                     timeouts.silence_s,
@@ -101,11 +107,15 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             silence.answered()
             said = ""
             before, self.load = self.load, load
-            if (load.accepts, load.adapters) != (before.accepts, before.adapters):
+            was_told, self.told = self.told, revision
+            if was_told != revision or _what_it_serves(load) != _what_it_serves(before):
                 self._around.on_change()
             if load.is_ending and not before.is_ending:
                 self._wake()
-            await self._change_or_heartbeat(revision)
+            await self._change_or_heartbeat(
+                revision, soon_s if load.out_of_view else timeouts.heartbeat_s
+            )
+            soon_s = min(2 * soon_s, timeouts.heartbeat_s)
 
     def _desks(self) -> dict[str, str]:
         """Of those on its port, its own too. Also of one that hangs: the others say that it does not answer."""
@@ -115,10 +125,10 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             if router.info is not None and router.serves
         }
 
-    async def _change_or_heartbeat(self, revision: int) -> None:
+    async def _change_or_heartbeat(self, revision: int, heartbeat_s: float) -> None:
         try:
             await self._clock.within(
-                self._timeouts.heartbeat_s,
+                heartbeat_s,
                 self._around.membership.newer_than(revision),
                 "a change of membership",
             )
@@ -163,3 +173,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         except TandemError as error:
             logger.warning("%s", error)
             return False
+
+
+def _what_it_serves(load: RouterQueue) -> tuple[object, ...]:
+    return load.accepts, load.adapters, load.out_of_view

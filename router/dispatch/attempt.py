@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import secrets
+from collections.abc import Sequence
 
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.policy import RoutingDecision
@@ -81,25 +82,8 @@ class Attempt:
                 is_sent_away = transfer is not None and transfer.role is TransferRole.PRODUCE
                 note = b"" if is_sent_away else spec.keep.note
                 keep = KeepAnswer(spec.keep.answer_id, self.number, note)
-            return Submit(
-                request_id=self.request_id,
-                reply_to=reply_to,
-                prompt_token_ids=spec.prompt_token_ids,
-                sampling=spec.sampling,
-                timeout_s=timeout_s,
-                output_token_ids=tokens,
-                transfer=transfer,
-                priority=spec.priority,
-                cache_salt=spec.cache_salt,
-                lora=spec.lora,
-                media=spec.media,
-                images=spec.images,
-                trace=spec.trace is not None,
-                keep=keep,
-                cache_peers=cache_peers,
-                pooling=spec.pooling,
-                job_id=spec.job_id,
-                is_last_step=spec.is_last_step,
+            return submit_of(
+                spec, self.request_id, reply_to, timeout_s, tokens, transfer, keep, cache_peers
             )
 
         if prefill is None or decode is None:
@@ -114,6 +98,39 @@ class Attempt:
             (decode, submit(transfer(TransferRole.CONSUME, prefill))),
             (prefill, submit(transfer(TransferRole.PRODUCE, decode))),
         ]
+
+
+def submit_of(
+    spec: SequenceSpec,
+    request_id: str = "",
+    reply_to: str = "",
+    timeout_s: float = 0.0,
+    tokens: Sequence[int] = (),
+    transfer: KVTransferParams | None = None,
+    keep: KeepAnswer | None = None,
+    cache_peers: CachePeers | None = None,
+) -> Submit:
+    """What a node is told of the request; with the defaults, what is the same for every attempt and node."""
+    return Submit(
+        request_id=request_id,
+        reply_to=reply_to,
+        prompt_token_ids=spec.prompt_token_ids,
+        sampling=spec.sampling,
+        timeout_s=timeout_s,
+        output_token_ids=list(tokens),
+        transfer=transfer,
+        priority=spec.priority,
+        cache_salt=spec.cache_salt,
+        lora=spec.lora,
+        media=spec.media,
+        images=spec.images,
+        trace=spec.trace is not None,
+        keep=keep,
+        cache_peers=cache_peers,
+        pooling=spec.pooling,
+        job_id=spec.job_id,
+        is_last_step=spec.is_last_step,
+    )
 
 
 def _tier(node: NodeInfo | None) -> PeerAddress | None:

@@ -367,6 +367,7 @@ class RequestLife:
             # What was shown came of one content, and goes on with that. Before that any will do.
             content=self._content if done else None,
             makes_vector=self.spec.pooling is not None,
+            needs_version=self._placement.version_for(self.spec),
         )
 
     def _attempt(self, decision: RoutingDecision) -> None:

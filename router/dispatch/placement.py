@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig
-from tandem.router.dispatch.attempt import Attempt
+from tandem.router.dispatch.attempt import Attempt, submit_of
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import Links
 from tandem.router.metrics import RouterMetrics
@@ -24,9 +24,10 @@ from tandem.router.prefixes import PromptHashes
 from tandem.router.rates import AnswerLengthMeter
 from tandem.router.recent import RecentRequests, Targets
 from tandem.router.sent_reports import SentReports
-from tandem.wire.errors import NodeLost
+from tandem.wire.errors import NodeLost, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews
+from tandem.wire.versions import WIRE_VERSION, needed_version
 
 L = TypeVar("L")  # a request's life: here, only the owner of an attempt
 
@@ -103,6 +104,10 @@ class Placement(Generic[L]):
         self.metrics.decisions.labels("away" if decision.prefill and decision.decode else "one_node").inc()
         return decision
 
+    def version_for(self, spec: SequenceSpec) -> int:
+        """Of Tandem's messages: nodes of one before could not read this request."""
+        return 1 if self._pool.oldest_version >= WIRE_VERSION else needed_version(submit_of(spec))
+
     def alternatives(
         self, request: RoutingRequest, hashes: PromptHashes, decision: RoutingDecision
     ) -> list[Alternative]:
@@ -111,8 +116,8 @@ class Placement(Generic[L]):
 
     def submit(
         self, life: L, attempt: Attempt, spec: SequenceSpec, hashes: PromptHashes, tokens: list[int]
-    ) -> NodeLost | None:
-        """Returns why it could not, when a node does not read."""
+    ) -> TandemError | None:
+        """Returns why it could not, when a node does not read, or could not read this."""
         self._by_request_id[attempt.request_id] = life
         for node in attempt.nodes:
             self._by_node.setdefault(node, set()).add(life)
@@ -126,6 +131,8 @@ class Placement(Generic[L]):
             except NodeLost as error:
                 # Tells every life on that node, this one too, which then moves to another attempt.
                 self._pool.suspect(node.node_id, node.epoch, str(error))
+                return error
+            except Unavailable as error:
                 return error
             reads_prompt = node is attempt.prefill or attempt.prefill is None
             taken = self.expected_tokens(spec) if node is attempt.decode else prompt_tokens

@@ -443,3 +443,16 @@ def test_nodes_of_the_next_version_serve_and_those_further_off_get_nothing(world
     assert world.in_view == {"d0", f"d{REACH}"}
     (left,) = [why for member in world.pool.members if (why := world.pool.unusable(member)) is not None]
     assert f"it speaks version {WIRE_VERSION + REACH + 1} of Tandem's messages" in left
+
+
+def test_members_that_get_no_requests_are_named_with_the_reason(world: World) -> None:
+    spoken, silent, paused = info("d0"), info("d1"), info("p0", role=Role.PREFILL)
+    world.pool.set_members([spoken, silent, paused])
+    for node in (spoken, paused):
+        world.say(node)
+    world.pool.set_paused(["p0"])
+    assert world.pool.out_of_view() == {"d1": "it has not reported its status yet"}, "a pause was wished for"
+    world.say(silent)
+    assert world.pool.out_of_view() == {}
+    world.say(spoken, state=NodeState.FAILED, detail="out of luck")
+    assert world.pool.out_of_view() == {"d0": "it failed: out of luck"}

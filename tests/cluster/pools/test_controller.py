@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tandem.wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
-from tandem.wire.nodes import NodeState, Role
+from tandem.wire.nodes import NodeState, Role, RouterQueue
 from tests.cluster.pools.helpers import TIMEOUTS, FakeProcess, Rig, in_loop, settle
 
 PD = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
@@ -317,3 +317,54 @@ async def test_a_bug_while_starting_ends_start() -> None:
         )
         with pytest.raises(InternalError, match="a bug"):
             await rig.controller.start()
+
+
+def blind_to(*node_ids: str) -> RouterQueue:
+    return RouterQueue(out_of_view=dict.fromkeys(node_ids, "it has not reported its status yet"))
+
+
+@in_loop
+async def test_a_cluster_is_ready_when_its_router_hears_every_node() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["router"] = lambda router, earlier: setattr(router, "load", blind_to("decode-0"))
+        await rig.controller.start()
+        in_view = asyncio.create_task(rig.controller.until_in_view(30.0))
+        await rig.clock.advance(0.9)
+        assert not in_view.done()
+        assert not rig.events.of("progress", "router"), "a short wait is not worth a word"
+        await rig.clock.advance(1.0)
+        assert "waiting for word of decode-0: it has not reported its status yet" in rig.events.of(
+            "progress", "router"
+        )
+        rig.launcher.router.load = RouterQueue()
+        await rig.clock.advance(TIMEOUTS.heartbeat_s)
+        await in_view
+        assert "sends requests to every node that serves" in rig.events.of("ready", "router")
+        assert not rig.events.of("trouble", "router")
+
+
+@in_loop
+async def test_a_node_that_a_router_never_hears_is_told_of_and_the_rest_serves() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["router"] = lambda router, earlier: setattr(router, "load", blind_to("decode-0"))
+        await rig.controller.start()
+        in_view = asyncio.create_task(rig.controller.until_in_view(30.0))
+        await rig.clock.advance(29.0)
+        assert not in_view.done()
+        await rig.clock.advance(2.0)
+        await in_view
+        (told,) = rig.events.of("trouble", "router")
+        assert told == "sends no requests to decode-0: it has not reported its status yet"
+
+
+@in_loop
+async def test_a_node_that_dies_is_not_waited_for_until_routers_hear_it() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["router"] = lambda router, earlier: setattr(router, "load", blind_to("decode-0"))
+        await rig.controller.start()
+        in_view = asyncio.create_task(rig.controller.until_in_view(30.0))
+        await rig.clock.advance(2.0)
+        rig.launcher.prepare["decode-0"] = waiting
+        rig.launcher.node("decode-0").die()
+        await settle()
+        await in_view
