@@ -177,9 +177,7 @@ class NodePool:
 
     def older_than(self, version: int) -> frozenset[str]:
         """Members that speak only versions of the messages before this one."""
-        return frozenset(
-            name for name, member in self._members.items() if member.info.wire_version < version
-        )
+        return frozenset(name for name, member in self._members.items() if member.info.wire_version < version)
 
     def set_paused(self, names: Iterable[str]) -> None:
         """Their requests go on. When all nodes that write answers are paused, all stay in view, for requests that move: then it is the

@@ -74,19 +74,20 @@ def out_of_reach(version: int) -> str | None:
 
 
 def needed_version(message: msgspec.Struct) -> int:
-    """The first version that understands all of the message. A field at its default is left out, and asks for nothing."""
-    return max(_versions_in(message), default=1) if SINCE else 1
+    """The first version that understands all of the message; 0: every one in reach does. A field at its default is left out, and asks
+    for nothing."""
+    return max(_versions_in(message), default=0) if SINCE else 0
 
 
 def _versions_in(value: object) -> Iterator[int]:
     if isinstance(value, msgspec.Struct):
         name = type(value).__name__
-        yield SINCE.get(name, 1)
+        yield SINCE.get(name, 0)
         for field in msgspec.structs.fields(value):
             has = getattr(value, field.name)
             default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
             if has != default:
-                yield SINCE.get(f"{name}.{field.name}", 1)
+                yield SINCE.get(f"{name}.{field.name}", 0)
                 yield from _versions_in(has)
     elif isinstance(value, Mapping):
         yield from _versions_in(list(value.values()))

@@ -82,9 +82,7 @@ class Attempt:
                 is_sent_away = transfer is not None and transfer.role is TransferRole.PRODUCE
                 note = b"" if is_sent_away else spec.keep.note
                 keep = KeepAnswer(spec.keep.answer_id, self.number, note)
-            return submit_of(
-                spec, self.request_id, reply_to, timeout_s, tokens, transfer, keep, cache_peers
-            )
+            return submit_of(spec, self.request_id, reply_to, timeout_s, tokens, transfer, keep, cache_peers)
 
         if prefill is None or decode is None:
             return [(node, submit(None)) for node in self.nodes]

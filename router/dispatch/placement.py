@@ -106,7 +106,7 @@ class Placement(Generic[L]):
 
     def version_for(self, spec: SequenceSpec) -> int:
         """Of Tandem's messages: nodes of one before could not read this request."""
-        return 1 if self._pool.oldest_version >= WIRE_VERSION else needed_version(submit_of(spec))
+        return 0 if self._pool.oldest_version >= WIRE_VERSION else needed_version(submit_of(spec))
 
     def alternatives(
         self, request: RoutingRequest, hashes: PromptHashes, decision: RoutingDecision

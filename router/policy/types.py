@@ -76,7 +76,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     mirror: NodeInfo | None = None  # copied its blocks from a node that is gone
     content: str | None = None  # of the model on which it began; None: any
     makes_vector: bool = False  # nothing is decoded: only nodes that read prompts for others take it
-    needs_version: int = 1  # of Tandem's messages: a node of one before could not read it
+    needs_version: int = 0  # of Tandem's messages: a node of one before could not read it
 
     def uncached(self, node: NodeSnapshot) -> int:
         """At least one token is always computed: the last one's output is what is asked for."""

@@ -38,6 +38,7 @@ from tandem.wire.requests import (
 )
 from tandem.wire.sampling import FinishReason, TokenLogprobs
 from tandem.wire.tracing import ClockReading, NodeTrace, Span, TracePhase
+from tandem.wire.versions import WIRE_VERSION
 
 WAIT_S = 10.0
 
@@ -93,6 +94,7 @@ class FakeNode:
         mirrors: bool = False,
         pin_seconds: float = 0.0,
         vectors: VectorModel | None = None,
+        wire_version: int = WIRE_VERSION,
     ) -> None:
         self.role = role
         self.board = board
@@ -137,6 +139,7 @@ class FakeNode:
             mirrors=mirrors,
             pin_seconds=pin_seconds,
             vectors=vectors,
+            wire_version=wire_version,
         )
         self._channel.listen(self._on_message, begun=self._list_requests, replaced=lambda endpoint: None)
         self._thread = threading.Thread(target=self._work, name=f"{node_id}-steps", daemon=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -138,6 +139,17 @@ def breaks(older: Description, newer: Description) -> list[str]:
         if struct["refuses_unknown"] and not struct["omits_defaults"]:
             found.append(f"{name}: it refuses fields that it does not know, so it must leave out defaults")
     return found
+
+
+def not_named(older: Description, newer: Description, since: Mapping[str, int], version: int) -> list[str]:
+    """What the newer version added that a node of the older one could not read, and that SINCE does not name with that version."""
+    added = set(newer["channels"]["router to node"]) - set(older["channels"]["router to node"])
+    for name, struct in newer["structs"].items():
+        if struct["refuses_unknown"] and name in older["structs"]:
+            before = {field["name"] for field in older["structs"][name]["fields"]}
+            added |= {f"{name}.{field['name']}" for field in struct["fields"] if field["name"] not in before}
+    of_commands = tuple(f"{name}." for name in newer["channels"]["command to controller"])
+    return sorted(name for name in added if since.get(name) != version and not name.startswith(of_commands))
 
 
 def _breaks_of(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 
 from tandem.wire.lines import Letter, Resend
 from tandem.wire.requests import Cancel
-from tandem.wire.versions import REACH, WIRE_VERSION, out_of_reach
-from tests.wire.descriptions import CHANNELS, VERSIONS, Description, breaks, described, kept, members_of
+from tandem.wire.versions import REACH, SINCE, WIRE_VERSION, out_of_reach
+from tests.wire.descriptions import (
+    CHANNELS,
+    VERSIONS,
+    Description,
+    breaks,
+    described,
+    kept,
+    members_of,
+    not_named,
+)
 from tests.wire.struct_strategies import values_of
 
 
@@ -32,6 +41,26 @@ def test_every_version_is_read_by_the_next() -> None:
     # The first with itself: its own rules hold as well.
     for older, newer in [(1, 1), *pairwise(numbers)]:
         assert not breaks(kept(older), kept(newer)), f"from version {older} to {newer}"
+
+
+def test_what_the_version_before_could_not_read_is_named() -> None:
+    if WIRE_VERSION > 1:
+        missing = not_named(kept(WIRE_VERSION - 1), described(), SINCE, WIRE_VERSION)
+        assert not missing, f"SINCE in wire/versions.py must name them with {WIRE_VERSION}"
+    assert all(WIRE_VERSION - REACH < version <= WIRE_VERSION for version in SINCE.values()), (
+        "every node in reach has what is older: it can go from SINCE in wire/versions.py"
+    )
+
+
+def test_a_field_or_a_message_that_is_not_named_is_found() -> None:
+    newer = copy.deepcopy(described())
+    for struct in ("Submit", "SamplingParams", "Ping", "LogsQuery"):
+        _struct(newer, struct)["fields"].append({"name": "late", "type": "int", "default": 0})
+    newer["channels"]["router to node"].append("Rest")
+    late = ["Rest", "SamplingParams.late", "Submit.late"]
+    assert not_named(described(), newer, {}, 2) == late, "what passes over unknown fields needs no name"
+    assert not_named(described(), newer, {"Rest": 2, "Submit.late": 1}, 2) == late[1:]
+    assert not not_named(described(), newer, dict.fromkeys(late, 2), 2)
 
 
 def _struct(description: Description, name: str) -> dict[str, Any]:
