@@ -112,9 +112,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
                 self._around.on_change()
             if load.is_ending and not before.is_ending:
                 self._wake()
-            await self._change_or_heartbeat(
-                revision, soon_s if load.out_of_view else timeouts.heartbeat_s
-            )
+            await self._change_or_heartbeat(revision, soon_s if load.out_of_view else timeouts.heartbeat_s)
             soon_s = min(2 * soon_s, timeouts.heartbeat_s)
 
     def _desks(self) -> dict[str, str]:
