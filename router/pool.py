@@ -360,21 +360,18 @@ class NodePool:
 
     def _look_at(self, member: Member) -> None:
         """With every status and every request, so only what changes of this one node is made again."""
-        status, was_in_view = member.status, member.view is not None
+        status, info, was_in_view = member.status, member.info, member.view is not None
         if status is None or self.unusable(member) is not None:
             member.view = None
             if was_in_view:
-                self._drop(member.info)
+                self._drop(info)
         else:
-            member.view = view = NodeSnapshot(
-                member.info,
-                status,
-                member.meter.rates,
-                len(member.pending),
-                member.pending_tokens,
-                member.pending_blocks,
-            )
-            self._shortlists.setdefault(member.info.content, Shortlist()).put(view)
+            pending = len(member.pending), member.pending_tokens, member.pending_blocks
+            member.view = view = NodeSnapshot(info, status, member.meter.rates, *pending)
+            shortlist = self._shortlists.get(info.content)
+            if shortlist is None:
+                shortlist = self._shortlists[info.content] = Shortlist()
+            shortlist.put(view)
         self._snapshot = None
         if was_in_view != (member.view is not None):
             self._knows_max_model_len = False
