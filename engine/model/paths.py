@@ -173,6 +173,7 @@ def load_general(
     # Whether its parts fit together each rank would find out by itself, and one that reloads leaves the others alone.
     fusable = not alone and shard is None and (mixers is None or device.type == "cpu")
     pieces = pieces_for(device, model.dtype, threads) if fusable else None
+    mixing_threads = 0
     if pieces is not None:
         fused = fuse(model, pieces, keeps_layers=room is not None)
         if fused is None:
@@ -182,14 +183,12 @@ def load_general(
             model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head)
             pieces, parts = None, probe_attention(model).parts
             mixers = parts.mixers
-        elif (
-            mixers is None
-            and pieces.copies
-            and (fused.left - linear_weights_of_tower(model)) * 10
-            < sum(weight.numel() for weight in model.parameters())
+        elif pieces.copies and (fused.left - linear_weights_of_tower(model)) * 10 < sum(
+            weight.numel() for weight in model.parameters()
         ):
-            # The kernels have threads of their own, on the same cores; torch does little beside them.
+            # The kernels have threads of their own, on the same cores; torch does little beside them, but for mixers' long chunks.
             torch.set_num_threads(1)
+            mixing_threads = threads if mixers is not None else 0
 
     adapted = adapters = None
     if room is not None:
@@ -213,7 +212,7 @@ def load_general(
             # The other ways count layers that attend without a gap. Each step takes its rows apart by itself, so it is not recorded.
             states = LayerStates(kv_cache, mixers.layout) if mixers is not None else None
             return TransformersForward(
-                model, gathering(kv_cache, plan, parts.expansions), parts, states, adapted
+                model, gathering(kv_cache, plan, parts.expansions), parts, states, adapted, mixing_threads
             )
         attention = _choose_attention(kv_cache, plan, parts, shape, pieces, model.dtype)
         forward = TransformersForward(model, attention, parts, adapted=adapted)

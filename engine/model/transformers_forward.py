@@ -31,6 +31,9 @@ from tandem.engine.model.recurrent.mixers import Mixers, RecurrentStep, mixing_t
 from tandem.engine.model.runner import LayerHooks
 from tandem.wire.errors import InternalError
 
+# A step of at most so many tokens is short: each of torch's operations is too small for two threads.
+_SHORT = 16
+
 
 class ModelParts(msgspec.Struct, frozen=True):
     """What a model does beside what concerns one token alone, as found by probing it."""
@@ -58,8 +61,10 @@ class TransformersForward:
         parts: ModelParts,
         states: LayerStates | None = None,
         adapted: AdaptedLayers | None = None,
+        threads: int = 0,
     ) -> None:
-        """`states` where the model has mixers. Without, they run as they were made."""
+        """`states` where the model has mixers. Without, they run as they were made. With `threads` torch has so many in long steps and
+        one in short ones: its idle threads keep looking for work for a while, on cores that the CPU kernels need next."""
         self._model = model
         self.attention = attention
         self.parts, self._states = parts, states
@@ -72,8 +77,11 @@ class TransformersForward:
         self._takes_positions = "position_ids" in parameters
         self._cache_name = cache_parameter(parameters)
         self._hidden: torch.Tensor | None = None
+        self._threads = threads
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
+        if self._threads:
+            torch.set_num_threads(1 if batch.num_tokens <= _SHORT else self._threads)
         step = self.attention.begin(batch)
         cache = self._step_cache(batch.positions)
         mixing = attending = None

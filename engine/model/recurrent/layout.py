@@ -57,17 +57,23 @@ class StateLayout(msgspec.Struct, frozen=True):
         return -(-self.num_bytes // block_bytes)
 
 
+def _word_of(size: int) -> torch.dtype:
+    return next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % t.itemsize == 0)
+
+
 class LayerStates:
     """The states in the KV cache tensor."""
 
     def __init__(self, tensor: torch.Tensor, layout: StateLayout) -> None:
         self._blocks = tensor.view(tensor.shape[0], -1).view(torch.uint8)  # [blocks, bytes]
+        # The same memory in the largest words that fit: a write takes as long as it has elements.
+        self._words = self._blocks.view(_word_of(self._blocks.shape[1]))
         self._begin = {state.key: begin for state, begin in zip(layout.states, layout.begins, strict=True)}
 
     def load(self, states: tuple[State, ...], table: torch.Tensor) -> dict[StateKey, torch.Tensor]:
         """Copies, [requests, *shape] each. `table` is [requests, blocks of each]."""
         first, last, base = self._span(states)
-        run = self._blocks[table[:, first:last]].flatten(1)
+        run = self._read(table[:, first:last])
         return {
             state.key: run[:, begin : begin + state.num_bytes]
             .contiguous()
@@ -83,13 +89,17 @@ class LayerStates:
         """Blocks are written whole: what else lies in the first and the last is read before."""
         first, last, base = self._span(states)
         blocks = table[:, first:last]
-        run = self._blocks[blocks].flatten(1)
+        run = self._read(blocks)
         for state in states:
             begin = self._begin[state.key] - base
             run[:, begin : begin + state.num_bytes] = (
                 values[state.key].to(state.dtype).contiguous().view(len(table), -1).view(torch.uint8)
             )
-        self._blocks[blocks] = run.view(*blocks.shape, -1)
+        self._words[blocks] = run.view(*blocks.shape, -1).view(self._words.dtype)
+
+    def _read(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Those of each request one after the other, as bytes."""
+        return self._blocks.index_select(0, blocks.flatten()).view(len(blocks), -1)
 
     def _span(self, states: tuple[State, ...]) -> tuple[int, int, int]:
         """The blocks of a table in which these lie, and where the first of them begins."""
