@@ -44,6 +44,7 @@ class KVCacheManager:
         self.max_request_tokens = self._longest_request(max_model_len)
         states = [manager for manager in self.coordinator.managers if isinstance(manager, StateManager)]
         self._states = states[0] if caching and states else None
+        self.keeps_states = bool(states)
         self.checkpoints = None  # without states, or without prefix caching
         if self._states is not None and checkpoint_tokens:
             self.checkpoints = Checkpoints(self.coordinator.managers, self._states, checkpoint_tokens)

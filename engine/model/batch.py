@@ -60,6 +60,8 @@ class Batch:
     # The same as query_start and context_lens, in host memory: reading them never waits for the device.
     host_query_start: np.ndarray  # int32 [R + 1]
     host_context_lens: np.ndarray  # int32 [R]
+    # int64 [R]: the last so many rows of each request are guesses; None where no request has any
+    host_num_drafts: np.ndarray | None = None
     # int64, ascending: the rows whose last hidden states are wanted, for vectors; None where no request wants any
     hidden_rows: torch.Tensor | None = None
     # int64 [T], the slot of each row's adapter, -1 for rows of the model itself; None where no row has one

@@ -128,6 +128,7 @@ def build_batch(
         max_context_len=int(contexts.max()),
         host_query_start=query_start,
         host_context_lens=host.context_lens,
+        host_num_drafts=num_drafts if num_drafts.any() else None,
         hidden_rows=hidden_rows,
         host=host,
     )

@@ -86,11 +86,6 @@ def load_runner(
             tell(f"reading the adapter {name}", place / len(model.adapters))
             read.append(loaded.adapters.read(name, Path(folder)))
         loaded.adapters.serve(read)
-    if loaded.states is not None and scheduler.num_speculative_tokens:
-        raise ConfigurationError(
-            f"{source.name} keeps recurrent states, and a state cannot go back to the token before a wrong draft: set "
-            "scheduler.num_speculative_tokens to 0"
-        )
     kv_dtype = loaded.dtype if own_kv else fp8_on(device)
     if not own_kv and any(layer.latent for layer in loaded.layers):
         raise ConfigurationError(

@@ -64,10 +64,12 @@ class _StepTimes:
 class DraftJudge:
     """Used by the step thread alone."""
 
-    def __init__(self, most: int, loss: float) -> None:
-        """`most`: tokens of a draft. `loss`: the share of decoding that drafts may cost more than they save."""
+    def __init__(self, most: int, loss: float, *, computed_twice: bool = False) -> None:
+        """`most`: tokens of a draft. `loss`: the share of decoding that drafts may cost more than they save. `computed_twice`: those that
+        were right are rows of the next step, too, as recurrent states want it."""
         self._most = most
         self._loss = loss
+        self._computed_twice = computed_twice
         self._times = _StepTimes()
         self._all = DraftRecord()
         self._began = False
@@ -109,7 +111,7 @@ class DraftJudge:
     def _paying_length(self, chance: float) -> int:
         length, likely = 0, chance
         cost = self._cost + (self._guess_s / self._row if self._row else 0.0)
-        while length < self._most and likely > cost:
+        while length < self._most and likely * self._saves > cost:
             length, likely = length + 1, likely * chance
         return length
 
@@ -124,7 +126,12 @@ class DraftJudge:
             record.skip = 0
         else:
             record.wait = record.skip = min(max(2 * record.skip, _FIRST_SKIP), _LONGEST_SKIP)
-        self._save(num_accepted * self._row)
+        self._save(num_accepted * self._saves * self._row)
+
+    @property
+    def _saves(self) -> float:
+        """What a right guess saves, of a row."""
+        return 1.0 - self._cost if self._computed_twice else 1.0
 
     def took(self, step: SchedulerOutput, seconds: float) -> None:
         """Before the step's drafts are settled."""

@@ -102,13 +102,14 @@ class ModelResults:
 
     def _settle_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """The step counted all drafts as computed. The KV of those that were rejected is void, and so are the
-        places that were kept for their successors."""
+        places that were kept for their successors. Recurrent states are those before the first draft, so there all of
+        them are computed again, as known tokens."""
         num_rejected = num_drafts - num_accepted
         if num_rejected < 0:
             raise InternalError(
                 f"{num_accepted} drafts of {request!r} were accepted where {num_drafts} were given"
             )
-        request.num_computed_tokens -= num_rejected
+        request.num_computed_tokens -= num_drafts if self._state.cache.keeps_states else num_rejected
         if request.num_output_placeholders > 0:
             request.num_output_placeholders -= num_rejected
         if num_drafts:

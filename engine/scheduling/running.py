@@ -13,6 +13,9 @@ class RunningPhase:
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
+        # Tokens that a running answer may be behind: with recurrent states, drafts that were right are computed again.
+        again = state.config.num_speculative_tokens if state.cache.keeps_states else 0
+        self._most_again = again + 1 if again else 0
 
     def plan(self, step: StepPlan) -> None:
         """Most requests need one token and have a slot for it: they cost a few comparisons."""
@@ -36,7 +39,7 @@ class RunningPhase:
                 if num_new <= 0:
                     index += 1
                     continue
-                if not request.spec_token_ids:
+                if not request.spec_token_ids and num_new > self._most_again:
                     step.prompt_budget -= num_new
             elif encoded is not None and request.media and not encoded.cap(request, num_computed, 1):
                 index += 1
@@ -61,7 +64,7 @@ class RunningPhase:
     def _cap(self, request: Request, num_new: int, token_budget: int, step: StepPlan) -> int:
         if request.spec_token_ids:
             num_new += len(request.spec_token_ids)
-        else:
+        elif num_new > self._most_again:
             num_new = min(num_new, step.prompt_budget)
         threshold = self._state.config.long_prefill_token_threshold
         if 0 < threshold < num_new:

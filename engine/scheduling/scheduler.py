@@ -107,7 +107,9 @@ class Scheduler:
             waiting=WaitingRequests(policy),
             pins=pins,
             encoded=EncoderCache(cache.encoder_tokens, config.max_encoder_tokens) if reads_images else None,
-            judge=DraftJudge(config.num_speculative_tokens, config.max_draft_loss)
+            judge=DraftJudge(
+                config.num_speculative_tokens, config.max_draft_loss, computed_twice=keeps_states
+            )
             if config.num_speculative_tokens
             else None,
         )

@@ -360,6 +360,14 @@ def test_what_cannot_guess_is_refused(llama: Path, tmp_path: Path) -> None:
     assert "there is no model at" in refused(llama, tmp_path / "nothing")
 
 
+def test_it_guesses_for_a_model_with_recurrent_states(tmp_path: Path) -> None:
+    path, draft = tiny.save("qwen3.5", tmp_path), tiny.save("llama", tmp_path)
+    expected = start(path, guesses=0).answer("r", PROMPTS["r3"], NEW_TOKENS)
+    engine = start(path, draft)
+    assert engine.answer("r", PROMPTS["r3"], NEW_TOKENS) == expected
+    assert stats(engine).speculative_drafted
+
+
 def test_beside_windows_it_reads_the_table_that_keeps_all(tmp_path: Path) -> None:
     path, draft = tiny.save("gemma3", tmp_path), tiny.save("llama", tmp_path)
     expected = start(path, guesses=0).answer("r", PROMPTS["r3"], NEW_TOKENS)

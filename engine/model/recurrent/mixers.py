@@ -5,6 +5,9 @@ the tokens before. So its rows are taken apart. Requests with one token form one
 chunk is computed alone, from its request's state. A request whose rows begin at its first token has no state before: whatever lies
 in its blocks is left from another request, and is not read.
 
+A state cannot go back. So the states that are kept are those after a request's last known token: the guesses after it are computed from
+there, and what they leave is dropped. Those that were right are known tokens of the next step.
+
 Which modules these are is found by running the model with a cache of transformers' own that notes who reads and writes states.
 Nothing is known of an architecture.
 """
@@ -163,6 +166,7 @@ class _Part(msgspec.Struct, frozen=True):
     table: torch.Tensor  # int64 [requests, blocks of each]
     single: bool  # a token of each request; else all rows are one's
     begins: bool  # with a request's first token: there is no state before
+    drafts: int = 0  # of the rows, the last
 
 
 class RecurrentStep:
@@ -200,28 +204,36 @@ class RecurrentStep:
             values = {s.key: torch.zeros(count, *s.shape, dtype=s.dtype, device=device) for s in states}
         else:
             values = self._store.load(states, part.table)
-        stepwise = self._stepwise and not (part.begins or part.single)
-        pieces = (
-            [(row, row + 1) for row in range(part.start, part.end)] if stepwise else [(part.start, part.end)]
-        )
         outs = []
-        for start, end in pieces:
+        for start, end in self._pieces(part):
             cut = RowsOf(start, end, rows, as_batch=part.single)
-            self._cache.put(states, values, part.begins)
+            self._cache.put(states, values, part.begins and start == part.start)
             out = forward(
                 *(cut(value) for value in args), **{name: cut(value) for name, value in kwargs.items()}
             )
             values = self._cache.taken(states)
             # What else a module returns is of one request alone, and nothing that a layer goes on with.
             outs.append(cut.back(out[0] if isinstance(out, tuple) else out))
-        self._store.save(states, part.table, values)
+            if end == part.end - part.drafts:
+                self._store.save(states, part.table, values)
         joined = torch.cat(outs, dim=1)
         return (joined, *([None] * (len(out) - 1))) if isinstance(out, tuple) else joined
+
+    def _pieces(self, part: _Part) -> list[tuple[int, int]]:
+        known = part.end - part.drafts
+        whole = [(part.start, known)] + ([(known, part.end)] if part.drafts else [])
+        if not self._stepwise or part.single:
+            return whole
+        pieces: list[tuple[int, int]] = []
+        for start, end in whole:
+            alone = part.begins and start == part.start  # from the beginning it reads all at once
+            pieces += [(start, end)] if alone else [(row, row + 1) for row in range(start, end)]
+        return pieces
 
 
 def _parts_of(batch: Batch) -> Iterator[_Part]:
     table, starts = batch.block_tables[-1].long(), batch.host_query_start
-    contexts = batch.host_context_lens
+    contexts, drafts = batch.host_context_lens, batch.host_num_drafts
     # Decodes are in the order of their lengths: those that begin come first.
     begin = int((contexts[: batch.num_decodes] == 1).sum())
     if begin:
@@ -231,7 +243,8 @@ def _parts_of(batch: Batch) -> Iterator[_Part]:
     for request in range(batch.num_decodes, batch.num_requests):
         start, end = int(starts[request]), int(starts[request + 1])
         begins = end - start == int(contexts[request])
-        yield _Part(start, end, table[request : request + 1], False, begins)
+        guesses = int(drafts[request]) if drafts is not None else 0
+        yield _Part(start, end, table[request : request + 1], False, begins, guesses)
 
 
 class _Current(threading.local):

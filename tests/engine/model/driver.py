@@ -59,6 +59,7 @@ class Driver:
         self.num_accepted = 0
         self.failing: set[str] = set()  # requests whose logits are expected to be no numbers
         self.last: ModelOutput = ModelOutput({})
+        self._keeps_states = any(group.blocks_per_request for group in self.groups)
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
         self.state_copies: list[tuple[int, int]] = []
@@ -220,7 +221,8 @@ class Driver:
             if proposed:
                 accepted = len(sampled) - 1
                 assert sampled[:accepted] == proposed[:accepted]
-                request.computed -= len(proposed) - accepted
+                # Recurrent states are those before the drafts, and what was right is computed again.
+                request.computed -= len(proposed) - (0 if self._keeps_states else accepted)
                 self.num_accepted += accepted
             assert bool(sampled) == (req_id in reached)
             request.tokens.extend(sampled)

@@ -195,7 +195,9 @@ def _serve(
             driver.finish(req_id)
         driver.step({})
         moves = tiny.hash_of(model_type) % MOVED == 0
-        for req_id, tokens in _disturbed(runner, prompts[-1], _load(folder) if moves else None).items():
+        for req_id, tokens in _disturbed(
+            runner, prompts[-1], expected[-1], _load(folder) if moves else None
+        ).items():
             if tokens != expected[-1]:
                 return Outcome(model_type, "wrong", f"{req_id}: {tokens} for {expected[-1]}")
     attending = {
@@ -221,13 +223,15 @@ def _load(folder: Path) -> TorchRunner:
     return load_runner(
         ModelConfig(path=str(folder), dtype="float32", device="cpu", threads=1),
         CacheConfig(block_size=4, memory_bytes=8 << 20),
-        SchedulerConfig(max_num_seqs=6, max_model_len=64),
+        SchedulerConfig(max_num_seqs=6, max_model_len=64, num_speculative_tokens=2),
     )
 
 
-def _disturbed(runner: TorchRunner, prompt: list[int], other: TorchRunner | None) -> dict[str, list[int]]:
-    """The same prompt three times: one that loses its blocks on the way, one that begins with blocks of the first, one token at a
-    time, and, where there is another runner, one that goes on there."""
+def _disturbed(
+    runner: TorchRunner, prompt: list[int], expected: list[int], other: TorchRunner | None
+) -> dict[str, list[int]]:
+    """The same prompt several times: one that loses its blocks on the way, one that begins with blocks of the first, one token at a
+    time, one whose tokens are guessed, rightly and wrongly, and, where there is another runner, one that goes on there."""
     driver = Driver(runner, 5)
     driver.add("preempted", prompt)
     driver.step({"preempted": 8})
@@ -242,6 +246,14 @@ def _disturbed(runner: TorchRunner, prompt: list[int], other: TorchRunner | None
         moved.adopt("handed over", driver)
         driver.finish("handed over")
         answers = moved.generate(NUM_TOKENS, max_chunk=4)
+    driver.add("guessed", prompt)
+    driver.step({"guessed": len(prompt)})
+    guessed = driver.requests["guessed"]
+    while len(guessed.output) < NUM_TOKENS:
+        right = expected[len(guessed.output) :]
+        driver.drafts = {"guessed": [*right[:1], *((token + 1) % tiny.VOCAB for token in right[1:2])]}
+        driver.step({"guessed": guessed.pending})
+    driver.drafts = {}
     return answers | driver.generate(NUM_TOKENS, max_chunk=1)
 
 
@@ -275,7 +287,7 @@ tests do so for some of them.
   layers that read another's keep nothing.
 - Classes that read images are not among them: [images](images.md) says which are served. What is here of a model with a vision tower is its
   text.
-- **And states**: of how many of four layers, and whatever the number of tokens. Their prefix cache keeps states at some places of a prompt; they have no drafts yet.
+- **And states**: of how many of four layers, and whatever the number of tokens. Their prefix cache keeps states at some places of a prompt.
 
 {counts}
 

@@ -168,10 +168,50 @@ def test_a_prompt_begins_with_the_states_that_an_earlier_one_left(case: Case) ->
     assert stats.free_blocks == stats.total_blocks
 
 
-def test_drafts_are_refused(tmp_path: Path) -> None:
-    path = tiny.save("lfm2", tmp_path)
-    with pytest.raises(ConfigurationError, match=r"scheduler\.num_speculative_tokens to 0"):
-        load(path, SchedulerConfig(max_num_seqs=2, num_speculative_tokens=2))
+GUESSING = msgspec.structs.replace(CONFIG, num_speculative_tokens=3, max_draft_loss=1.0)
+
+
+def test_drafts_change_no_token(case: Case) -> None:
+    """In every step, some all right, some in part, some not at all; beside chunks of prompts and single tokens."""
+    driver, numbers = Driver(load(case.path, GUESSING), 5), random.Random(3)
+    for index, prompt in enumerate(case.prompts):
+        driver.add(f"r{index}", prompt)
+    while unfinished := [r for r in driver.requests.values() if len(r.output) < NUM_TOKENS]:
+        driver.drafts.clear()
+        for request in unfinished:
+            right = case.answers[int(request.req_id[1:])][len(request.output) :]
+            guess = right[: numbers.randrange(3)]
+            if numbers.random() < 0.5 and len(guess) < len(right):
+                guess.append((right[len(guess)] + 1) % tiny.VOCAB)
+            if guess and request.output and numbers.random() < 0.8:
+                driver.drafts[request.req_id] = guess
+        driver.step({r.req_id: numbers.randint(1, min(r.pending, 11)) for r in unfinished})
+    assert [request.output[:NUM_TOKENS] for request in driver.requests.values()] == case.answers
+    assert driver.num_accepted > len(case.prompts)
+
+
+def test_drafts_with_preemption_and_checkpoints(case: Case) -> None:
+    runner = load(case.path, GUESSING)
+    info = runner.info
+    blocks = 1 + 4 * info.groups[-1].blocks_per_request + (len(info.groups) - 1) * 20
+    cache = msgspec.structs.replace(CACHE, checkpoint_tokens=8)
+    scheduler = Scheduler(GUESSING, cache, info.groups, blocks, info.max_model_len)
+    engine = Engine(scheduler, runner, None)
+    runner.kv_cache[1:] = float("nan")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    answers: dict[str, list[int]] = {}
+    for round_ in range(3):
+        for index, prompt in enumerate(case.prompts):
+            engine.add_request(Request(f"r{round_}-{index}", prompt, params))
+        while scheduler.has_unfinished_requests():
+            for update in engine.step().updates:
+                answers.setdefault(update.request_id, []).extend(update.token_ids)
+            scheduler.check_integrity()
+    for round_ in range(3):
+        for index, expected in enumerate(case.answers):
+            assert answers[f"r{round_}-{index}"] == expected
+    stats = scheduler.stats()
+    assert stats.free_blocks == stats.total_blocks
 
 
 @pytest.mark.parametrize("name", REFUSED)

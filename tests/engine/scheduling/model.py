@@ -149,9 +149,9 @@ class FakeModel:
             for group, table in zip(self.groups, known.tables, strict=True):
                 if group.kind is AttentionKind.STATE:
                     assert len(table) == group.blocks_per_request
-                    self._write_state(
-                        table, -1 if request_id in stale else chains[request_id][start + count - 1]
-                    )
+                    # A state cannot go back, so it is kept after the last token that is no guess.
+                    last = start + count - len(step.spec_token_ids.get(request_id, ())) - 1
+                    self._write_state(table, -1 if request_id in stale else chains[request_id][last])
                     continue
                 for position in range(start, start + count):
                     block = table[position // group.block_size]

@@ -49,7 +49,7 @@ def random_world(
         max_num_batched_tokens=draw.choice([4, 9, 30, 200]),
         long_prefill_token_threshold=draw.choice([0, 0, 5]),
         reserve=draw.choice(list(Reserve)),
-        num_speculative_tokens=draw.choice([0, 0, 0 if states else 2]),
+        num_speculative_tokens=draw.choice([0, 0, 2]),
         max_loras=draw.choice([0, 1, 2]),
         on_failure=draw.choice(list(LoadFailurePolicy)),
         with_connector=draw.random() < 0.8,
@@ -102,7 +102,7 @@ def run(
     draw, of_jobs, seconds = random.Random(number), random.Random(number + 1), 0.0
     now = (lambda: seconds) if jobs else None
     world = random_world(number, draw, ahead=ahead, states=states, now=now, images=images)
-    if draw.random() < 0.5 and not ahead and not states:
+    if draw.random() < 0.5 and not ahead:
         world.model.propose = lambda request_id, tokens: [
             *([next_token(tokens)] if draw.random() < 0.6 else []),
             *draw.choices(range(5), k=draw.randrange(2)),
