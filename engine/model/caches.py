@@ -29,10 +29,15 @@ class OwnCache(DynamicCache):  # type: ignore[misc]
         self._matrices: dict[int, torch.Tensor] = {}
         self.attending: int | None = None  # the layer whose keys it was given last
         self.given: tuple[torch.Tensor, ...] = ()  # see StepCache
+        self.index_dims: dict[int, int] = {}  # by layer, of the keys by which it picks tokens
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.attending, self.given = layer_idx, (key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: Any, layer_idx: int) -> Any:
+        self.index_dims[layer_idx] = indexer_key_states.shape[-1]
+        return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._before + int(super().get_seq_length(layer_idx))

@@ -25,6 +25,7 @@ _SERVED_LAYER_TYPES = {
     "conv",
     "hybrid",
     "hybrid_sliding",
+    "indexed_attention",
     # Layers that keep nothing of a token, as transformers names them.
     "dummy",
     "mlp",
@@ -49,13 +50,14 @@ def read_config(source: ModelSource) -> Any:
     if config.is_encoder_decoder:
         raise _refusal(kind, "it is an encoder-decoder, and only decoders are served")
     text = config.get_text_config()
-    unknown = set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    kinds = set(getattr(text, "layer_types", None) or ())
+    unknown = kinds - _SERVED_LAYER_TYPES
     if unknown:
         raise _refusal(
             kind,
             f"it has layers of the kind {', '.join(sorted(unknown))}, of whose tokens Tandem does not know what to keep",
         )
-    if getattr(text, "index_topk", None):
+    if getattr(text, "index_topk", None) and "indexed_attention" not in kinds:
         raise _refusal(kind, "its attention picks tokens with an index of its own")
     return config
 

@@ -55,6 +55,8 @@ _ATTENDING_LAYER_TYPES = {
     "hybrid_sliding",
     None,
 }
+# It attends to the tokens that a smaller attention before it picks.
+_INDEXED = "indexed_attention"
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
@@ -142,6 +144,11 @@ class _Recorder:
         if index in self._layers:
             self._leave_to_itself(index, f"layer {index} attends more than once, as an encoder-decoder does")
             return eager(module, query, key, value, attention_mask, **kwargs)
+        if self._kind(index) == _INDEXED:
+            self._leave_to_itself(index, f"layer {index} picks tokens by what it does not keep")
+            if attention_mask is not None:
+                attention_mask = own.among_picked(attention_mask, kwargs.get("indices"))
+            return eager(module, query, key, value, attention_mask, **kwargs)
         window = self._window(index, kwargs.get("sliding_window"), attention_mask)
         chunked = self._kind(index) == "chunked_attention"
         options = attention_options(module, query, kwargs)
@@ -221,6 +228,22 @@ class _Recorder:
         if self._cache is None or keeper is None or not own.takes_mask(keeper):
             raise self._refusal(why)
         key, value = self._cache.kept[index]
+        if self._kind(index) == _INDEXED:
+            if key.shape[1] != 1 or value.shape[1] != 1:
+                raise self._refusal(why)
+            latent, index_dim = (key.shape[3], value.shape[3]), self._cache.index_dims.get(index, 0)
+            self._layers[index] = AttentionLayer(
+                index=index,
+                num_query_heads=self._config.num_attention_heads,
+                num_kv_heads=1,
+                key_dim=sum(latent) + index_dim,
+                value_dim=latent[0],
+                window=None,
+                latent=latent,
+                index_dim=index_dim,
+                own=True,
+            )
+            return
         known = self._layers.get(index)
         self._layers[index] = AttentionLayer(
             index=index,
@@ -259,7 +282,9 @@ class _Recorder:
     def own_layers(self) -> tuple[OwnLayer, ...]:
         keepers = self._cache.keepers if self._cache is not None else {}
         return tuple(
-            OwnLayer(index, keepers[index]) for index, layer in sorted(self._layers.items()) if layer.own
+            OwnLayer(index, keepers[index], layer.latent)
+            for index, layer in sorted(self._layers.items())
+            if layer.own
         )
 
     def _kind(self, index: int) -> str | None:

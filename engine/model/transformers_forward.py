@@ -21,7 +21,7 @@ from tandem.engine.model.attention.interface import (
 )
 from tandem.engine.model.attention.latents import Expansion, without_expanding
 from tandem.engine.model.attention.layers import AttentionLayer
-from tandem.engine.model.attention.own import OwnLayer, OwnStep, own_attention_through
+from tandem.engine.model.attention.own import OwnLayer, OwnStep, among_picked, own_attention_through
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.caches import OwnCache, StepCache, attending_layer, cache_parameter
 from tandem.engine.model.fused.rotary import take_rotary
@@ -246,6 +246,8 @@ class _HookedStep:
             eager = own_eager(module)
             if eager is None:
                 raise InternalError(f"layer {layer} attends by its own code, and there is none")
+            if attention_mask is not None:
+                attention_mask = among_picked(attention_mask, kwargs.get("indices"))
             return eager(module, query, key, value, attention_mask, **kwargs)
         hooks = self._hooks if layer not in self._readers else None
         if hooks is not None:

@@ -164,16 +164,18 @@ class GatheredCache:
         """As they will be read: with fewer bits than they had, or the answer would depend on how a prompt is cut."""
         return states if states.dtype == self.tensor.dtype else to_fp8(states).to(states.dtype)
 
-    def write(self, layer: int, block: torch.Tensor, offset: torch.Tensor, *parts: torch.Tensor) -> None:
-        """[heads, T, dim] each: keys and values, or latents."""
+    def write(
+        self, layer: int, block: torch.Tensor, offset: torch.Tensor, *parts: torch.Tensor, begin: int = 0
+    ) -> None:
+        """[heads, T, dim] each: keys and values, or latents. `begin`: where in the head's row they lie."""
         slot = self.plan.slot_of_layer[layer]
         for part, states in enumerate(parts):
             heads, _, dim = states.shape
-            target = self.tensor[:, slot, part, :heads, :, :dim]
+            target = self.tensor[:, slot, part, :heads, :, begin : begin + dim]
             # Indices on both sides of a slice put the indexed dimension first: [T, heads, dim].
             target[block, :, offset] = states.transpose(0, 1).to(target.dtype)
 
-    def read(self, layer: int, part: int, reads: Reads, like: torch.Tensor) -> torch.Tensor:
+    def read(self, layer: int, part: int, reads: Reads, like: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """[requests, heads, keys, dim]"""
         assert reads.blocks is not None
         plan = self.plan
@@ -189,7 +191,7 @@ class GatheredCache:
             last = gathered[each, :, reads.last_column]
             gathered[each, :, reads.last_column] = last.masked_fill_(reads.unwritten, 0)
         keys = gathered.view(rows.shape[0], heads, -1, plan.head_dim)
-        return keys[:, :, reads.first_key : reads.first_key + reads.num_keys, :dim]
+        return keys[:, :, reads.first_key : reads.first_key + reads.num_keys, begin : begin + dim]
 
     def plan_group(self, batch: Batch, group: int, *, decodes: bool = True) -> GroupReads:
         slots = batch.slot_mapping[group]

@@ -28,6 +28,9 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     # What it keeps of a token in place of keys and values, side by side: a latent of so many elements, and a rotary part.
     latent: tuple[int, int] | None = None
     expanded: tuple[int, int] = (0, 0)  # what a head's keys and values are then made to
+    index_dim: int = (
+        0  # beside the latent: of the key by which it picks the tokens that it attends to; 0 for none
+    )
     own: bool = False  # it attends by its own code: see tandem.engine.model.attention.own
     scale: float | None = None  # of the scores; None where it was not found out
     softcap: float | None = None

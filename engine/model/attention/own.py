@@ -32,6 +32,8 @@ class OwnLayer(msgspec.Struct, frozen=True):
 
     index: int
     module: torch.nn.Module
+    # It keeps a latent of so many elements and a rotary part in place of keys and values, and beside them what it picks tokens by.
+    latent: tuple[int, int] | None = None
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -60,6 +62,7 @@ class OwnStep:
         self._batch = batch
         self._hooks = hooks
         self._cache = cache
+        self._latent = {layer.index: layer.latent for layer in layers}
         groups = {kept.plan.group_of_layer[layer.index] for layer in layers}
         self._parts = [self._part(request, groups, dtype) for request in range(batch.num_requests)]
         self._now = self._parts[0]
@@ -104,8 +107,14 @@ class OwnStep:
 
     def _beside(self, values: tuple[Any, ...]) -> Any:
         """What a module returns beside its result: put together where it has the same of each row, else the last request's, which
-        nothing goes on with (the weights that it gave to tokens)."""
+        nothing goes on with (the weights that it gave to tokens). Numbers of tokens that were picked are fewer in a short request: its
+        first are there more than once, which says no more."""
         rows = [part.end - part.start for part in self._parts]
+        if all(isinstance(v, torch.Tensor) and v.ndim == 3 and not v.is_floating_point() for v in values):
+            width = max(v.shape[2] for v in values)
+            values = tuple(
+                torch.cat([v, v[..., :1].expand(*v.shape[:2], width - v.shape[2])], 2) for v in values
+            )
         alike = (
             all(isinstance(v, torch.Tensor) and v.ndim >= 2 for v in values)
             and len({v.shape[2:] for v in values}) == 1
@@ -121,12 +130,34 @@ class OwnStep:
         group = kept.plan.group_of_layer[layer]
         slots = self._batch.slot_mapping[group][part.start : part.end]
         size = kept.plan.block_size
-        kept.write(layer, slots // size, slots % size, key[0], value[0])
         reads = part.reads[group]
-        return kept.read(layer, 0, reads, key[0]), kept.read(layer, 1, reads, value[0])
+        latent = self._latent[layer]
+        if latent is None:
+            kept.write(layer, slots // size, slots % size, key[0], value[0])
+            return kept.read(layer, 0, reads, key[0]), kept.read(layer, 1, reads, value[0])
+        both = torch.cat([key[0], value[0]], dim=-1)
+        kept.write(layer, slots // size, slots % size, both)
+        read = kept.read(layer, 0, reads, both)
+        return read[..., : latent[0]], read[..., latent[0] :]
 
     def exchange_index(self, layer: int, index: torch.Tensor) -> torch.Tensor:
-        raise InternalError(f"layer {layer} picks tokens, and nothing was planned for that")
+        part, kept = self._now, self._kept
+        latent = self._latent[layer]
+        if latent is None:
+            raise InternalError(f"layer {layer} picks tokens, and nothing was planned for that")
+        group = kept.plan.group_of_layer[layer]
+        slots, size = self._batch.slot_mapping[group][part.start : part.end], kept.plan.block_size
+        kept.write(layer, slots // size, slots % size, index, begin=sum(latent))
+        return kept.read(layer, 0, part.reads[group], index, begin=sum(latent))[:, 0]
+
+
+def among_picked(mask: torch.Tensor, picked: torch.Tensor | None) -> torch.Tensor:
+    """A mask [1, 1, rows, keys] that shows, of what it showed, only the keys whose numbers each row has picked, [1, rows, some]."""
+    if picked is None:
+        return mask
+    hidden = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
+    hidden.scatter_(-1, picked[0].long(), value=False)
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 class _Current(threading.local):

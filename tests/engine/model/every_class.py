@@ -78,6 +78,10 @@ SMALL: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_num_heads": 4,
     "lru_width": 32,
+    "index_topk": 6,
+    "index_head_dim": 16,
+    # With few heads several tokens have a score of exactly 0, and which of them are picked is chance.
+    "index_n_heads": 16,
     "sliding_window": 9,
     "attention_chunk_size": 9,
     "floor_scale": 4,
@@ -346,6 +350,11 @@ def _latent(config: Any) -> int | None:
     return sum(sizes) if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
 
 
+def _latent_and_index(config: Any) -> int | None:
+    index, latent = getattr(config, "index_head_dim", None), _latent(config)
+    return latent + index if latent is not None and isinstance(index, int) else None
+
+
 def _keys_and_values(heads: str, size: str, config: Any) -> int | None:
     product = _product(config, heads, size)
     return 2 * product if product else None
@@ -364,6 +373,7 @@ SIZES = ("head_dim", "qk_head_dim", "nope+rope", "hidden/heads", "one")
 # What a layer keeps of a token.
 FORMULAS: tuple[Callable[[Any], int | None], ...] = (
     _latent,
+    _latent_and_index,
     *(functools.partial(_keys_and_values, heads, size) for heads in HEADS for size in SIZES),
 )
 
