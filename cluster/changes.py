@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.config import TandemConfig
+from tandem.cluster.config import DEFAULT_NAME, TandemConfig
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
@@ -55,6 +55,8 @@ def _different(running: TandemConfig, wanted: TandemConfig) -> list[str]:
     """The names of settings but pools' sizes. A tokenizer is found where the model is, and where no address is named, routers are
     told one."""
     names = set(_differences("", _without_sizes(running), _without_sizes(wanted))) - {"router.tokenizer_path"}
+    if wanted.name == DEFAULT_NAME:
+        names.discard("name")  # a configuration that is sent to one of its routers need not repeat it
     if wanted.router.inbox_host == TandemConfig().router.inbox_host:
         names.discard("router.inbox_host")
     return sorted(names)
@@ -96,7 +98,7 @@ def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
         role.value: replace(wanted.pools.of(role), resources=running.pools.of(role).resources)
         for role in Role
     }
-    return replace(wanted, router=router, pools=replace(wanted.pools, **pools))
+    return replace(wanted, name=running.name, router=router, pools=replace(wanted.pools, **pools))
 
 
 def compare(running: TandemConfig, wanted: TandemConfig) -> tuple[dict[Role, int], list[str]]:

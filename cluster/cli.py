@@ -30,6 +30,7 @@ _SETTING_FLAGS = {
     "--decode": ("pools.decode", "N", "nodes that write answers (default 1)"),
     "--aggregated": ("pools.aggregated", "N", "instead of the two: nodes that do both"),
     "--host": ("router.host", "ADDRESS", "where the router listens (default 127.0.0.1)"),
+    "--name": ("name", "NAME", "of this deployment, among those on one Ray cluster (default tandem)"),
     "--port": ("router.port", "P", "where the router listens (default 8000; 0 takes a free one)"),
     "--dtype": ("model.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
     "--max-model-len": ("scheduler.max_model_len", "TOKENS", "longest prompt and answer together"),
@@ -187,7 +188,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="serve a model, on this machine or on a Ray cluster",
         epilog="vLLM's and SGLang's commonest flags are understood, or answered: docs/from-vllm.md",
     )
-    serve.add_argument("name", nargs="?", metavar="MODEL", help="the model, as with --model")
+    serve.add_argument("served", nargs="?", metavar="MODEL", help="the model, as with --model")
     _add_settings(serve)
     serve.add_argument(
         "--address", metavar="HOST:PORT", help="a Ray cluster's head, or auto (default: a Ray of its own)"
@@ -206,7 +207,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     apply.add_argument("--back", action="store_true", help="take back the rollout that is under way")
     _add_settings(apply)
-    add_address(apply)
+    add_address(apply, with_name=False)
     add_router(apply)
     add_output(apply)
     apply.set_defaults(run=_apply)
@@ -381,7 +382,7 @@ def _flags(options: argparse.Namespace) -> Layer:
         if value is not None:
             meant = translated(flag, value) or [(setting, value)]
             assignments += [(name, text, flag) for name, text in meant]
-    model = getattr(options, "name", None)
+    model = getattr(options, "served", None)
     if model is not None:
         if options.model not in (None, model):
             answers.append(f"MODEL {model} and --model {options.model} name two models: leave one out")
@@ -400,12 +401,13 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _apply(options: argparse.Namespace) -> int:
     from tandem.cluster.commands import apply
+    from tandem.cluster.commands.address import WhichCluster
     from tandem.cluster.commands.operate import say_aside, say_line
     from tandem.wire.errors import ConfigurationError
 
     say = say_aside if wants_json(options) else say_line
     if options.back:
-        done = apply.go_back(options.address, options.url, say)
+        done = apply.go_back(WhichCluster(options.address, options.name), options.url, say)
         if wants_json(options):
             print_json({"done": done})
         return 0 if done else 1
@@ -413,9 +415,11 @@ def _apply(options: argparse.Namespace) -> int:
         if options.config is not None:
             raise ConfigurationError("FILE and --config FILE name two files: leave one out")
         options.config = options.file
+    config = read_settings(options).config
     change, done = apply.apply(
-        read_settings(options).config,
-        options.address,
+        config,
+        # A router belongs to one deployment alone.
+        WhichCluster(options.address, config.name if options.url is None else None),
         options.url,
         say,
         dry_run=options.dry_run,

@@ -16,6 +16,7 @@ from tandem.wire.nodes import Role
 from tandem.wire.settings import AtLeastOne, Seconds, about
 
 DEFAULT_MODEL = "smollm2"
+DEFAULT_NAME = "tandem"
 
 MOST_NODES = 10_000  # of one pool: far beyond what anyone runs, and what the code that counts nodes can bear
 MOST_RANKS = 16  # of one node: on one machine
@@ -169,6 +170,13 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answers: AnswersConfig = AnswersConfig()
     timeouts: ClusterTimeouts = ClusterTimeouts()
     debug: Annotated[bool, about("every engine audits its invariants whenever it is idle")] = False
+    name: Annotated[
+        Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")],
+        about(
+            "of this deployment, among those on one Ray cluster: small letters, digits and `-`. "
+            "Commands find it by `--name`"
+        ),
+    ] = DEFAULT_NAME
 
     @property
     def engine(self) -> EngineConfig:

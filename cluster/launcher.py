@@ -10,6 +10,7 @@ Every method raises errors of `wire.errors` only; `stop` raises nothing.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -151,6 +152,10 @@ class Hosts(Protocol):
 
     async def changed(self, timeout_s: float) -> None:
         """Returns when machines may have come or gone, or after this long."""
+        ...
+
+    def placing(self) -> AbstractAsyncContextManager[None]:
+        """For as long as it lasts, no other deployment gives places on these machines to its nodes."""
         ...
 
     async def want(self, slots: dict[Role, int]) -> None:

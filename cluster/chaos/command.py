@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.address import choose_address
+    from tandem.cluster.commands.address import WhichCluster, choose_address
     from tandem.cluster.commands.operate import joined
 
     rules = ChaosRules(
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--yes needs --address: without it this would be done to the cluster that is found here, {address}"
         )
-    with joined(address):
+    with joined(WhichCluster(address)):
         report = asyncio.run(_run(options, rules, console))
     if isinstance(report, Intent):
         if wants_json(options):
@@ -138,17 +138,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 class RayProcessAccess:
-    def __init__(self, controller: Callable[[], RemoteController]) -> None:
+    """Of the deployment with this name."""
+
+    def __init__(self, name: str, controller: Callable[[str], RemoteController]) -> None:
+        self._name = name
         self._controller = controller
 
     async def view(self) -> ClusterView:
         """Found again each time: the controller may be one of the victims."""
-        return await self._controller().view()
+        return await self._controller(self._name).view()
 
     async def find(self, name: str) -> Process:
         from tandem.cluster.on_ray.processes import find_process
+        from tandem.cluster.on_ray.runtime import namespace_of
 
-        return await find_process(name)
+        return await find_process(name, namespace_of(self._name))
 
     async def send(self, victim: Process, number: signal.Signals, wake_after_s: float | None) -> None:
         from tandem.cluster.on_ray.processes import send_signal
@@ -167,15 +171,16 @@ class Intent(msgspec.Struct, frozen=True):
 
 
 async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console) -> ChaosReport | Intent:
-    from tandem.cluster.on_ray.remote_controller import the_controller
+    from tandem.cluster.on_ray.remote_controller import chosen, the_controller
 
-    hands = RayProcessAccess(the_controller)
+    name = chosen(options.name)
+    hands = RayProcessAccess(name, the_controller)
     view = await hands.view()
     if view.failure:
         raise Unavailable(f"the cluster is not mended any more, and cannot be tried: {view.failure}")
     kinds = chosen_kinds(rules, view)
     plan = make_plan(rules, kinds)
-    unresponsive_s = (await the_controller().configuration()).timeouts.unresponsive_s
+    unresponsive_s = (await the_controller(name).configuration()).timeouts.unresponsive_s
     stops = rules.stop_s if any(strike.blow is Blow.STOP for strike in plan) else 0.0
     risks = dangers(view, kinds, unresponsive_s, stops)
     for line in describe(view, plan, risks, options.traffic, options.users):
@@ -184,7 +189,8 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         from tandem.cluster.on_ray.runtime import own_address
 
         address = own_address()
-        console.print(f"nothing was done: --address {address} --yes does it", style="bold")
+        named = f" --name {options.name}" if options.name is not None else ""
+        console.print(f"nothing was done: --address {address}{named} --yes does it", style="bold")
         processes = {kind.value: names for kind, names in processes_of(view).items()}
         return Intent(address, view.model, processes, plan, risks)
     conductor = Conductor(hands, lambda text: console.print(text, markup=False, style="dim"))

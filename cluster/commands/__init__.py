@@ -4,7 +4,7 @@ serve         preflight, progress, following, ready_lines: checked, shown while 
 operate       scale, drain, role, pause, down; operate_options: their arguments; address: which cluster;
               http_control: through a router
 apply         another configuration for a cluster that serves
-overview, status     `tandem status`, from the controller and from one router
+overview, status     `tandem status`, from the controller and from one router; deployments: all on a Ray cluster
 logs          lines of every process's log, in one order
 top           the cluster as it changes, and its slowest requests
 doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between machines and between GPUs

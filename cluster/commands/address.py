@@ -16,6 +16,13 @@ from tandem.cluster.on_ray.runtime import AUTO
 from tandem.wire.errors import TandemError
 
 
+class WhichCluster(msgspec.Struct, frozen=True):
+    """Which deployment a command is about, as its operator named it."""
+
+    address: str | None = None  # of a Ray cluster's head
+    name: str | None = None  # of the deployment; None: the only one that runs there
+
+
 def choose_address(named: str | None, environ: Mapping[str, str] = os.environ) -> str:
     """What the operator says, else the `tandem serve` of this machine, else the cluster that this machine is part of."""
     return named or environ.get("RAY_ADDRESS") or remembered_address() or AUTO

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from tandem.cluster.admin import OperatedCluster
+from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.operate import Say, with_controller
 from tandem.cluster.commands.overview import rollout_line
 from tandem.cluster.config import TandemConfig
@@ -24,7 +25,7 @@ _GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back`
 
 def apply(
     config: TandemConfig,
-    address: str | None,
+    which: WhichCluster,
     url: str | None,
     say: Say,
     *,
@@ -49,20 +50,20 @@ def apply(
         return change, await follow(cluster, change.revision, say)
 
     try:
-        return with_controller(address, work, url)
+        return with_controller(which, work, url)
     except KeyboardInterrupt:
         say(_GOES_ON)
         raise
 
 
-def go_back(address: str | None, url: str | None, say: Say) -> bool:
+def go_back(which: WhichCluster, url: str | None, say: Say) -> bool:
     """Whether the old configuration is what all nodes run again."""
 
     async def work(cluster: OperatedCluster) -> bool:
         await cluster.go_back()
         return await follow(cluster, (await cluster.view()).revision, say)
 
-    return with_controller(address, work, url)
+    return with_controller(which, work, url)
 
 
 def described(change: AppliedChange, *, dry_run: bool) -> Iterator[str]:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.cluster.admin import OperatedCluster
+from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.operate import with_controller
 from tandem.cluster.commands.output import print_json, print_json_line
 from tandem.wire.errors import ConfigurationError, TandemError
@@ -156,7 +157,7 @@ def parse_age(text: str) -> float:
 
 
 def show_logs(
-    address: str | None, chosen: LogFilter, *, follow: bool, as_json: bool, url: str | None = None
+    which: WhichCluster, chosen: LogFilter, *, follow: bool, as_json: bool, url: str | None = None
 ) -> None:
     """Until it is interrupted, where it follows."""
     out, aside = (
@@ -178,7 +179,7 @@ def show_logs(
                     out.print(_text(line))
             sys.stdout.flush()
 
-    with_controller(address, work, url)
+    with_controller(which, work, url)
     if as_json and not follow:
         print_json(shown)
 

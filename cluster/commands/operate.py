@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.cluster.admin import LOADING_S, OperatedCluster
 from tandem.cluster.api_client import key_from_environment
-from tandem.cluster.commands.address import choose_address
+from tandem.cluster.commands.address import WhichCluster, choose_address
 from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.output import OtherPeoplesOutput
 from tandem.cluster.config import MOST_NODES
@@ -33,22 +33,23 @@ Say = Callable[[str], None]
 
 
 def with_controller(
-    address: str | None, work: Callable[[OperatedCluster], Awaitable[T]], url: str | None = None
+    which: WhichCluster, work: Callable[[OperatedCluster], Awaitable[T]], url: str | None = None
 ) -> T:
     """Joins the cluster for as long as the work takes, unless the URL of a router is named."""
     if url is not None:
-        if address is not None:
-            raise ConfigurationError("--url and --address name two ways to the cluster: leave one out")
+        if which.address is not None or which.name is not None:
+            named = "--address" if which.address is not None else "--name"
+            raise ConfigurationError(f"--url and {named} name two ways to the cluster: leave one out")
         control = HttpControl(url, key_from_environment())
         try:
             return asyncio.run(_awaited(work(control)))
         finally:
             control.close()
-    with joined(address):
-        from tandem.cluster.on_ray.remote_controller import the_controller
+    with joined(which):
+        from tandem.cluster.on_ray.remote_controller import chosen, the_controller
 
         async def run() -> T:
-            return await work(the_controller())
+            return await work(the_controller(chosen(which.name)))
 
         return asyncio.run(run())
 
@@ -58,10 +59,10 @@ async def _awaited(work: Awaitable[T]) -> T:
 
 
 @contextmanager
-def joined(address: str | None) -> Iterator[None]:
-    chosen = choose_address(address)
+def joined(which: WhichCluster) -> Iterator[None]:
+    address = choose_address(which.address)
     with redirect_stdout(OtherPeoplesOutput("ray")):
-        connect_to_ray(chosen)
+        connect_to_ray(address)
         try:
             yield
         finally:
@@ -112,22 +113,22 @@ def say_aside(line: str) -> None:
 
 
 def scale(
-    address: str | None, words: Sequence[str], say: Say = say_line, url: str | None = None
+    which: WhichCluster, words: Sequence[str], say: Say = say_line, url: str | None = None
 ) -> list[str]:
     """What will be done, a line each."""
     sizes = parse_sizes(words)
-    lines = with_controller(address, lambda cluster: cluster.scale(sizes), url)
+    lines = with_controller(which, lambda cluster: cluster.scale(sizes), url)
     for line in lines:
         say(line)
     return lines
 
 
 def drain(
-    address: str | None, names: Sequence[str], timeout_s: float, say: Say = say_line, url: str | None = None
+    which: WhichCluster, names: Sequence[str], timeout_s: float, say: Say = say_line, url: str | None = None
 ) -> dict[str, bool]:
     """Nodes by their names, or all nodes of a machine by its address. Whether each finished all that it had."""
     _check_timeout(timeout_s)
-    return with_controller(address, lambda cluster: drain_nodes(cluster, names, timeout_s, say), url)
+    return with_controller(which, lambda cluster: drain_nodes(cluster, names, timeout_s, say), url)
 
 
 async def drain_nodes(
@@ -152,22 +153,52 @@ async def drain_nodes(
 
 
 def evacuate(
-    address: str | None, machine: str, timeout_s: float, say: Say = say_line, url: str | None = None
+    which: WhichCluster, machine: str, timeout_s: float, say: Say = say_line, url: str | None = None
 ) -> dict[str, bool]:
-    """Whether each of the machine's nodes finished all that it had."""
+    """Whether each of the machine's nodes finished all that it had. A machine goes with the nodes of every deployment."""
     _check_timeout(timeout_s)
-    finished = with_controller(
-        address,
-        lambda cluster: told_of(
+
+    def empty(cluster: OperatedCluster) -> Awaitable[dict[str, bool]]:
+        return told_of(
             cluster.evacuate(machine, timeout_s),
             lambda: say(f"{machine}: its nodes finish what they have (up to {timeout_s:.0f} s)"),
-        ),
-        url,
-    )
+        )
+
+    if url is not None or which.name is not None:
+        finished = with_controller(which, empty, url)
+    else:
+        finished = _of_every_deployment(which, empty)
     for node_id, done in finished.items():
         say(f"{node_id}: {'everything was finished' if done else 'ended before everything was finished'}")
     say(f"{machine} can go")
     return finished
+
+
+def _of_every_deployment(
+    which: WhichCluster, empty: Callable[[OperatedCluster], Awaitable[dict[str, bool]]]
+) -> dict[str, bool]:
+    """Where there are several, their names stand before those of their nodes. One that knows no such machine has nothing there."""
+    with joined(which):
+        from tandem.cluster.on_ray.remote_controller import chosen, standing, the_controller
+
+        async def run() -> dict[str, bool]:
+            names = standing()
+            if len(names) < 2:
+                return await empty(the_controller(chosen(None)))
+            controllers = [the_controller(name) for name in names]
+            answers = await asyncio.gather(*map(empty, controllers), return_exceptions=True)
+            failed = [answer for answer in answers if isinstance(answer, BaseException)]
+            mistakes = [error for error in failed if isinstance(error, ConfigurationError)]
+            if len(mistakes) < len(failed) or len(mistakes) == len(names):
+                raise next((error for error in failed if error not in mistakes), failed[0])
+            return {
+                f"{name}/{node_id}": done
+                for name, answer in zip(names, answers, strict=True)
+                if isinstance(answer, dict)
+                for node_id, done in answer.items()
+            }
+
+        return asyncio.run(run())
 
 
 def _check_timeout(timeout_s: float) -> None:
@@ -176,10 +207,10 @@ def _check_timeout(timeout_s: float) -> None:
 
 
 def change_role(
-    address: str | None, node_id: str, role_name: str, say: Say = say_line, url: str | None = None
+    which: WhichCluster, node_id: str, role_name: str, say: Say = say_line, url: str | None = None
 ) -> Role:
     role = parse_role(role_name)
-    with_controller(address, lambda cluster: change_role_of(cluster, node_id, role, say), url)
+    with_controller(which, lambda cluster: change_role_of(cluster, node_id, role, say), url)
     say(f"{node_id} is ready as a {role.value} node")
     return role
 
@@ -194,15 +225,15 @@ async def change_role_of(controller: OperatedCluster, node_id: str, role: Role, 
 
 
 def pause(
-    address: str | None, names: Sequence[str], say: Say = say_line, url: str | None = None
+    which: WhichCluster, names: Sequence[str], say: Say = say_line, url: str | None = None
 ) -> list[str]:
-    return _say_paused(with_controller(address, lambda cluster: cluster.pause(list(names)), url), say)
+    return _say_paused(with_controller(which, lambda cluster: cluster.pause(list(names)), url), say)
 
 
 def resume(
-    address: str | None, names: Sequence[str], say: Say = say_line, url: str | None = None
+    which: WhichCluster, names: Sequence[str], say: Say = say_line, url: str | None = None
 ) -> list[str]:
-    return _say_paused(with_controller(address, lambda cluster: cluster.resume(list(names)), url), say)
+    return _say_paused(with_controller(which, lambda cluster: cluster.resume(list(names)), url), say)
 
 
 def _say_paused(paused: list[str], say: Say) -> list[str]:
@@ -211,9 +242,9 @@ def _say_paused(paused: list[str], say: Say) -> list[str]:
 
 
 def reset_cache(
-    address: str | None, names: Sequence[str], say: Say = say_line, url: str | None = None
+    which: WhichCluster, names: Sequence[str], say: Say = say_line, url: str | None = None
 ) -> list[str]:
-    done = with_controller(address, lambda cluster: cluster.reset_cache(list(names)), url)
+    done = with_controller(which, lambda cluster: cluster.reset_cache(list(names)), url)
     say(
         f"the prefix cache is empty: {', '.join(done)}"
         if done
@@ -223,7 +254,7 @@ def reset_cache(
 
 
 def adapters(
-    address: str | None,
+    which: WhichCluster,
     load: Sequence[str],
     unload: Sequence[str],
     say: Say = say_line,
@@ -235,7 +266,7 @@ def adapters(
     async def work(cluster: OperatedCluster) -> dict[str, str]:
         return await cluster.adapters(places, unload, LOADING_S)
 
-    there = with_controller(address, work, url)
+    there = with_controller(which, work, url)
     for name, where in sorted(there.items()):
         say(f"{name}: {where}")
     if not there:
@@ -253,20 +284,22 @@ def _adapter_of(word: str) -> tuple[str, str]:
     return name, str(folder.resolve()) if folder.is_dir() else where
 
 
-def down(address: str | None, *, now: bool, say: Say = say_line) -> bool:
+def down(which: WhichCluster, *, now: bool, say: Say = say_line) -> bool:
     """Whether everything that ran was finished."""
-    with joined(address):
+    with joined(which):
         from tandem.cluster.on_ray.remote_controller import (
+            chosen,
             end_without_a_controller,
             find_controller,
             the_controller,
         )
 
         async def work() -> bool:
-            if find_controller() is None and await end_without_a_controller(DOWN):
+            name = chosen(which.name)
+            if find_controller(name) is None and await end_without_a_controller(name, DOWN):
                 say("it had no controller any more")
                 return False
-            return await end_cluster(the_controller(), now=now, say=say)
+            return await end_cluster(the_controller(name), now=now, say=say)
 
         finished = asyncio.run(work())
     say("everything was finished; it is down" if finished else "it is down; not everything was finished")

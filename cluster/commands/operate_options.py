@@ -11,6 +11,7 @@ from tandem.cluster.commands.output import add_output, print_json, print_json_li
 
 if TYPE_CHECKING:
     from tandem.cluster.admin import OperatedCluster
+    from tandem.cluster.commands.address import WhichCluster
 
 LEVELS = ("debug", "info", "warning", "error")
 LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
@@ -21,6 +22,7 @@ def add_commands(commands: Any) -> None:
     add_address(status)
     add_output(status)
     status.add_argument("--url", help="ask this router alone, from wherever it can be reached")
+    status.add_argument("--all", action="store_true", help="list the deployments on that Ray cluster")
     status.add_argument(
         "--watch",
         nargs="?",
@@ -133,12 +135,23 @@ def add_router(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_address(parser: argparse.ArgumentParser) -> None:
+def add_address(parser: argparse.ArgumentParser, *, with_name: bool = True) -> None:
+    """`with_name`: where no setting has that flag already."""
+    if with_name:
+        parser.add_argument(
+            "--name", help="of the deployment, where several run on that Ray cluster (default: the only one)"
+        )
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
         help="a Ray cluster's head (default: the `tandem serve` that runs here, or this machine's cluster)",
     )
+
+
+def which_cluster(options: argparse.Namespace) -> WhichCluster:
+    from tandem.cluster.commands.address import WhichCluster
+
+    return WhichCluster(options.address, options.name)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -147,6 +160,8 @@ def _status(options: argparse.Namespace) -> int:
     from tandem.cluster.api_client import key_from_environment
     from tandem.cluster.commands.status import fetch_status, show_status
 
+    if options.all:
+        return _list_deployments(options)
     key = key_from_environment()
     if options.watch is not None:
         return _watch_status(options, key)
@@ -159,13 +174,29 @@ def _status(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import with_controller
     from tandem.cluster.commands.overview import answers_now, overview, show_overview
 
-    view = with_controller(options.address, lambda controller: controller.view())
+    view = with_controller(which_cluster(options), lambda controller: controller.view())
     if wants_json(options):
         plain = overview(view, key)
         print_json(plain)
         return 0 if answers_now(plain) else 1
     # Where the output is no terminal the screen is as wide as it needs to be.
     return show_overview(view, key, Console(width=None if sys.stdout.isatty() else 160))
+
+
+def _list_deployments(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.cluster.commands.deployments import list_deployments, show_deployments
+    from tandem.wire.errors import ConfigurationError
+
+    if options.url is not None or options.name is not None or options.watch is not None:
+        raise ConfigurationError("--all lists every deployment once: leave out --url, --name and --watch")
+    found = list_deployments(which_cluster(options))
+    if wants_json(options):
+        print_json(found)
+    else:
+        show_deployments(found, Console(width=None if sys.stdout.isatty() else 160))
+    return 0 if found and all(one.serves for one in found) else 1
 
 
 def _watch_status(options: argparse.Namespace, key: str | None) -> int:
@@ -210,7 +241,7 @@ def _watch_status(options: argparse.Namespace, key: str | None) -> int:
 
         return await watch(look)
 
-    return with_controller(options.address, watch_cluster)
+    return with_controller(which_cluster(options), watch_cluster)
 
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
@@ -234,7 +265,7 @@ def _aside(options: argparse.Namespace) -> dict[str, Any]:
 def _scale(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import scale
 
-    lines = scale(options.address, options.sizes, url=options.url, **_aside(options))
+    lines = scale(which_cluster(options), options.sizes, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"changes": lines})
     return 0
@@ -243,7 +274,9 @@ def _scale(options: argparse.Namespace) -> int:
 def _drain(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import drain
 
-    finished = drain(options.address, options.nodes, _limit_s(options), url=options.url, **_aside(options))
+    finished = drain(
+        which_cluster(options), options.nodes, _limit_s(options), url=options.url, **_aside(options)
+    )
     if wants_json(options):
         print_json({"finished": finished})
     return 0 if all(finished.values()) else 1
@@ -253,7 +286,7 @@ def _evacuate(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import evacuate
 
     finished = evacuate(
-        options.address, options.machine, _limit_s(options), url=options.url, **_aside(options)
+        which_cluster(options), options.machine, _limit_s(options), url=options.url, **_aside(options)
     )
     if wants_json(options):
         print_json({"finished": finished})
@@ -263,7 +296,7 @@ def _evacuate(options: argparse.Namespace) -> int:
 def _role(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import change_role
 
-    role = change_role(options.address, options.node, options.role, url=options.url, **_aside(options))
+    role = change_role(which_cluster(options), options.node, options.role, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"node": options.node, "role": role})
     return 0
@@ -272,13 +305,17 @@ def _role(options: argparse.Namespace) -> int:
 def _pause(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import pause
 
-    return _print_paused(pause(options.address, options.names, url=options.url, **_aside(options)), options)
+    return _print_paused(
+        pause(which_cluster(options), options.names, url=options.url, **_aside(options)), options
+    )
 
 
 def _resume(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import resume
 
-    return _print_paused(resume(options.address, options.names, url=options.url, **_aside(options)), options)
+    return _print_paused(
+        resume(which_cluster(options), options.names, url=options.url, **_aside(options)), options
+    )
 
 
 def _print_paused(paused: list[str], options: argparse.Namespace) -> int:
@@ -290,7 +327,7 @@ def _print_paused(paused: list[str], options: argparse.Namespace) -> int:
 def _reset_cache(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import reset_cache
 
-    done = reset_cache(options.address, options.names, url=options.url, **_aside(options))
+    done = reset_cache(which_cluster(options), options.names, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"reset": done})
     return 0
@@ -299,7 +336,7 @@ def _reset_cache(options: argparse.Namespace) -> int:
 def _adapters(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import adapters
 
-    there = adapters(options.address, options.load, options.unload, url=options.url, **_aside(options))
+    there = adapters(which_cluster(options), options.load, options.unload, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"adapters": there})
     return 0
@@ -315,14 +352,16 @@ def _logs(options: argparse.Namespace) -> int:
         request=options.request,
         level=options.level,
     )
-    show_logs(options.address, chosen, follow=options.follow, as_json=wants_json(options), url=options.url)
+    show_logs(
+        which_cluster(options), chosen, follow=options.follow, as_json=wants_json(options), url=options.url
+    )
     return 0
 
 
 def _down(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import down
 
-    finished = down(options.address, now=options.now, **_aside(options))
+    finished = down(which_cluster(options), now=options.now, **_aside(options))
     if wants_json(options):
         print_json({"finished": finished})
     return 0

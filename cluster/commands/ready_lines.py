@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from tandem.cluster.config import TandemConfig
+from tandem.cluster.config import DEFAULT_NAME, TandemConfig
 from tandem.cluster.control import ClusterView
 from tandem.cluster.describe import counted
 from tandem.cluster.pools.controller_host import ClusterAccount
@@ -30,7 +30,12 @@ def ready_lines(
     url, name = account.url, account.model
     pools = ", ".join(counted(pool.ready, f"{pool.role.value} node") for pool in view.pools if pool.wanted)
     tandem = escape(own_command())
-    end = [f"look:    {tandem} status", f"stop:    {tandem} down"] if detached else ["stop:    Ctrl-C"]
+    name_flag = "" if config.name == DEFAULT_NAME else f" --name {config.name}"
+    end = (
+        [f"look:    {tandem} status{name_flag}", f"stop:    {tandem} down{name_flag}"]
+        if detached
+        else ["stop:    Ctrl-C"]
+    )
     return [
         "",
         f"[bold green]ready[/] after {seconds:.1f} s: {escape(name)} on {pools}",

@@ -212,14 +212,15 @@ class _Serving:
         if not own_ray:
             for sentence in lacking(config, ray_resources()):
                 self._display.trouble("machines", sentence)
-        controller = None if own_ray else find_controller()
+        controller = None if own_ray else find_controller(config.name)
         is_new = controller is None
         if controller is None:
             controller = await create_controller(config, own_ray=own_ray, detach=self._where.detach)
         elif not self._where.detach:
             raise Unavailable(
-                "Tandem runs on this Ray cluster already: look with `tandem status`, change its pools with "
-                "`tandem scale`, give it this configuration with --detach, or end it with `tandem down`"
+                f"a deployment with the name {config.name} runs on this Ray cluster already: look with `tandem status`, change its "
+                "pools with `tandem scale`, give it this configuration with --detach, end it with `tandem down`, or start another "
+                "one beside it with --name and --port"
             )
         if own_ray:
             remember_address(own_address())

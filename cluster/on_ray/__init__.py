@@ -1,6 +1,7 @@
 """Ray behind the contracts of this package: where machines, processes and memory come from.
 
 runtime             a Ray of our own, or one that runs already; the only place that starts or joins one
+neighbours          the other deployments on the same Ray cluster: where their nodes are, and what they ask for
 hosts, launcher, state_store, errors    `cluster.launcher` and `cluster.launcher` as Ray has them
 deploying           a deployment put together out of these
 controller_actor, node_actor, router_actor   shells without logic; ending: what the last two do when their process gets SIGTERM

@@ -11,13 +11,14 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
-from tandem.cluster.config import TandemConfig
+from tandem.cluster.config import DEFAULT_NAME, TandemConfig
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Hosts
 from tandem.cluster.models.resolved import fix_model
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.on_ray.launcher import RayLauncher
-from tandem.cluster.on_ray.runtime import CONTROLLER, NAMESPACE, has_job_ended
+from tandem.cluster.on_ray.neighbours import STATE, WANTED, Neighbours, stands
+from tandem.cluster.on_ray.runtime import CONTROLLER, has_job_ended, namespace_of
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.deployment import Deployment
 from tandem.cluster.pools.placement import ThisMachine, this_machine
@@ -26,7 +27,6 @@ from tandem.wire.errors import TandemError
 from tandem.wire.logs import begin_logging
 
 LOCAL_HOST = "127.0.0.1"  # where routers and nodes of one machine reach each other
-STATE = "controller"
 MACHINES = "machines"
 _OWNER_PERIOD_S = 1.0
 
@@ -39,10 +39,11 @@ class DeploymentPlace(msgspec.Struct, frozen=True):
     own_ray: bool  # a Ray that was started for it, on one machine, and ends with it
     deployment: str  # its id: another deployment on the same Ray cluster has another
     job: str = ""  # Ray's id of the command that it belongs to, and ends with; "" when it belongs to none
+    name: str = DEFAULT_NAME
 
 
-def ending_store(deployment: str) -> RayStateStore:
-    return RayStateStore(f"ended-{deployment}")
+def ending_store(deployment: str, name: str) -> RayStateStore:
+    return RayStateStore(f"ended-{deployment}", namespace_of(name))
 
 
 class RayPlatform:
@@ -51,7 +52,9 @@ class RayPlatform:
     def __init__(self, place: bytes) -> None:
         self._place = msgspec.msgpack.decode(place, type=DeploymentPlace)
         self.id = self._place.deployment
-        self.endings = ending_store(self.id)
+        self._name = self._place.name
+        self._namespace = namespace_of(self._name)
+        self.endings = ending_store(self.id, self._name)
 
     def deployment(self, config: TandemConfig, events: Events) -> Deployment:
         begin_logging(config.logs, "controller")
@@ -61,12 +64,16 @@ class RayPlatform:
         hosts: Hosts = (
             ThisMachine(this_machine(), address)
             if own_ray
-            else RayHosts(RayStateStore(MACHINES), needs, say=functools.partial(events.trouble, "machines"))
+            else RayHosts(
+                RayStateStore(MACHINES, self._namespace),
+                needs,
+                say=functools.partial(events.trouble, "machines"),
+                neighbours=Neighbours(self._name),
+            )
         )
-        launcher = RayLauncher(config.timeouts.stop_s, needs)
-        return Deployment(
-            reachable(config, address), hosts, launcher, RayStateStore(STATE), events, fix_model
-        )
+        launcher = RayLauncher(config.timeouts.stop_s, needs, namespace=self._namespace)
+        store = RayStateStore(STATE, self._namespace)
+        return Deployment(reachable(config, address), hosts, launcher, store, events, fix_model)
 
     async def owner_ended(self) -> str:
         """Ray's control store records the end of a job when the process that it belonged to is gone."""
@@ -91,29 +98,31 @@ class RayPlatform:
         os._exit(1)
 
     async def end(self) -> None:
-        await clear_away(but=CONTROLLER)
+        await clear_away(self._name, but=CONTROLLER)
         me = ray.get_runtime_context().current_actor
         await asyncio.to_thread(ray.kill, me, no_restart=True)
 
 
-async def left_behind(but: str = "") -> list[str]:
-    """The names of a deployment's processes that still run."""
-    named = await asyncio.to_thread(ray.util.list_named_actors, True)
-    return [one["name"] for one in named if one["namespace"] == NAMESPACE and one["name"] != but]
+async def left_behind(deployment: str, but: str = "") -> list[str]:
+    """The names of the processes of the deployment with this name that still run."""
+    named, namespace = await asyncio.to_thread(ray.util.list_named_actors, True), namespace_of(deployment)
+    return [one["name"] for one in named if one["namespace"] == namespace and one["name"] != but]
 
 
-async def clear_away(but: str = "") -> None:
-    """Ends what is left of a deployment whose end was decided, and forgets it."""
-    for name in await left_behind(but):
+async def clear_away(deployment: str, but: str = "") -> None:
+    """Ends what is left of the deployment with this name, whose end was decided, and forgets it."""
+    namespace = namespace_of(deployment)
+    for name in await left_behind(deployment, but):
         try:
-            actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+            actor = await asyncio.to_thread(ray.get_actor, name, namespace)
             await asyncio.to_thread(ray.kill, actor, no_restart=True)
         except ValueError:
             continue  # it has ended meanwhile
         except RayError as error:
             logger.warning("%s could not be ended: %s", name, error)
-    for store in (STATE, MACHINES):
-        await RayStateStore(store).forget()
+    for store in (STATE, MACHINES, WANTED):
+        await RayStateStore(store, namespace).forget()
+    await stands(deployment).forget()
 
 
 def reachable(config: TandemConfig, address: str) -> TandemConfig:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import functools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,9 +16,13 @@ from tandem.cluster.launcher import Host, StateStore
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, joined_ray
 from tandem.cluster.pools.placement import MachineFacts, share_cores, this_machine
 from tandem.cluster.pools.room import ROLES, Needs, needed_by, places
+from tandem.cluster.pools.state import NodePlacement
 from tandem.cluster.tasks import cancel
 from tandem.wire.errors import TandemError, Unavailable
 from tandem.wire.nodes import Role
+
+if TYPE_CHECKING:
+    from tandem.cluster.on_ray.neighbours import Neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +45,8 @@ class KnownHost(msgspec.Struct, frozen=True):
 class RayHosts:
     """`cluster.launcher.Hosts` for a cluster: every Ray node that offers a role's resource.
 
-    `needs` is what one node of a role takes besides that, such as {"GPU": 1}: a place without it is none.
+    `needs` is what one node of a role takes besides that, such as {"GPU": 1}: a place without it is none. Places and cores
+    that nodes of other deployments have are not offered.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class RayHosts:
         ask_again_s: float = _ASK_AGAIN_S,
         wait_for_new_s: float = _WAIT_FOR_NEW_S,
         say: Callable[[str], None] = logger.warning,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._store = store
         self._needs = needs
@@ -64,6 +71,8 @@ class RayHosts:
         self._ask_again_s = ask_again_s
         self._wait_for_new_s = wait_for_new_s
         self._say = say
+        self._neighbours = neighbours
+        self._theirs: list[NodePlacement] = []
         self._known: dict[str, KnownHost] | None = None  # as it is kept
         self._found: dict[str, MachineFacts] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
@@ -81,7 +90,7 @@ class RayHosts:
             self._late |= new
         cores = await self._share()
         hosts = [
-            msgspec.structs.replace(host, cores=cores[name], gpus=self._found[name].gpus)
+            msgspec.structs.replace(host, cores=self._left_of(name, cores[name]), gpus=self._found[name].gpus)
             if host.slots
             else host
             for name, host in there.items()
@@ -89,6 +98,14 @@ class RayHosts:
         ]
         self._returned = frozenset(host.name for host in hosts)
         return hosts
+
+    def placing(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext() if self._neighbours is None else self._neighbours.placing()
+
+    def _left_of(self, name: str, cores: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that no node of another deployment is bound to; where each of them has one, they are shared."""
+        taken = {core for placement in self._theirs if placement.host == name for core in placement.cores}
+        return tuple(core for core in cores if core not in taken) or cores
 
     def _is_ready(self, host: Host) -> bool:
         """The head alone may offer no place: nothing runs on its cores that would have to know them."""
@@ -131,11 +148,17 @@ class RayHosts:
         """In the order of their addresses, without what only the machines themselves know."""
         nodes = [node for node in await asyncio.to_thread(self._nodes) if node["Alive"]]
         nodes.sort(key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+        self._theirs = [] if self._neighbours is None else await self._neighbours.placements()
+        taken = Counter((placement.host, placement.slot) for placement in self._theirs)
         hosts = [
             Host(
                 name=node["NodeID"],
                 address=node["NodeManagerAddress"],
-                slots=places(node["Resources"], self._needs),
+                slots={
+                    role: left
+                    for role, room in places(node["Resources"], self._needs).items()
+                    if (left := room - taken[node["NodeID"], role]) > 0
+                },
                 head=any(name in node["Resources"] for name in HEAD_ONLY),
             )
             for node in nodes
@@ -161,6 +184,8 @@ class RayHosts:
 
     async def want(self, slots: dict[Role, int]) -> None:
         bundles = [needed_by(role, self._needs) for role in ROLES for _ in range(slots.get(role, 0))]
+        if self._neighbours is not None:
+            bundles = await self._neighbours.with_wanted(bundles)
         if bundles == self._wanted:
             return
         try:

@@ -19,7 +19,7 @@ from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.hosts import ray_nodes
 from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
-from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
+from tandem.cluster.on_ray.runtime import HEAD_ONLY
 from tandem.cluster.tasks import cancel, first_of, has_ended
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
@@ -54,12 +54,14 @@ class RayHandle:
     def __init__(
         self,
         name: str,
+        namespace: str,
         is_wanted: Callable[[bytes], bool],
         create: Create,
         stop_s: float,
         machine: str = "",
     ) -> None:
         self._name = name
+        self._namespace = namespace
         self._machine = machine
         self._is_wanted = is_wanted  # the configuration that one was made with: it may be adopted
         self._create = create
@@ -90,7 +92,7 @@ class RayHandle:
 
     async def _running(self) -> Any | None:
         try:
-            return await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
+            return await asyncio.to_thread(ray.get_actor, self._name, self._namespace)
         except ValueError:
             return None
         except RayError as error:
@@ -277,8 +279,7 @@ class RayRouter(RayHandle):
 class RayLauncher:
     """`needs` is what Ray must set aside for a node of a role, besides the role's own resource, such as {"GPU": 1}.
 
-    What is launched outlives the process that launched it, and is found again by its name. `prefix` keeps apart the
-    names of several deployments on one Ray.
+    What is launched outlives the process that launched it, and is found again by its name in the deployment's namespace.
     """
 
     def __init__(
@@ -286,11 +287,11 @@ class RayLauncher:
         stop_s: float,
         needs: Mapping[Role, Mapping[str, float]] | None = None,
         *,
-        prefix: str = "",
+        namespace: str,
     ) -> None:
         self._stop_s = stop_s
         self._needs = needs or {}
-        self._prefix = prefix
+        self._namespace = namespace
 
     def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> NodeHandle:
         options = _on_ray_node(host)
@@ -302,35 +303,43 @@ class RayLauncher:
                 config = _on_own_gpus(config)
         if config.env:
             options["runtime_env"] = {"env_vars": dict(config.env)}
-        name = self._prefix + config.node_id
-        encoded = msgspec.msgpack.encode(config)
-        create = self._creator(_NODE_ACTORS[config.role], name, encoded, options)
+        create = self._creator(
+            _NODE_ACTORS[config.role], config.node_id, options, msgspec.msgpack.encode(config)
+        )
         return RayNode(
-            name, lambda running: is_same_node(running, config), create, self._stop_s, _machine_of(host)
+            config.node_id,
+            self._namespace,
+            lambda running: is_same_node(running, config),
+            create,
+            self._stop_s,
+            _machine_of(host),
         )
 
     def launch_router(
         self, name: str, config: RouterConfig, host: Host | None, door: str = ""
     ) -> RouterHandle:
-        name = self._prefix + name
-        encoded = msgspec.msgpack.encode(config)
         options = {"resources": HEAD_ONLY} if host is None else _on_ray_node(host)
-        create = self._creator(RouterActor, name, encoded, options)
+        create = self._creator(RouterActor, name, options, msgspec.msgpack.encode(config), self._namespace)
         router = RayRouter(
-            name, lambda running: is_same_router(running, config), create, self._stop_s, _machine_of(host)
+            name,
+            self._namespace,
+            lambda running: is_same_router(running, config),
+            create,
+            self._stop_s,
+            _machine_of(host),
         )
         router.door = door
         return router
 
-    def _creator(self, actor: Any, name: str, config: bytes, options: Mapping[str, Any]) -> Create:
+    def _creator(self, actor: Any, name: str, options: Mapping[str, Any], *given: bytes | str) -> Create:
         placed = actor.options(
             num_cpus=0,
             name=name,
-            namespace=NAMESPACE,
+            namespace=self._namespace,
             lifetime="detached",
             **options,
         )
-        return lambda: placed.remote(config)
+        return lambda: placed.remote(*given)
 
 
 def is_same_node(running: bytes, wanted: NodeConfig) -> bool:

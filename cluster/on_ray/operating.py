@@ -9,21 +9,24 @@ import ray
 from ray.exceptions import RayError
 
 from tandem.cluster.on_ray.errors import answer, translated
-from tandem.cluster.on_ray.runtime import CONTROLLER, NAMESPACE
+from tandem.cluster.on_ray.runtime import CONTROLLER
 from tandem.wire.errors import Unavailable
 
 
 class RayControl:
     """Implements `router.http.services.ClusterControl`. The controller is looked for each time: it may be another one by now."""
 
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+
     async def act(self, action: str, body: bytes) -> bytes:
-        controller = await asyncio.to_thread(_controller)
+        controller = await asyncio.to_thread(_controller, self._namespace)
         return bytes(await answer(controller.act.remote(action, body)))
 
 
-def _controller() -> Any:
+def _controller(namespace: str) -> Any:
     try:
-        return ray.get_actor(CONTROLLER, NAMESPACE)
+        return ray.get_actor(CONTROLLER, namespace)
     except ValueError:
         raise Unavailable("the cluster has no controller just now: what serves goes on") from None
     except RayError as error:

@@ -14,7 +14,6 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.on_ray.errors import answer, translated
-from tandem.cluster.on_ray.runtime import NAMESPACE
 from tandem.wire.errors import DeadlineExceeded, NodeLost, Unavailable
 
 _ASK_S = 10.0
@@ -30,10 +29,10 @@ class Process(msgspec.Struct, frozen=True):
     machine: str  # as Ray names it
 
 
-async def find_process(name: str) -> Process:
+async def find_process(name: str, namespace: str) -> Process:
     """Raises Unavailable when there is none, NodeLost or DeadlineExceeded when it does not say who it is."""
     try:
-        actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+        actor = await asyncio.to_thread(ray.get_actor, name, namespace)
         told = await asyncio.wait_for(answer(actor.__ray_call__.remote(who_am_i)), _ASK_S)
     except ValueError as error:
         raise Unavailable(f"{name} does not run") from error

@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
-from tandem.cluster.config import ClusterTimeouts, TandemConfig
+from tandem.cluster.config import DEFAULT_NAME, ClusterTimeouts, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView
 from tandem.cluster.on_ray.controller_actor import ControllerActor
 from tandem.cluster.on_ray.deploying import DeploymentPlace, clear_away, ending_store, left_behind
 from tandem.cluster.on_ray.errors import answer
-from tandem.cluster.on_ray.runtime import CONTROLLER, HEAD_ONLY, NAMESPACE, own_job
+from tandem.cluster.on_ray.neighbours import stands
+from tandem.cluster.on_ray.runtime import CONTROLLER, HEAD_ONLY, deployment_in, namespace_of, own_job
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange
-from tandem.wire.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded, NodeLost, TandemError, Unavailable
 from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 
@@ -32,27 +33,53 @@ _ANSWER_S = 30.0  # a controller that Ray is just starting again answers in less
 _RESET_S = 60.0  # a node does it between two steps
 _ASK_AGAIN_S = 0.2
 _LONGER_THAN_ASKED_S = 15.0
-_LATEST = RayStateStore("deployment")  # the id of the one that runs on this cluster, or ran last
-
 T = TypeVar("T")
 
 
-def _lookup() -> Any | None:
+def _latest(name: str) -> RayStateStore:
+    """The id of the deployment that runs under this name, or ran last."""
+    return RayStateStore("deployment", namespace_of(name))
+
+
+def _lookup(name: str) -> Any | None:
     """None: Ray's control store says that there is no controller, and none will come by itself."""
     try:
-        return ray.get_actor(CONTROLLER, NAMESPACE)
+        return ray.get_actor(CONTROLLER, namespace_of(name))
     except ValueError:
         return None
 
 
-def find_controller() -> RemoteController | None:
-    actor = _lookup()
-    return None if actor is None else RemoteController(actor)
+def standing() -> list[str]:
+    """The names of the deployments that have a process on this Ray cluster."""
+    named = ray.util.list_named_actors(True)
+    return sorted({name for one in named if (name := deployment_in(one["namespace"])) is not None})
 
 
-def the_controller() -> RemoteController:
-    controller = find_controller()
+def chosen(name: str | None) -> str:
+    """Which deployment is meant where none is named: the only one that stands."""
+    if name is not None:
+        return name
+    there = standing()
+    if len(there) > 1:
+        raise ConfigurationError(
+            f"several deployments run on this Ray cluster: say with --name which one is meant ({', '.join(there)})"
+        )
+    return there[0] if there else DEFAULT_NAME
+
+
+def find_controller(name: str) -> RemoteController | None:
+    actor = _lookup(name)
+    return None if actor is None else RemoteController(actor, name)
+
+
+def the_controller(name: str) -> RemoteController:
+    controller = find_controller(name)
     if controller is None:
+        others = [other for other in standing() if other != name]
+        if others:
+            raise Unavailable(
+                f"no deployment with the name {name!r} runs on this Ray cluster; there is {', '.join(others)} (--name)"
+            )
         raise Unavailable(
             "Tandem does not run on this Ray cluster: start it with `tandem serve --address ... --detach`"
         )
@@ -60,12 +87,12 @@ def the_controller() -> RemoteController:
 
 
 async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool) -> RemoteController:
-    """The one that is there already, where two commands do this at once: there is one of it in a cluster. What an
+    """The one that is there already, where two commands do this at once: there is one of it under a name. What an
     earlier deployment left is ended if its end was recorded. Otherwise its controller has been lost for good, and
     its nodes may serve: the new one takes them over."""
-    deployment = secrets.token_hex(8)
+    deployment, name = secrets.token_hex(8), config.name
     if not own_ray:
-        if (unended := await _left_without_a_controller()) is not None:
+        if (unended := await _left_without_a_controller(name)) is not None:
             if not detach:
                 raise Unavailable(
                     "nodes run on this Ray cluster whose controller is gone, although they were not ended: `tandem serve "
@@ -73,50 +100,58 @@ async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool
                 )
             deployment = unended
         else:
-            await clear_away()
-    await _LATEST.save(deployment.encode())
+            await clear_away(name)
+        await stands(name).save(deployment.encode())
+    await _latest(name).save(deployment.encode())
     # A Ray of our own ends with us; on a cluster the controller must see that we have ended.
-    place = DeploymentPlace(own_ray, deployment, "" if own_ray or detach else own_job())
+    place = DeploymentPlace(own_ray, deployment, "" if own_ray or detach else own_job(), name)
 
     def make() -> Any:
         actor: Any = ControllerActor
         placed = actor.options(
-            name=CONTROLLER, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, resources=HEAD_ONLY
+            name=CONTROLLER,
+            namespace=namespace_of(name),
+            lifetime="detached",
+            get_if_exists=True,
+            resources=HEAD_ONLY,
         )
         return placed.remote(msgspec.msgpack.encode(config), msgspec.msgpack.encode(place))
 
-    return RemoteController(await asyncio.to_thread(make), deployment, make)
+    return RemoteController(await asyncio.to_thread(make), name, deployment, make)
 
 
-async def _left_without_a_controller() -> str | None:
+async def _left_without_a_controller(name: str) -> str | None:
     """The id of a deployment that was not ended and that has processes left."""
-    kept = await _LATEST.load()
-    if kept is None or not await left_behind(but=CONTROLLER):
+    kept = await _latest(name).load()
+    if kept is None or not await left_behind(name, but=CONTROLLER):
         return None
     deployment = kept.decode()
-    return deployment if await ending_store(deployment).load() is None else None
+    return deployment if await ending_store(deployment, name).load() is None else None
 
 
-async def end_without_a_controller(why: str) -> bool:
+async def end_without_a_controller(name: str, why: str) -> bool:
     """Ends what a controller left that is gone for good. False: there is nothing."""
-    if not await left_behind():
+    if not await left_behind(name):
         return False
-    kept = await _LATEST.load()
+    kept = await _latest(name).load()
     if kept is not None:
-        await _record_end(kept.decode(), why)
-    await clear_away()
+        await _record_end(kept.decode(), name, why)
+    await clear_away(name)
     return True
 
 
-async def _record_end(deployment: str, why: str) -> None:
-    await ending_store(deployment).save(msgspec.msgpack.encode(ClusterEnd(time.time(), why)))
+async def _record_end(deployment: str, name: str, why: str) -> None:
+    await ending_store(deployment, name).save(msgspec.msgpack.encode(ClusterEnd(time.time(), why)))
 
 
 class RemoteController:
     """`make` makes this deployment's controller again, for the command that the deployment belongs to."""
 
-    def __init__(self, actor: Any, deployment: str = "", make: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, actor: Any, name: str, deployment: str = "", make: Callable[[], Any] | None = None
+    ) -> None:
         self._actor = actor
+        self.name = name  # the deployment's
         self._deployment = deployment
         self._followed = ""  # the id of the deployment that has told us something
         self._make = make
@@ -131,7 +166,10 @@ class RemoteController:
             except TimeoutError as error:
                 raise DeadlineExceeded(f"the controller did not {what} within {timeout_s:.0f} s") from error
             except NodeLost:
-                if time.monotonic() + _ASK_AGAIN_S > deadline or await asyncio.to_thread(_lookup) is None:
+                if (
+                    time.monotonic() + _ASK_AGAIN_S > deadline
+                    or await asyncio.to_thread(_lookup, self.name) is None
+                ):
                     raise
                 await asyncio.sleep(_ASK_AGAIN_S)
 
@@ -139,11 +177,11 @@ class RemoteController:
 
     async def ending(self) -> ClusterEnd | None:
         deployment = self._followed or self._deployment
-        kept = await ending_store(deployment).load() if deployment else None
+        kept = await ending_store(deployment, self.name).load() if deployment else None
         return msgspec.msgpack.decode(kept, type=ClusterEnd) if kept else None
 
     async def revive(self) -> None:
-        actor = await asyncio.to_thread(_lookup)
+        actor = await asyncio.to_thread(_lookup, self.name)
         if actor is None and self._make is not None:
             logger.warning("the controller is gone for good although it was not ended: another one goes on")
             actor = await asyncio.to_thread(self._make)
@@ -161,7 +199,7 @@ class RemoteController:
             ) from error
         told: ClusterAccount = msgspec.msgpack.decode(account, type=ClusterAccount)
         if self._followed and told.deployment != self._followed:
-            raise NodeLost("another deployment runs on this Ray cluster now")
+            raise NodeLost("another deployment runs under its name now")
         self._followed = told.deployment
         return told
 
@@ -265,15 +303,15 @@ class RemoteController:
             await self._record_end(why)
         try:
             await asyncio.to_thread(ray.kill, self._actor, no_restart=True)
-            await clear_away()
+            await clear_away(self.name)
         except ray.exceptions.RayError as error:
             raise Unavailable(f"what is left cannot be ended: {error}") from error
 
     async def _record_end(self, why: str) -> None:
         deployment = self._followed or self._deployment
         try:
-            if not deployment and (kept := await _LATEST.load()) is not None:
+            if not deployment and (kept := await _latest(self.name).load()) is not None:
                 deployment = kept.decode()
-            await _record_end(deployment, why)
+            await _record_end(deployment, self.name, why)
         except TandemError as error:
             logger.warning("the end could not be recorded: %s", error)

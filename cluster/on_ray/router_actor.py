@@ -14,7 +14,9 @@ from tandem.router.hosting import RouterHost
 
 @ray.remote(max_restarts=0)
 class RouterActor(RouterHost):
-    def __init__(self, config: bytes) -> None:
-        super().__init__(config, find_model_here, RayControl())
+    """`namespace`: of its deployment, where the controller is found."""
+
+    def __init__(self, config: bytes, namespace: str) -> None:
+        super().__init__(config, find_model_here, RayControl(namespace))
         loop = asyncio.get_event_loop()
         self._end = PoliteEnd(lambda: asyncio.run_coroutine_threadsafe(self.finish(), loop).result())

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tandem.cluster.config import DEFAULT_NAME
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 
-NAMESPACE = "tandem"
-CONTROLLER = "controller"  # the name of its actor: one in a cluster
+NAMESPACE = "tandem"  # Ray's, of the deployment with the default name
+CONTROLLER = "controller"  # the name of its actor: one in a deployment's namespace
 # Ray gives this to the head of every cluster: what asks for a little of it runs there, also when the head was replaced.
 HEAD_ONLY = {"node:__internal_head__": 0.001}
 AUTO = "auto"  # the cluster that this machine is part of
@@ -61,6 +62,18 @@ class _ForkGroups:
     def _in_child(self) -> None:
         if self._entered:
             os.setpgid(0, 0)
+
+
+def namespace_of(name: str) -> str:
+    """Ray's, in which the deployment with this name has its actors and what it keeps."""
+    return NAMESPACE if name == DEFAULT_NAME else f"{NAMESPACE}-{name}"
+
+
+def deployment_in(namespace: str) -> str | None:
+    """The name of the deployment whose namespace this is; None: it is not Tandem's."""
+    if namespace == NAMESPACE:
+        return DEFAULT_NAME
+    return namespace.removeprefix(f"{NAMESPACE}-") if namespace.startswith(f"{NAMESPACE}-") else None
 
 
 _apart = _ForkGroups()  # what is registered stays registered, so there is one

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
 from tandem.cluster.on_ray.errors import translated
-from tandem.cluster.on_ray.runtime import NAMESPACE
-
-_NAMESPACE = NAMESPACE.encode()
 
 T = TypeVar("T")
 
 
-class RayStateStore:
-    """One value under one name."""
+def internal_kv() -> Any:
+    """Ray's own module for it: there is no public one."""
+    from ray.experimental import internal_kv
 
-    def __init__(self, name: str) -> None:
+    return internal_kv
+
+
+class RayStateStore:
+    """One value under one name, in a deployment's namespace."""
+
+    def __init__(self, name: str, namespace: str) -> None:
         self._key = name.encode()
+        self._namespace = namespace.encode()
 
     async def load(self) -> bytes | None:
         return await _asked(self._get)
@@ -28,24 +33,38 @@ class RayStateStore:
     async def save(self, state: bytes) -> None:
         await _asked(self._put, state)
 
+    async def save_first(self, state: bytes) -> bool:
+        """False, and nothing was saved, where there is a value already."""
+        return not await _asked(self._put_new, state)
+
     async def forget(self) -> None:
         await _asked(self._delete)
 
     def _get(self) -> bytes | None:
-        from ray.experimental import internal_kv
-
-        found: bytes | None = internal_kv._internal_kv_get(self._key, namespace=_NAMESPACE)
+        found: bytes | None = internal_kv()._internal_kv_get(self._key, namespace=self._namespace)
         return found
 
     def _put(self, state: bytes) -> None:
-        from ray.experimental import internal_kv
+        internal_kv()._internal_kv_put(self._key, state, overwrite=True, namespace=self._namespace)
 
-        internal_kv._internal_kv_put(self._key, state, overwrite=True, namespace=_NAMESPACE)
+    def _put_new(self, state: bytes) -> bool:
+        """Whether there was one."""
+        return bool(
+            internal_kv()._internal_kv_put(self._key, state, overwrite=False, namespace=self._namespace)
+        )
 
     def _delete(self) -> None:
-        from ray.experimental import internal_kv
+        internal_kv()._internal_kv_del(self._key, namespace=self._namespace)
 
-        internal_kv._internal_kv_del(self._key, namespace=_NAMESPACE)
+
+async def kept_under(prefix: str, namespace: str) -> list[str]:
+    """The names of values that begin so."""
+
+    def look() -> list[str]:
+        keys = internal_kv()._internal_kv_list(prefix.encode(), namespace=namespace.encode())
+        return [key.decode() for key in keys]
+
+    return await _asked(look)
 
 
 async def _asked(call: Callable[..., T], *args: bytes) -> T:

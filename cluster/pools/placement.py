@@ -9,6 +9,7 @@ a machine's cores are divided among all that it is expected to hold: its places,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -307,6 +308,9 @@ class ThisMachine:
 
     async def changed(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
+
+    def placing(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
 
     async def want(self, slots: dict[Role, int]) -> None:
         """No machines can be added here."""

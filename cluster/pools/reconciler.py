@@ -278,9 +278,10 @@ class Reconciler:
         while True:
             self._wake.clear()
             try:
-                await self._look()
-                await self._place_routers()
-                await self._converge()
+                async with self._hosts.placing():
+                    await self._look()
+                    await self._place_routers()
+                    await self._converge()
                 await self._hosts.want(plan.needed_slots(self.state))
                 self.has_looked = True
                 self.changed.ring()

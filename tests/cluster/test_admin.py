@@ -12,6 +12,7 @@ import pytest
 
 from tandem.cluster.admin import ACTIONS, LOADING_S, UnknownAction, act
 from tandem.cluster.commands import operate
+from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.operate import change_role_of, drain_nodes, with_controller
 from tandem.cluster.config import ClusterTimeouts, SloConfig, TandemConfig
@@ -230,9 +231,10 @@ def test_a_command_takes_one_way_to_the_cluster(
     monkeypatch: pytest.MonkeyPatch, cluster: FakeCluster
 ) -> None:
     monkeypatch.setattr(operate, "HttpControl", lambda url, key: through_http(cluster))
-    assert with_controller(None, lambda known: known.view(), "http://router") == VIEW
-    with pytest.raises(ConfigurationError, match="leave one out"):
-        with_controller("10.0.0.1:6379", lambda known: known.view(), "http://router")
+    assert with_controller(WhichCluster(), lambda known: known.view(), "http://router") == VIEW
+    for both in (WhichCluster("10.0.0.1:6379"), WhichCluster(name="chat")):
+        with pytest.raises(ConfigurationError, match="leave one out"):
+            with_controller(both, lambda known: known.view(), "http://router")
 
 
 def test_the_page_lists_every_action() -> None:

@@ -55,3 +55,10 @@ def test_an_address_that_routers_were_told_is_no_difference() -> None:
     told = replace(CONFIG, router=replace(CONFIG.router, inbox_host="10.0.0.1"))
     assert not difference(told, CONFIG).refused
     assert difference(CONFIG, told).refused == ["router.inbox_host"]
+
+
+def test_a_deployment_keeps_its_name() -> None:
+    named = replace(CONFIG, name="chat")
+    assert not difference(named, CONFIG).refused, "a router that is asked knows whose it is"
+    assert difference(named, replace(CONFIG, name="code")).refused == ["name"]
+    assert applied(named, CONFIG).name == "chat"

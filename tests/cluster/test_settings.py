@@ -251,6 +251,12 @@ def test_a_mistake_is_a_sentence_that_says_what_to_change(tmp_path: Path, text: 
     assert mistakes(tmp_path, text) == [sentence]
 
 
+@pytest.mark.parametrize("name", ["Chat", "a b", "-a", "a-", "a" * 41, "''"])
+def test_a_deployments_name_must_do_as_a_name_anywhere(tmp_path: Path, name: str) -> None:
+    (mistake,) = mistakes(tmp_path, f"name: {name}")
+    assert "name must" in mistake
+
+
 def test_every_mistake_is_reported_at_once_wherever_it_stands(tmp_path: Path) -> None:
     found = mistakes(
         tmp_path,

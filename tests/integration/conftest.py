@@ -51,6 +51,7 @@ OWN_CLUSTERS = {
     "test_serve_command.py",
     "test_serve_ranks.py",
     "test_serve_tiers.py",
+    "test_two_deployments.py",
     "test_versions_together.py",
 }
 # Engines in one process, with a connector between them: no Ray, so these run beside others, among the slow units.
@@ -217,8 +218,8 @@ def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
         model = prepare_model(config.model.path, lambda what, share: None)
 
         async def make() -> Deployment:
-            # Names of their own: deployments of one run may overlap.
-            launcher = RayLauncher(config.timeouts.stop_s, prefix=f"{secrets.token_hex(4)}-")
+            # A namespace of its own: deployments of one run may overlap.
+            launcher = RayLauncher(config.timeouts.stop_s, namespace=f"test-{secrets.token_hex(4)}")
             hosts = ThisMachine(this_machine(), "127.0.0.1")
             return Deployment(with_model(config, model), hosts, launcher, MemoryStore(), _Quiet())
 

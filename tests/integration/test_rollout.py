@@ -159,7 +159,10 @@ def test_a_router_and_a_node_that_get_sigterm_finish_what_they_have_and_are_repl
 
         def get_sigterm(process: NodeSupervisor | RouterSupervisor) -> None:
             assert isinstance(process.handle, RayHandle)
-            os.kill(loop_thread.run(find_process(process.handle._name)).pid, signal.SIGTERM)
+            os.kill(
+                loop_thread.run(find_process(process.handle._name, process.handle._namespace)).pid,
+                signal.SIGTERM,
+            )
 
         def incarnations() -> dict[str, str]:
             return {node["node_id"]: node["incarnation"] for node in server.nodes()}

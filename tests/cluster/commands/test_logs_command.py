@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.cluster.commands import logs
+from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.logs import LogFilter, LogReader, looks, parse_age, show_logs
 from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.logs import ClusterLogs, LogsQuery, RecentLines
@@ -159,12 +160,12 @@ def test_it_is_shown_to_people_and_to_machines(
     cluster = Processes("decode-0")
     cluster.silent["decode-1"] = "it does not run"
     cluster.write("decode-0", "serves [/] markup", level=logging.WARNING)
-    monkeypatch.setattr(logs, "with_controller", lambda address, work, url: asyncio.run(work(cluster)))
-    show_logs(None, LogFilter(), follow=False, as_json=False)
+    monkeypatch.setattr(logs, "with_controller", lambda which, work, url: asyncio.run(work(cluster)))
+    show_logs(WhichCluster(), LogFilter(), follow=False, as_json=False)
     said = capsys.readouterr()
     assert "decode-0 warning node.node serves [/] markup" in said.out
     assert "decode-1: gives no lines: it does not run" in said.err
-    show_logs(None, LogFilter(), follow=False, as_json=True)
+    show_logs(WhichCluster(), LogFilter(), follow=False, as_json=True)
     [line] = json.loads(capsys.readouterr().out)
     assert (line["process"], line["message"]) == ("decode-0", "serves [/] markup")
 
@@ -187,8 +188,8 @@ def test_no_line_steers_the_terminal(
 ) -> None:
     cluster = Processes("router")
     cluster.write("router", "GET /\x1b[2J\x9b2J")
-    monkeypatch.setattr(logs, "with_controller", lambda address, work, url: asyncio.run(work(cluster)))
-    show_logs(None, LogFilter(), follow=False, as_json=False)
+    monkeypatch.setattr(logs, "with_controller", lambda which, work, url: asyncio.run(work(cluster)))
+    show_logs(WhichCluster(), LogFilter(), follow=False, as_json=False)
     said = capsys.readouterr().out
     assert "GET /" in said
     assert not {"\x1b", "\x9b"} & {*said}

@@ -7,10 +7,13 @@ import io
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from tandem.cluster.commands import operate
+from tandem.cluster.commands.address import WhichCluster
+from tandem.cluster.commands.deployments import StandingDeployment, described, show_deployments
 from tandem.cluster.commands.operate import (
     change_role_of,
     drain,
@@ -141,7 +144,7 @@ def test_sizes_that_make_no_sense_are_refused(words: list[str], why: str) -> Non
 @pytest.mark.parametrize("timeout_s", [-5.0, float("nan"), float("inf")])
 def test_a_limit_that_makes_no_sense_drains_nobody(timeout_s: float) -> None:
     with pytest.raises(ConfigurationError, match="--timeout must be seconds from 0 to 1000000, not"):
-        drain(None, ["decode-0"], timeout_s)
+        drain(WhichCluster(), ["decode-0"], timeout_s)
 
 
 def test_a_role_that_does_not_exist_is_refused() -> None:
@@ -282,3 +285,20 @@ def test_a_router_out_of_reach_may_serve_all_the_same() -> None:
 
 def test_a_peer_whose_kv_arrives_wrong_is_named() -> None:
     assert describe_left_out(["prefill-1"]) == "takes no KV from prefill-1: it arrived wrong again and again"
+
+
+def test_deployments_are_listed_with_what_is_wrong_with_each() -> None:
+    whole = described("chat", VIEW)
+    assert whole.serves
+    assert (whole.urls, whole.ready, whole.wanted) == (
+        ["http://10.0.0.1:8000"], {"prefill": 0, "decode": 1}, {"prefill": 1, "decode": 2},
+    )  # fmt: skip
+    silent = StandingDeployment("code", trouble="the controller did not answer")
+    broken = described("draft", msgspec.structs.replace(VIEW, pools=VIEW.pools[:1]))
+    assert (silent.serves, broken.serves) == (False, False)
+    console = Console(width=200, record=True, file=io.StringIO())
+    show_deployments([whole, silent, broken], console)
+    said = console.export_text()
+    assert "prefill 0 of 1, decode 1 of 2" in said
+    assert "the controller did not answer" in said
+    assert "no node that writes answers is ready" in said

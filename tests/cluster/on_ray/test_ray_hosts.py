@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.pools.placement import MachineFacts
+from tandem.cluster.pools.state import NodePlacement
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import in_loop, settle
@@ -15,6 +16,19 @@ from tests.cluster.pools.memory_store import MemoryStore
 
 def ray_node(name: str, address: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
     return {"NodeID": name, "NodeManagerAddress": address, "Alive": alive, "Resources": resources}
+
+
+class OneNeighbour:
+    """As `Neighbours`, with nodes in a test's hands."""
+
+    def __init__(self, *nodes: NodePlacement) -> None:
+        self.nodes = list(nodes)
+
+    async def placements(self) -> list[NodePlacement]:
+        return self.nodes
+
+    async def with_wanted(self, own: list[dict[str, float]]) -> list[dict[str, float]]:
+        return own + [{node.slot.value: 1.0} for node in self.nodes]
 
 
 class World:
@@ -40,7 +54,7 @@ class World:
             raise Unavailable(f"{name} says nothing")
         return self.machines.get(name, MachineFacts(name, (0, 1)))
 
-    def hosts(self, **needs: dict[str, float]) -> RayHosts:
+    def hosts(self, neighbours: OneNeighbour | None = None, **needs: dict[str, float]) -> RayHosts:
         wanted = {Role(role): amounts for role, amounts in needs.items()}
         return RayHosts(
             self.store,
@@ -52,6 +66,7 @@ class World:
             ask_again_s=0.001,
             wait_for_new_s=0.01,
             say=self.said.append,
+            neighbours=neighbours,  # type: ignore[arg-type]  # its like
         )
 
     def request(self, bundles: list[dict[str, float]]) -> None:
@@ -184,3 +199,33 @@ async def test_what_the_autoscaler_did_not_hear_is_said_again() -> None:
     world.refuses = False
     await hosts.want({Role.PREFILL: 1})
     assert world.requested == [[{"prefill": 1.0}]]
+
+
+def their_node(host: str, *cores: int) -> NodePlacement:
+    return NodePlacement(host, "10.0.0.3", Role.DECODE, cores, "cpu", 0.5)
+
+
+@in_loop
+async def test_places_and_cores_of_other_deployments_are_not_offered() -> None:
+    world = World(PREFILL, DECODE)
+    neighbour = OneNeighbour(their_node("d", 0))
+    hosts = world.hosts(neighbour)
+    found = {host.name: host for host in await hosts.present()}
+    assert (found["d"].slots, found["d"].cores) == ({Role.DECODE: 1}, (1,))
+    assert (found["p"].slots, found["p"].cores) == ({Role.PREFILL: 1}, (0, 1))
+    neighbour.nodes = [their_node("d", 0), their_node("d", 1)]
+    assert [host.name for host in await hosts.present()] == ["p"], "it is full"
+    neighbour.nodes = [their_node("d", 0, 1)]
+    found = {host.name: host for host in await hosts.present()}
+    assert found["d"].cores == (0, 1), "where each core has a node they are shared"
+
+
+@in_loop
+async def test_the_autoscaler_is_asked_for_what_all_deployments_need() -> None:
+    world = World(DECODE)
+    neighbour = OneNeighbour(their_node("d"))
+    hosts = world.hosts(neighbour)
+    await hosts.want({Role.PREFILL: 1})
+    neighbour.nodes = []
+    await hosts.want({Role.PREFILL: 1})
+    assert world.requested == [[{"prefill": 1.0}, {"decode": 1.0}], [{"prefill": 1.0}]]

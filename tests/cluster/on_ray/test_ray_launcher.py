@@ -48,7 +48,7 @@ def hold_until_it_ends(
 
     async def work() -> str:
         actor = SimpleNamespace(hold=Hold())
-        handle = launcher.RayHandle("decode-0", lambda config: True, lambda: actor, 1.0, machine)
+        handle = launcher.RayHandle("decode-0", "tandem", lambda config: True, lambda: actor, 1.0, machine)
         monkeypatch.setattr(handle, "_running", no_actor)
         return await asyncio.wait_for(handle.ended(), 5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import heapq
@@ -437,6 +438,9 @@ class FakeHosts:
         """Time is the test's: only a change ends it."""
         await self._changed.wait()
         self._changed.clear()
+
+    def placing(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
 
     async def want(self, slots: dict[Role, int]) -> None:
         self.wanted = slots

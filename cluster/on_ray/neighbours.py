@@ -1,0 +1,102 @@
+"""The other deployments on the same Ray cluster: which places their nodes have, and which machines they ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from tandem.cluster.on_ray.runtime import NAMESPACE, namespace_of
+from tandem.cluster.on_ray.state_store import RayStateStore, kept_under
+from tandem.cluster.pools.state import NodePlacement
+
+logger = logging.getLogger(__name__)
+
+STATE = "controller"  # what a deployment's controller keeps, in its namespace
+WANTED = "wanted"  # what its nodes take of machines, in its namespace
+_STANDS = (
+    "stands-"  # with a name: that deployment has been started, and has not ended; in the default namespace
+)
+_PLACING = RayStateStore("placing", NAMESPACE)
+# A controller that is killed while it places nodes keeps the others from placing nodes for so long.
+_LONGEST_S = 30.0
+_ASK_AGAIN_S = 0.1
+
+Bundles = list[dict[str, float]]
+
+
+class _Node(msgspec.Struct, frozen=True):
+    placement: NodePlacement | None = None
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """Of a ClusterState, also one that another version of Tandem keeps."""
+
+    nodes: list[_Node] = []
+
+
+def stands(name: str) -> RayStateStore:
+    """Holds something from before the deployment's controller is made until all that it left was cleared away."""
+    return RayStateStore(f"{_STANDS}{name}", NAMESPACE)
+
+
+class Neighbours:
+    """As the controller of the deployment with this name sees them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def names(self) -> list[str]:
+        there = [key.removeprefix(_STANDS) for key in await kept_under(_STANDS, NAMESPACE)]
+        return sorted(name for name in there if name != self._name)
+
+    async def placements(self) -> list[NodePlacement]:
+        """Of all their nodes."""
+        found = []
+        for name in await self.names():
+            kept = await RayStateStore(STATE, namespace_of(name)).load()
+            nodes = msgspec.msgpack.decode(kept, type=_Kept).nodes if kept else []
+            found += [node.placement for node in nodes if node.placement is not None]
+        return found
+
+    async def with_wanted(self, own: Bundles) -> Bundles:
+        """What all deployments together ask machines for, now that this one asks for `own`: Ray's autoscaler knows one wish."""
+        mine, encoded = RayStateStore(WANTED, namespace_of(self._name)), msgspec.msgpack.encode(own)
+        if await mine.load() != encoded:
+            await mine.save(encoded)
+        every = list(own)
+        for name in await self.names():
+            kept = await RayStateStore(WANTED, namespace_of(name)).load()
+            every += msgspec.msgpack.decode(kept, type=Bundles) if kept else []
+        return every
+
+    @contextlib.asynccontextmanager
+    async def placing(self) -> AsyncIterator[None]:
+        """For as long as it lasts no other deployment places nodes: two that look at the same moment would find the same place."""
+        if not await self.names():
+            yield
+            return
+        mine = f"{self._name} {time.time()}".encode()
+        while not await _PLACING.save_first(mine):
+            held = await _PLACING.load()
+            if held is not None and _age_s(held) > _LONGEST_S:
+                logger.warning(
+                    "the deployment %s did not say that it has placed its nodes",
+                    held.decode().partition(" ")[0],
+                )
+                await _PLACING.forget()
+            await asyncio.sleep(_ASK_AGAIN_S)
+        try:
+            yield
+        finally:
+            if await _PLACING.load() == mine:
+                await _PLACING.forget()
+
+
+def _age_s(held: bytes) -> float:
+    """By the clock of the head, where every controller runs."""
+    return time.time() - float(held.decode().partition(" ")[2])

@@ -1,0 +1,131 @@
+"""What deployments on one Ray cluster know of each other, with Ray's store in this process's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.cluster.config import DEFAULT_NAME
+from tandem.cluster.on_ray.runtime import NAMESPACE, deployment_in, import_ray, namespace_of
+from tandem.cluster.pools import state
+from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
+from tandem.wire.nodes import Role
+from tests.cluster.pools.helpers import in_loop
+
+import_ray()  # its environment is set first, or other tests of this run could not set it
+
+from tandem.cluster.on_ray import neighbours, state_store  # noqa: E402
+from tandem.cluster.on_ray.neighbours import STATE, Neighbours, stands  # noqa: E402
+from tandem.cluster.on_ray.state_store import RayStateStore  # noqa: E402
+
+
+class MemoryKv:
+    """Ray's, as `state_store` calls it."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[bytes, bytes], bytes] = {}
+
+    def _internal_kv_get(self, key: bytes, *, namespace: bytes) -> bytes | None:
+        return self.values.get((namespace, key))
+
+    def _internal_kv_put(self, key: bytes, value: bytes, overwrite: bool, *, namespace: bytes) -> bool:
+        is_there = (namespace, key) in self.values
+        if overwrite or not is_there:
+            self.values[namespace, key] = value
+        return is_there
+
+    def _internal_kv_del(self, key: bytes, *, namespace: bytes) -> None:
+        self.values.pop((namespace, key), None)
+
+    def _internal_kv_list(self, prefix: bytes, *, namespace: bytes) -> list[bytes]:
+        return [key for where, key in self.values if where == namespace and key.startswith(prefix)]
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryKv:
+    kv = MemoryKv()
+    monkeypatch.setattr(state_store, "internal_kv", lambda: kv)
+    return kv
+
+
+@given(st.from_regex(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", fullmatch=True))
+def test_a_namespace_tells_its_deployment_and_no_two_share_one(name: str) -> None:
+    assert deployment_in(namespace_of(name)) == name
+    assert namespace_of(DEFAULT_NAME) == NAMESPACE
+    assert (namespace_of(name) == NAMESPACE) == (name == DEFAULT_NAME)
+    assert deployment_in("someone-elses") is None
+
+
+async def keep_nodes(name: str, *placements: NodePlacement | None) -> None:
+    await stands(name).save(b"id")
+    nodes = [NodeRecord(f"decode-{n}", Role.DECODE, placement) for n, placement in enumerate(placements)]
+    kept = state.encode(ClusterState(sizes={}, nodes=nodes))
+    await RayStateStore(STATE, namespace_of(name)).save(kept)
+
+
+@in_loop
+async def test_a_deployment_sees_the_others_nodes_and_not_its_own() -> None:
+    here = NodePlacement("d", "10.0.0.3", Role.DECODE, (0,), "cpu", 0.5)
+    there = NodePlacement("d", "10.0.0.3", Role.DECODE, (1,), "cpu", 0.5)
+    await keep_nodes("chat", here, None)
+    await keep_nodes("code", there)
+    assert await Neighbours("chat").placements() == [there]
+    assert await Neighbours("code").placements() == [here]
+    assert await Neighbours("new").placements() == [here, there]
+    await stands("chat").forget()
+    assert await Neighbours("code").names() == []
+
+
+@in_loop
+async def test_what_all_ask_for_is_summed_up() -> None:
+    for name in ("chat", "code"):
+        await stands(name).save(b"id")
+    assert await Neighbours("chat").with_wanted([{"decode": 1.0}]) == [{"decode": 1.0}]
+    both = await Neighbours("code").with_wanted([{"prefill": 1.0}])
+    assert both == [{"prefill": 1.0}, {"decode": 1.0}]
+    assert await Neighbours("chat").with_wanted([]) == [{"prefill": 1.0}]
+
+
+@in_loop
+async def test_deployments_place_their_nodes_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "_ASK_AGAIN_S", 0.001)
+    for name in ("chat", "code"):
+        await stands(name).save(b"id")
+    happened: list[str] = []
+    ending = asyncio.Event()
+
+    async def second() -> None:
+        async with Neighbours("code").placing():
+            happened.append("code")
+
+    async with Neighbours("chat").placing():
+        waiting = asyncio.create_task(second())
+        asyncio.get_running_loop().call_later(0.02, ending.set)
+        await ending.wait()
+        happened.append("chat")
+    await waiting
+    assert happened == ["chat", "code"]
+
+
+@in_loop
+async def test_a_controller_that_was_killed_while_it_placed_nodes_keeps_no_other_waiting_for_long(
+    store: MemoryKv,
+) -> None:
+    for name in ("chat", "code"):
+        await stands(name).save(b"id")
+    long_ago = f"chat {time.time() - neighbours._LONGEST_S - 1}".encode()
+    store.values[NAMESPACE.encode(), b"placing"] = long_ago
+    async with Neighbours("code").placing():
+        assert store.values[NAMESPACE.encode(), b"placing"] != long_ago
+    assert (NAMESPACE.encode(), b"placing") not in store.values
+
+
+@in_loop
+async def test_a_deployment_that_is_alone_waits_for_no_other(store: MemoryKv) -> None:
+    await stands("chat").save(b"id")
+    async with Neighbours("chat").placing():
+        assert (NAMESPACE.encode(), b"placing") not in store.values

@@ -1,0 +1,66 @@
+"""Two deployments on one Ray cluster, started at the same moment: they share its places, and the end of one is not felt by the other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster_lab import MODEL, START_S, Load, RayNodes, Tandem, free_port, stream
+
+NAMES = ("chat", "code")
+
+
+@pytest.fixture(scope="module")
+def ray_nodes(smollm2_path: Path) -> Iterator[RayNodes]:
+    nodes = RayNodes(aggregated=2)
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def deployments(ray_nodes: RayNodes, tmp_path: Path) -> Iterator[dict[str, Tandem]]:
+    running = {name: Tandem(ray_nodes.address, tmp_path) for name in NAMES}
+    commands = {
+        name: tandem.begin(
+            "serve", "--detach", "--name", name, "--model", MODEL, "--port", str(free_port()),
+            "--aggregated", "1", "--kv-memory", "256MiB", "--set", f"model.served_name={name}-model",
+        )
+        for name, tandem in running.items()
+    }  # fmt: skip
+    for name, command in commands.items():
+        said, _ = command.communicate(timeout=START_S)
+        found = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)
+        assert found, said
+        running[name].url = found[0]
+    yield running
+    running["chat"]("down", "--name", "chat", "--now", status=None)
+    running["code"]("down", "--name", "code", "--now", status=None)
+
+
+def test_one_goes_down_and_the_other_serves_on(
+    deployments: dict[str, Tandem], ray_nodes: RayNodes, tmp_path: Path
+) -> None:
+    chat, code = deployments["chat"], deployments["code"]
+    for name, tandem in deployments.items():
+        assert stream(tandem.url, f"{name}-model", "Once upon a time", 8, lambda count: None)
+        assert list(tandem.nodes()) == ["aggregated-0"], "each has names of its own"
+    standing = json.loads(chat("status", "--all", "-o", "json"))
+    assert {one["name"]: one["urls"] for one in standing} == {"chat": [chat.url], "code": [code.url]}
+    assert "say with --name which one is meant (chat, code)" in chat("down", status=1)
+    assert "there is chat, code (--name)" in chat("status", "--name", "other", status=1)
+    chat("scale", "--name", "chat", "aggregated=2")
+    waiting = "1 node without a machine"
+    assert waiting in chat("status", "--name", "chat"), "the other one has the second place"
+    with Load(chat.url, "chat-model"):
+        before = chat.nodes()["aggregated-0"]["incarnation"]
+        assert "everything was finished" in code("down", "--name", "code")
+        assert len(ray_nodes.processes("ray::ControllerActor")) == 1
+        assert "Tandem does not run" not in chat("status"), "the one that is left need not be named"
+        chat.until_roles(aggregated=2)  # the place that has come free
+        assert chat.nodes()["aggregated-0"]["incarnation"] == before
+    assert "everything was finished" in chat("down")
+    assert ray_nodes.processes("ray::ControllerActor") == {}
