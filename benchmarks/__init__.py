@@ -9,6 +9,7 @@
     agents           agents' jobs with tool calls, with and without pins (`scheduler.policy: continuum`)
     engine           the engine alone (engine_work, engine_tandem, engine_vllm, engine_costs)
     hybrid           what recurrent layers cost, beside a dense model and beside transformers
+    parallel         what several ranks cost a step, beside one rank
     native_kernels   where a step's time goes in the native library
     gpu              the engine on a GPU (gpu_models, gpu_parity)
     tiers            what tiers of the cache cost and save
