@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
 from tandem.cluster.setting_names import Path
@@ -26,6 +26,7 @@ def broken_rules(config: TandemConfig) -> Iterator[Broken]:
         )
     yield from broken_adapters(config)
     yield from _pools(config)
+    yield from _environment(("router", "env"), config.router.env)
     yield from _together(config)
 
 
@@ -70,8 +71,12 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
     for role in Role:
         yield from _limits(role, config.pools.of(role))
         yield from _ranks(role, config)
-        yield from _environment(role, config.pools.of(role))
-        yield from _transfer_options(role, config.pools.of(role))
+        pool = config.pools.of(role)
+        yield from _environment(("pools", role.value, "env"), pool.env)
+        for name in pool.env.keys() & _SET_OTHERWISE.keys():
+            otherwise = _SET_OTHERWISE[name].format(pool=role.value)
+            yield ("pools", role.value, "env"), f"has {name}, which Tandem sets: {otherwise}"
+        yield from _transfer_options(role, pool)
 
 
 # What Tandem or Ray sets in a node's process, and what says the same.
@@ -91,13 +96,10 @@ def _transfer_options(role: Role, pool: PoolConfig) -> Iterator[Broken]:
         )
 
 
-def _environment(role: Role, pool: PoolConfig) -> Iterator[Broken]:
-    setting = ("pools", role.value, "env")
-    for name in pool.env:
+def _environment(setting: Path, env: Mapping[str, str]) -> Iterator[Broken]:
+    for name in env:
         if not _VARIABLE.fullmatch(name):
             yield setting, f"has {name[:80]!r}, which no environment variable can be called"
-        elif name in _SET_OTHERWISE:
-            yield setting, f"has {name}, which Tandem sets: {_SET_OTHERWISE[name].format(pool=role.value)}"
         elif name.startswith("RAY_"):
             yield setting, f"has {name}, which Ray reads when it starts: set it where `ray start` is typed"
         elif _SECRET.search(name):

@@ -372,6 +372,12 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     tls_key: Annotated[str | None, about("the file with its key")] = None
+    env: Annotated[
+        dict[str, str],
+        about(
+            "environment variables of each router's process, such as `{PYTHONPATH: /shared/tandem-0.2.0}`; no secrets: Ray shows them"
+        ),
+    ] = {}
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     heartbeat: Heartbeat = Heartbeat()

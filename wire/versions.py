@@ -1,8 +1,8 @@
 """Which versions of the messages a process understands, and by what rules they change.
 
 Processes of two versions of Tandem work together while a cluster goes over from one to the other. WIRE_VERSION is the version of the
-messages between nodes, routers, the controller and commands. (Router processes on one port are of one version, and so are the ranks of a
-node.) A process speaks with those of its own version, of the one before and of the one after. Every node states its version where it is
+messages between nodes, routers, the controller and commands. (Router processes that tell each other what they know are of one version, and so
+are the ranks of a node. A router hands its listening socket and the page with its tally of connections to one of any version: `router/http/door.py`.) A process speaks with those of its own version, of the one before and of the one after. Every node states its version where it is
 announced (`NodeInfo`) and in its first word to another node (`CacheFingerprint`). Two that are further apart do not speak: the router, or
 the other node, says so in its log, and requests go elsewhere.
 

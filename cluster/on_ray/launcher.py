@@ -318,7 +318,9 @@ class RayLauncher:
     def launch_router(
         self, name: str, config: RouterConfig, host: Host | None, door: str = ""
     ) -> RouterHandle:
-        options = {"resources": HEAD_ONLY} if host is None else _on_ray_node(host)
+        options: dict[str, Any] = {"resources": HEAD_ONLY} if host is None else _on_ray_node(host)
+        if config.env:
+            options["runtime_env"] = {"env_vars": dict(config.env)}
         create = self._creator(RouterActor, name, options, msgspec.msgpack.encode(config), self._namespace)
         router = RayRouter(
             name,

@@ -116,11 +116,12 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             soon_s = min(2 * soon_s, timeouts.heartbeat_s)
 
     def _desks(self) -> dict[str, str]:
-        """Of those on its port, its own too. Also of one that hangs: the others say that it does not answer."""
+        """Of those on its port, its own too. Also of one that hangs: the others say that it does not answer. One with another
+        environment may be of another version of Tandem, and what they tell each other has no version."""
         return {
             router.name: router.info.desk
             for router in (self, *self._beside())
-            if router.info is not None and router.serves
+            if router.info is not None and router.serves and router.config.env == self.config.env
         }
 
     async def _change_or_heartbeat(self, revision: int, heartbeat_s: float) -> None:

@@ -17,6 +17,7 @@ from tandem.router.pool import Member
 from tandem.router.tracing.record import TraceList
 from tandem.wire.endpoints import shown
 from tandem.wire.errors import RequestError
+from tandem.wire.versions import WIRE_VERSION
 
 
 class UnknownTrace(RequestError):
@@ -130,6 +131,7 @@ async def cluster(services: Services, exchange: HttpExchange) -> None:
                 "handover_s": services.pool.handover.value,
                 "unhealthy": router.unhealthy,
                 "inbox": shown(services.links.endpoint),
+                "wire_version": WIRE_VERSION,
                 "processes": msgspec.to_builtins(router.processes),
             },
             "nodes": [_node(services, member) for member in services.pool.members],

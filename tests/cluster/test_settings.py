@@ -199,6 +199,11 @@ MISTAKES = [
         "FILE: pools.prefill.env has RAY_worker_niceness, which Ray reads when it starts: set it where `ray start` is typed",
     ),
     (
+        "router: {env: {OTEL_TOKEN: x}}",
+        "FILE: router.env has OTEL_TOKEN, and Ray shows a process's environment to all who read its state: set it where "
+        "`ray start` is typed",
+    ),
+    (
         "pools: {decode: {env: {HF_TOKEN: hf_x}}}",
         "FILE: pools.decode.env has HF_TOKEN, and Ray shows a process's environment to all who read its state: set it where "
         "`ray start` is typed",

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tandem.wire.versions import WIRE_VERSION
-from tests.integration.cluster_lab import END_S, START_S
+from tests.integration.cluster_lab import END_S, START_S, Load, RayNodes, Tandem, free_port
 
 ROOT = Path(__file__).parents[2]
 LATER = WIRE_VERSION + 1
@@ -104,3 +104,37 @@ def streamed(url: str, prompt: str) -> str:
                 text += "".join(choice["text"] for choice in chunk["choices"])
     assert last == "[DONE]"
     return text
+
+
+def test_a_router_of_a_later_version_takes_the_place_of_this_one_under_load(
+    smollm2_path: Path, later_tandem: Path, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {
+        "model": "smollm2", "pools": {"aggregated": 1}, "cache": {"memory_bytes": "256MiB"},
+        "router": {"port": free_port()}, "rollout": {"settle_s": 1},
+    }  # fmt: skip
+    file = tmp_path / "tandem.yaml"
+    file.write_text(json.dumps(config))
+    ray_nodes = RayNodes(aggregated=1)
+    try:
+        tandem = Tandem(ray_nodes.address, tmp_path)
+        tandem.url = f"http://127.0.0.1:{config['router']['port']}"
+        tandem("serve", "--detach", timeout_s=START_S)
+        assert routers_version(tandem.url) == WIRE_VERSION
+        config["router"]["env"] = {"PYTHONPATH": str(later_tandem)}
+        file.write_text(json.dumps(config))
+        with Load(tandem.url, "SmolLM2-135M-Instruct") as load:
+            tandem("apply", "tandem.yaml", timeout_s=START_S)
+            assert routers_version(tandem.url) == LATER
+            done = load.finished
+            tandem.until(lambda nodes: load.finished > done + 2, "answers through the later router")
+        (node,) = tandem.nodes().values()
+        assert node["wire_version"] == WIRE_VERSION
+        tandem("down")
+    finally:
+        ray_nodes.close()
+
+
+def routers_version(url: str) -> int:
+    answer = httpx.get(f"{url}/cluster", timeout=10, trust_env=False).json()
+    return int(answer["router"]["wire_version"])

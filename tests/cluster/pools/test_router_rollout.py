@@ -263,3 +263,24 @@ async def test_several_on_one_port_are_replaced_one_by_one() -> None:
         routers = running(rig)
         assert len(routers) == 2
         assert {router.config.max_failovers for router in routers.values()} == {9}
+
+
+@in_loop
+async def test_a_router_with_another_environment_gets_the_socket_and_shares_nothing_else() -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        old = rig.launcher.router
+        old.may_leave.clear()
+        wanted = replace(rig.config, router=replace(rig.config.router, env={"PYTHONPATH": "/shared/next"}))
+        change = await rig.controller.apply(wanted, dry_run=False)
+        assert (change.routers, change.refused) == (["router.env.PYTHONPATH"], [])
+        await rig.clock.advance(3.0)
+        new = rig.launcher.router
+        assert (new.name, new.config.env, new.door) == ("router~2", wanted.router.env, "door of router 0")
+        assert (list(new.desks), list(old.desks)) == (["router~2"], ["router"]), (
+            "it may be of another version"
+        )
+        await rig.clock.advance(10.0)
+        old.may_leave.set()
+        await rig.clock.advance(3.0)
+        assert list(running(rig)) == ["router~2"]
