@@ -221,7 +221,8 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self._around.on_change()
 
     async def stop(self) -> None:
-        """Only after `run` has been cancelled or has returned."""
+        """Only after `run` has been cancelled or has returned. One that was being adopted then was announced already."""
+        await self._lost()
         if self.handle is not None:
             await self.handle.stop()
         self._ended("")

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.cluster.commands import operate
+from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.config import DEFAULT_NAME
 from tandem.cluster.on_ray.runtime import NAMESPACE, deployment_in, import_ray, namespace_of
 from tandem.cluster.pools import state
 from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
+from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import in_loop
 
 import_ray()  # its environment is set first, or other tests of this run could not set it
 
-from tandem.cluster.on_ray import neighbours, state_store  # noqa: E402
+from tandem.cluster.on_ray import neighbours, remote_controller, state_store  # noqa: E402
 from tandem.cluster.on_ray.neighbours import STATE, Neighbours, stands  # noqa: E402
 from tandem.cluster.on_ray.state_store import RayStateStore  # noqa: E402
 
@@ -129,3 +133,40 @@ async def test_a_deployment_that_is_alone_waits_for_no_other(store: MemoryKv) ->
     await stands("chat").save(b"id")
     async with Neighbours("chat").placing():
         assert (NAMESPACE.encode(), b"placing") not in store.values
+
+
+class EvacuatedDeployment:
+    def __init__(self, answer: dict[str, bool] | TandemError) -> None:
+        self.answer = answer
+
+    async def evacuate(self, machine: str, timeout_s: float) -> dict[str, bool]:
+        if isinstance(self.answer, TandemError):
+            raise self.answer
+        return self.answer
+
+
+def evacuate(
+    monkeypatch: pytest.MonkeyPatch, said: list[str], **answers: dict[str, bool] | TandemError
+) -> dict[str, bool]:
+    controllers = {name: EvacuatedDeployment(answer) for name, answer in answers.items()}
+    monkeypatch.setattr(operate, "joined", lambda which: contextlib.nullcontext())
+    monkeypatch.setattr(remote_controller, "standing", lambda: sorted(controllers))
+    monkeypatch.setattr(remote_controller, "the_controller", controllers.__getitem__)
+    return operate.evacuate(WhichCluster(), "10.0.0.3", 1.0, said.append)
+
+
+def test_a_machine_is_emptied_of_the_nodes_of_every_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    nowhere = ConfigurationError("there is no machine 10.0.0.3")
+    one = evacuate(monkeypatch, said, tandem={"decode-0": True})
+    assert one == {"decode-0": True}
+    all_of_them = evacuate(
+        monkeypatch, said, chat={"decode-0": True}, code={"decode-0": False}, draft=nowhere
+    )
+    assert all_of_them == {"chat/decode-0": True, "code/decode-0": False}
+    assert said[-1] == "10.0.0.3 can go"
+    assert "code/decode-0: ended before everything was finished" in said
+    with pytest.raises(ConfigurationError, match="there is no machine"):
+        evacuate(monkeypatch, said, chat=nowhere, code=nowhere)
+    with pytest.raises(Unavailable, match="stopped"):
+        evacuate(monkeypatch, said, chat=Unavailable("the cluster has been stopped"), code=nowhere)

@@ -241,3 +241,23 @@ async def test_a_controller_that_comes_back_before_the_control_store_waits_for_i
         rig.launcher.node("decode-0").die()
         await rig.clock.advance(10)
         assert rig.routed == {"prefill-0", "decode-0"}
+
+
+@in_loop
+async def test_a_node_whose_machine_goes_while_it_is_adopted_is_out_of_the_routers_view() -> None:
+    hosts = FakeHosts(machine("1", prefill=1, decode=1))
+    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
+        await rig.controller.start()
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0"}
+        for node in rig.launcher.running:
+            node.starts_at_once = False  # to the next controller it does not answer in time
+        await rig.kill_controller()
+        start = asyncio.create_task(rig.controller.start())
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0"}, "routers are told what they were told last"
+        rig.lose_machine("1")
+        await rig.clock.advance(60.0)
+        assert rig.routed == set()
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
