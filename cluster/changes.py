@@ -24,6 +24,8 @@ _OF_POOLS = {
     "tensor_parallel": True,
     "env": True,
     "transfer_options": True,
+    "cache": True,
+    "scheduler": True,
     "min": False,
     "max": False,
     "nodes": False,

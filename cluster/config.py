@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,12 @@ DEFAULT_NAME = "tandem"
 MOST_NODES = 10_000  # of one pool: far beyond what anyone runs, and what the code that counts nodes can bear
 MOST_RANKS = 16  # of one node: on one machine
 NodeCount = Annotated[int, Meta(ge=0, le=MOST_NODES)]
+
+# Of the sections that a pool may set for itself, what all nodes have alike: their blocks are told apart by it, or routers count on it.
+OF_ALL_POOLS = {
+    "cache": ("dtype", "hash_algorithm", "hash_seed", "tell_routers", "events", "remote", "mirror"),
+    "scheduler": ("policy", "pin_seconds", "max_model_len", "max_loras"),
+}
 
 
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +61,17 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_options: Annotated[
         dict[str, str],
         about("`transfer.options` of this pool's nodes, besides those of all nodes and before them"),
+    ] = {}
+    cache: Annotated[
+        dict[str, Any],
+        about(
+            "settings of `cache` that this pool's nodes have in place of all nodes', such as `{memory_bytes: 4GiB}`; none that all nodes "
+            "must have alike"
+        ),
+    ] = {}
+    scheduler: Annotated[
+        dict[str, Any],
+        about("the same of `scheduler`, such as `{max_num_seqs: 64}`"),
     ] = {}
     min: Annotated[NodeCount, about("never fewer nodes")] = 0
     max: Annotated[
@@ -181,6 +198,22 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def engine(self) -> EngineConfig:
         return EngineConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, debug=self.debug)
+
+    def engine_of(self, role: Role) -> EngineConfig:
+        """With what the pool sets for itself. Raises ConfigurationError where that does not go together."""
+        pool = self.pools.of(role)
+        return msgspec.structs.replace(
+            self.engine,
+            cache=_with(self.cache, pool.cache),
+            scheduler=_with(self.scheduler, pool.scheduler),
+        )
+
+
+_Section = TypeVar("_Section", CacheConfig, SchedulerConfig)
+
+
+def _with(section: _Section, values: dict[str, Any]) -> _Section:
+    return msgspec.convert({**msgspec.to_builtins(section), **values}, type(section)) if values else section
 
 
 # What a plain value means where a section stands.

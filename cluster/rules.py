@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
+import msgspec
+
+from tandem.cluster.config import OF_ALL_POOLS, AutoscalingConfig, PoolConfig, TandemConfig
 from tandem.cluster.setting_names import Path
 from tandem.node.config import refused_with_ranks
 from tandem.wire.adapters import MOST_ADAPTERS, check_name
@@ -19,15 +21,38 @@ Broken = tuple[Path, str]
 def broken_rules(config: TandemConfig) -> Iterator[Broken]:
     if not config.model.path.strip():
         yield ("model", "path"), f"must not be empty, not {config.model.path!r}"
-    if config.model.draft and not config.scheduler.num_speculative_tokens:
+    guessing = (config.scheduler.num_speculative_tokens, *_guesses_of_pools(config))
+    if config.model.draft and not any(guessing):
         yield (
             ("model", "draft"),
             "needs scheduler.num_speculative_tokens: how many tokens it guesses, such as 4",
         )
     yield from broken_adapters(config)
+    wrong = list(_sections_of_pools(config))
+    if wrong:
+        yield from wrong  # nothing else can be said of such pools
+        return
     yield from _pools(config)
     yield from _environment(("router", "env"), config.router.env)
     yield from _together(config)
+
+
+def _guesses_of_pools(config: TandemConfig) -> Iterator[object]:
+    for role in Role:
+        yield config.pools.of(role).scheduler.get("num_speculative_tokens")
+
+
+def _sections_of_pools(config: TandemConfig) -> Iterator[Broken]:
+    for role in Role:
+        pool = config.pools.of(role)
+        for section in OF_ALL_POOLS:
+            if not getattr(pool, section):
+                continue
+            try:
+                config.engine_of(role)
+            except (ConfigurationError, msgspec.ValidationError) as error:
+                yield ("pools", role.value, section), f"does not fit: {error}"
+                break
 
 
 def broken_adapters(config: TandemConfig) -> Iterator[Broken]:
@@ -145,20 +170,22 @@ def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
 
 
 def _together(config: TandemConfig) -> Iterator[Broken]:
+    engines = [config.engine_of(role) for role in Role if config.pools.of(role).last_size]
     for name in ("remote", "mirror"):
-        near = [tier for tier in config.cache.tiers if tier.cpu]
-        if getattr(config.cache, name) and not near:
+        near = [next((tier for tier in engine.cache.tiers if tier.cpu), None) for engine in engines]
+        late = [tier.store_threshold for tier in near if tier is not None and tier.store_threshold > 1]
+        if getattr(config.cache, name) and None in near:
             yield (
                 ("cache", name),
                 "needs a tier in host memory, between which nodes copy: cache.tiers: [{cpu: 8GiB}]",
             )
-        elif getattr(config.cache, name) and near[0].store_threshold > 1:
+        elif getattr(config.cache, name) and late:
             yield (
                 ("cache", name),
-                f"copies a block the first time that it comes, but cache.tiers stores it the {near[0].store_threshold}th "
+                f"copies a block the first time that it comes, but cache.tiers stores it the {late[0]}th "
                 "time: leave store_threshold out",
             )
-    timeouts, scheduler, scaling = config.timeouts, config.scheduler, config.autoscaling
+    timeouts, scaling = config.timeouts, config.autoscaling
     for name in ("grow_after_s", "shrink_after_s"):
         if getattr(scaling, name) >= scaling.period_s:
             continue
@@ -174,9 +201,13 @@ def _together(config: TandemConfig) -> Iterator[Broken]:
             ("timeouts", "unresponsive_s"),
             f"must be at least timeouts.silence_s ({timeouts.silence_s}), not {timeouts.unresponsive_s}",
         )
-    if not scheduler.chunked_prefill and (scheduler.max_model_len or 0) > scheduler.max_num_batched_tokens:
+    for engine in engines:
+        scheduler = engine.scheduler
+        if scheduler.chunked_prefill or (scheduler.max_model_len or 0) <= scheduler.max_num_batched_tokens:
+            continue
         yield (
             ("scheduler", "max_model_len"),
             f"is {scheduler.max_model_len}, but without chunked prefill no prompt longer than "
             f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) can run: raise that, or allow chunks",
         )
+        return

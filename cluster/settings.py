@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import yaml
 
-from tandem.cluster.config import TandemConfig
+from tandem.cluster.config import OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import LARGEST, parse_size
 from tandem.cluster.rules import broken_rules
 from tandem.cluster.setting_layers import GivenValue, Layer
-from tandem.cluster.setting_names import Path, dotted, fields_of, known_settings, section_type
+from tandem.cluster.setting_names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 from tandem.wire.settings import refusal
@@ -83,6 +83,8 @@ def _choose_layout(lower: dict[Path, GivenValue], layer: Layer) -> None:
 def _convert(path: Path, given: GivenValue) -> object:
     annotation = known_settings()[path]
     value = given.value
+    if path[0] == "pools" and path[-1] in OF_ALL_POOLS:
+        return _of_pool(path, given)
     if path == ("cache", "memory_bytes") and isinstance(value, str):
         value = parse_size(value, f"{given.origin}: {dotted(path)}")
     elif given.textual and isinstance(value, str) and value[:1] in ("[", "{") and annotation is not str:
@@ -101,6 +103,36 @@ def _convert(path: Path, given: GivenValue) -> object:
     if isinstance(converted, int) and abs(converted) > LARGEST:
         raise _refusal(path, given, f"must be at most {LARGEST}: no message carries more")
     return converted
+
+
+def _of_pool(path: Path, given: GivenValue) -> dict[str, object]:
+    """What one pool sets of a section, each value by the type that it has there."""
+    section, value = path[-1], given.value
+    if given.textual and isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise _refusal(path, given, "is not valid YAML") from error
+    if not isinstance(value, dict):
+        raise _refusal(path, given, f"must be settings of {section}, such as {{{_EXAMPLES[section]}}}")
+    names = {known[1] for known in known_settings() if known[0] == section and len(known) == 2}
+    own = names - set(OF_ALL_POOLS[section])
+    found: dict[str, object] = {}
+    for name, each in value.items():
+        if name in OF_ALL_POOLS[section]:
+            raise _refusal(path, given, f"has {name}, which all nodes have alike: set {section}.{name}")
+        if name not in own:
+            raise _refusal(
+                path,
+                given,
+                f"has {str(name)[:80]!r}, which is no setting of {section}{did_you_mean(str(name), own)}",
+            )
+        origin = f"{given.origin}: {dotted(path)}"
+        found[name] = msgspec.to_builtins(_convert((section, name), GivenValue(each, origin, textual=False)))
+    return found
+
+
+_EXAMPLES = {"cache": "block_size: 32", "scheduler": "max_num_seqs: 64"}
 
 
 def _with_sizes(tiers: object, given: GivenValue) -> object:

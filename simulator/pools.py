@@ -88,7 +88,8 @@ class SimulatedPools:
         return [node.status() for pool in self._pools.values() for node in pool.nodes]
 
     def _add(self, pool: _SimulatedPool) -> None:
-        costs, scheduler, cache = self._costs[pool.role], self._config.scheduler, self._config.cache
+        costs, engine = self._costs[pool.role], self._config.engine_of(pool.role)
+        scheduler, cache = engine.scheduler, engine.cache
         self._count += 1
         name = f"{pool.role.value}-{self._count}"
         blocks = costs.blocks * costs.block_size // cache.block_size

@@ -121,7 +121,7 @@ class SimulationSetup(msgspec.Struct, frozen=True):
             if self.config.pools.of(role).last_size and role not in self.costs:
                 raise ConfigurationError(f"there are no costs for {role.value} nodes")
             costs = self.costs.get(role)
-            size = self.config.cache.block_size
+            size = self.config.engine_of(role).cache.block_size
             if costs is not None and costs.blocks * costs.block_size // size < 2:
                 raise ConfigurationError(f"{costs.name} has no room for two blocks of {size} tokens")
 

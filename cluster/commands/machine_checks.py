@@ -19,6 +19,7 @@ from tandem.cluster.describe import counted, format_size
 from tandem.cluster.models.store import models_folder
 from tandem.cluster.pools.placement import LocalMachine, place_nodes, this_machine
 from tandem.wire.errors import TandemError
+from tandem.wire.nodes import Role
 
 _CHECK_TIMEOUT_S = 90.0
 _GIB = 1 << 30
@@ -199,8 +200,12 @@ def check_cores(config: TandemConfig) -> Finding:
 def check_memory(config: TandemConfig, machine: LocalMachine) -> Finding:
     nodes, available = config.pools.total, machine.free_memory or 0
     # An interpreter with torch and a small model, twice for the moment when weights are read, and Ray itself.
-    cache = config.cache
-    needed = nodes * (_GIB + (cache.memory_bytes or 0) + cache.host_bytes_of_tiers) + _GIB
+    needed = _GIB
+    for role in Role:
+        cache = config.engine_of(role).cache
+        needed += config.pools.of(role).first_size * (
+            _GIB + (cache.memory_bytes or 0) + cache.host_bytes_of_tiers
+        )
     what = f"{format_size(available)} free, {counted(nodes, 'node')} and Ray need about {format_size(needed)} and the weights"
     try:
         check_machine_memory(config, machine)

@@ -479,7 +479,7 @@ class Controller:
             raise Unavailable(f"{record.node_id} is {phase}: only a node that is ready can change its role")
         self._check_may_go(record)
         self._check_limits(role, self._wanted(role) + 1)
-        self._check_environment(record.role, role)
+        self._check_alike(record.role, role)
         new = self._pools.state.with_node(msgspec.structs.replace(record, role=role))
         await self._pools.keep(new.resized(record.role, -1).resized(role, +1))
 
@@ -513,12 +513,18 @@ class Controller:
     def _check_limits(self, role: Role, size: int) -> None:
         _check_limits(self._config, role, size)
 
-    def _check_environment(self, before: Role, after: Role) -> None:
-        if self._config.pools.of(before).env != self._config.pools.of(after).env:
-            raise ConfigurationError(
-                f"pools.{before.value}.env and pools.{after.value}.env differ, and a process keeps the environment that it started "
-                f"with: scale {before.value} down and {after.value} up, or make the two the same with `tandem apply`"
-            )
+    def _check_alike(self, before: Role, after: Role) -> None:
+        """A process goes on with the environment, the model and the KV cache's blocks that it has."""
+        for name, what in (
+            ("env", "a process keeps the environment that it started with"),
+            ("cache", "a node keeps the blocks that it started with"),
+            ("scheduler", "a node keeps room for the steps that it started with"),
+        ):
+            if getattr(self._config.pools.of(before), name) != getattr(self._config.pools.of(after), name):
+                raise ConfigurationError(
+                    f"pools.{before.value}.{name} and pools.{after.value}.{name} differ, and {what}: scale {before.value} down and "
+                    f"{after.value} up, or make the two the same with `tandem apply`"
+                )
 
     @staticmethod
     def _wanted_writers(current: ClusterState) -> int:

@@ -106,7 +106,12 @@ def _place_on(
     device = min(dict.fromkeys(devices), key=lambda device: used[device])
     neighbours = max(Counter(devices)[device], used[device] + 1)
     return NodePlacement(
-        host.name, host.address, role, cores, device, config.cache.share_on(device) / neighbours
+        host.name,
+        host.address,
+        role,
+        cores,
+        device,
+        config.engine_of(role).cache.share_on(device) / neighbours,
     )
 
 
@@ -196,7 +201,7 @@ def _device_for(index: int, device: str, gpus: int) -> str:
 
 def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodePlacement) -> NodeConfig:
     replace = msgspec.structs.replace
-    engine, pool, transfer = config.engine, config.pools.of(role), config.transfer
+    engine, pool, transfer = config.engine_of(role), config.pools.of(role), config.transfer
     transfer = replace(transfer, options={**transfer.options, **pool.transfer_options})
     return NodeConfig(
         node_id=node_id,

@@ -64,11 +64,21 @@ def check_memory(config: TandemConfig, free: int | None, weights: int, *, on_cpu
     `weights` are the bytes of the model's files, 0 if unknown. On a GPU weights and cache are not in its memory."""
     if free is None:
         return
-    nodes = sum(config.pools.of(role).last_size for role in Role)
-    cache = (config.cache.memory_bytes or 0) if on_cpu else 0
-    tiers = config.cache.host_bytes_of_tiers
+    counts = {role: size for role in Role if (size := config.pools.of(role).last_size)}
+    nodes = sum(counts.values())
+    caches = {role: config.engine_of(role).cache for role in counts}
+    cache = max((each.memory_bytes or 0 for each in caches.values()), default=0) if on_cpu else 0
+    tiers = max((each.host_bytes_of_tiers for each in caches.values()), default=0)
     without_cache = NODE_BYTES + tiers + (int(weights * _PACKED) if on_cpu else 0)
-    needed = AROUND_BYTES + nodes * (without_cache + cache)
+    needed = AROUND_BYTES + sum(
+        size
+        * (
+            NODE_BYTES
+            + caches[role].host_bytes_of_tiers
+            + ((caches[role].memory_bytes or 0) + int(weights * _PACKED) if on_cpu else 0)
+        )
+        for role, size in counts.items()
+    )
     if needed <= free:
         return
     each = f" with {format_size(cache)} of KV cache each" if cache else ""

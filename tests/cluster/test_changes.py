@@ -51,6 +51,19 @@ def test_nodes_are_replaced_for_a_pools_environment_whose_values_are_not_told() 
     assert applied(running, wanted).pools.decode.env == {"UCX_TLS": "rc", "max": "min"}
 
 
+def test_nodes_are_replaced_for_what_their_pool_sets_for_itself() -> None:
+    running = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, cache={"block_size": 16})))
+    wanted = replace(
+        CONFIG,
+        pools=PoolsConfig(
+            decode=PoolConfig(nodes=1, cache={"block_size": 32}, scheduler={"max_num_seqs": 4})
+        ),
+    )
+    found = difference(running, wanted)
+    assert found.nodes == ["pools.decode.cache.block_size", "pools.decode.scheduler.max_num_seqs"]
+    assert (found.at_once, found.refused) == ([], [])
+
+
 def test_an_address_that_routers_were_told_is_no_difference() -> None:
     told = replace(CONFIG, router=replace(CONFIG.router, inbox_host="10.0.0.1"))
     assert not difference(told, CONFIG).refused

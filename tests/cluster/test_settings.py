@@ -15,8 +15,9 @@ from tandem.cluster.describe import format_size, parse_size, ranges
 from tandem.cluster.setting_layers import Layer, read_assignments, read_environment, read_file
 from tandem.cluster.setting_names import dotted, known_settings
 from tandem.cluster.settings import Settings, SettingsError, resolve
-from tandem.engine.config import CacheConfig
+from tandem.engine.config import CacheConfig, Reserve
 from tandem.router.config import PolicyName
+from tandem.wire.nodes import Role
 
 
 def settings(
@@ -181,6 +182,26 @@ MISTAKES = [
     (
         "pools: {prefill: 0, decode: 0, aggregated: {nodes: 1, transfer_options: {backend: UCX}}}",
         "FILE: pools.aggregated.transfer_options is set, but nodes that do both transfer nothing: leave it out",
+    ),
+    (
+        "pools: {decode: {cache: {block_size: 24}}}",
+        "FILE: pools.decode.cache does not fit: cache.block_size must be a power of two, not 24",
+    ),
+    (
+        "pools: {decode: {cache: {block_size: 0}}}",
+        "FILE: pools.decode.cache: cache.block_size must be at least 1, not 0",
+    ),
+    (
+        "pools: {decode: {cache: {dtype: fp8}}}",
+        "FILE: pools.decode.cache has dtype, which all nodes have alike: set cache.dtype",
+    ),
+    (
+        "pools: {prefill: {scheduler: {max_num_seq: 4}}}",
+        "FILE: pools.prefill.scheduler has 'max_num_seq', which is no setting of scheduler; did you mean max_num_seqs?",
+    ),
+    (
+        "pools: {prefill: {scheduler: 4}}",
+        "FILE: pools.prefill.scheduler must be settings of scheduler, such as {max_num_seqs: 64}",
     ),
     (
         "pools: {decode: {env: {UCX-TLS: tcp}}}",
@@ -417,6 +438,25 @@ def test_tiers_have_sizes_in_words_and_their_mistakes_are_named(tmp_path: Path) 
         assert why in mistake
     (mistake,) = mistakes(tmp_path, "cache: {tiers: [{cpu: 1GiB}], prefix_caching: false}")
     assert "cache.prefix_caching" in mistake
+
+
+def test_a_pool_sets_for_itself_what_nodes_need_not_have_alike(tmp_path: Path) -> None:
+    text = """
+    cache: {block_size: 16}
+    scheduler: {max_num_seqs: 8}
+    pools:
+      decode:
+        cache: {block_size: 32, memory_bytes: 2MiB, tiers: [{cpu: 1MiB}]}
+        scheduler: {num_speculative_tokens: 3}
+    """
+    flags = [("pools.prefill.scheduler", "{max_num_batched_tokens: 512, reserve: none}", "--set")]
+    config = settings(tmp_path, text, {}, flags).config
+    prefill, decode = config.engine_of(Role.PREFILL), config.engine_of(Role.DECODE)
+    assert (prefill.cache, prefill.scheduler.max_num_seqs) == (config.cache, 8)
+    assert (prefill.scheduler.max_num_batched_tokens, prefill.scheduler.reserve) == (512, Reserve.NONE)
+    assert (decode.cache.block_size, decode.cache.memory_bytes) == (32, 2 << 20)
+    assert (decode.cache.host_bytes_of_tiers, decode.scheduler.num_speculative_tokens) == (1 << 20, 3)
+    assert config.engine == config.engine_of(Role.AGGREGATED)
 
 
 def test_what_nodes_copy_between_each_other_lies_in_host_memory(tmp_path: Path) -> None:

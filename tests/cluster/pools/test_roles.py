@@ -103,6 +103,19 @@ async def test_a_node_has_its_pools_environment_and_no_role_of_a_pool_with_anoth
 
 
 @in_loop
+async def test_a_node_keeps_its_blocks_and_takes_no_role_of_a_pool_with_others() -> None:
+    asked = pools(2, PoolConfig(nodes=1, cache={"block_size": 32}))
+    async with Rig(pools=asked) as rig:
+        await rig.controller.start()
+        assert rig.launcher.node("prefill-0").config.engine.cache.block_size == 16
+        assert rig.launcher.node("decode-0").config.engine.cache.block_size == 32
+        with pytest.raises(
+            ConfigurationError, match=r"pools\.prefill\.cache and pools\.decode\.cache differ"
+        ):
+            await rig.controller.change_role("prefill-1", Role.DECODE)
+
+
+@in_loop
 async def test_only_a_node_that_is_ready_changes_its_role() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["prefill-0"] = lambda process, _: setattr(process, "starts_at_once", False)
