@@ -252,7 +252,7 @@ def test_encoder_decoders_are_refused_before_their_weights_are_read(tmp_path: Pa
 
 
 def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
-    assert "indexed_attention" in refused_config(tmp_path, transformers.DeepseekV32Config())
+    assert "compressed_sparse_attention" in refused_config(tmp_path, transformers.DeepseekV4Config())
 
 
 @pytest.mark.parametrize(
