@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.models.store import find_model_here
 from tandem.engine.config import CacheConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import read_trace
@@ -70,12 +71,12 @@ def write_trace(load: tuple[float, int, int], seed: int, file: Path) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def real_run(url: str, trace: Path, seed: int, folder: Path) -> dict[str, Any]:
+def real_run(url: str, trace: Path, seed: int, folder: Path, tokenizer: str) -> dict[str, Any]:
     answer = folder / "bench.json"
     subprocess.run(
         [
             Path(sys.executable).parent / "tandem", "bench", "--url", url, "--workload", "trace", "--trace", trace,
-            "--prompt-format", "ids", "--seed", str(seed), "--json", answer,
+            "--prompt-format", "ids", "--tokenizer", tokenizer, "--seed", str(seed), "--json", answer,
         ],
         check=True, stdout=subprocess.DEVNULL, timeout=900,
     )  # fmt: skip
@@ -94,13 +95,15 @@ def validate(options: argparse.Namespace) -> list[dict[str, Any]]:
     config = TandemConfig(pools=PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated))
     costs = dict.fromkeys(Role, read_costs(options.costs))
     rows = []
+    tokenizer = find_model_here(options.model, lambda what, share: None)
     with tempfile.TemporaryDirectory() as folder:
         for number, load in enumerate(LOADS[: options.loads]):
             console.print(f"load {number + 1} of {options.loads}: {load}")
             trace = Path(folder) / "trace.csv"
             write_trace(load, number, trace)
             first, second = (
-                medians(real_run(options.url, trace, 2 * number + run, Path(folder))) for run in (0, 1)
+                medians(real_run(options.url, trace, 2 * number + run, Path(folder), tokenizer))
+                for run in (0, 1)
             )
             traffic = RecordedTraffic().of(read_trace(trace))
             report = msgspec.to_builtins(simulate(SimulationSetup(config, costs, traffic)))
@@ -204,6 +207,7 @@ def main() -> int:
     parser.add_argument("what", choices=("validate", "scale", "autoscaler"))
     parser.add_argument("--costs", type=Path, required=True)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", default="smollm2", help="that the cluster serves (%(default)s)")
     parser.add_argument("--loads", type=int, default=len(LOADS))
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, help="the first of the trace")
