@@ -50,14 +50,24 @@ class RayNodes:
         from ray.cluster_utils import Cluster
 
         ensure_token_if_auth_enabled(create_token_if_missing=True)
-        small = {"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args=small)
+        self._small = {"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=self._small)
         for role, count in places.items():
-            self._cluster.add_node(resources={role: count}, **small)
+            self._cluster.add_node(resources={role: count}, **self._small)
         self._environment = environment
         for name in environment:
             os.environ.pop(name)
         self.address: str = self._cluster.address
+
+    def add_machine(self, **places: int) -> int:
+        """Returns its raylet's process."""
+        os.environ.update(self._environment)
+        try:
+            node = self._cluster.add_node(resources=dict(places), **self._small)
+        finally:
+            for name in self._environment:
+                os.environ.pop(name)
+        return int(node.all_processes["raylet"][0].process.pid)
 
     def processes(self, title: str) -> dict[int, str]:
         """This cluster's, by the beginning of their command lines."""

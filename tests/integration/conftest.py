@@ -45,6 +45,7 @@ OWN_CLUSTERS = {
     "test_killed_controllers.py",
     "test_monitoring.py",
     "test_ports.py",
+    "test_raylet_ends.py",
     "test_rollout.py",
     "test_router_processes.py",
     "test_scaling.py",
