@@ -26,6 +26,8 @@ _SERVED_LAYER_TYPES = {
     "hybrid",
     "hybrid_sliding",
     "indexed_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
     # Layers that keep nothing of a token, as transformers names them.
     "dummy",
     "mlp",
@@ -57,7 +59,7 @@ def read_config(source: ModelSource) -> Any:
             kind,
             f"it has layers of the kind {', '.join(sorted(unknown))}, of whose tokens Tandem does not know what to keep",
         )
-    if getattr(text, "index_topk", None) and "indexed_attention" not in kinds:
+    if getattr(text, "index_topk", None) and not kinds & {"indexed_attention", "compressed_sparse_attention"}:
         raise _refusal(kind, "its attention picks tokens with an index of its own")
     return config
 

@@ -57,6 +57,8 @@ _ATTENDING_LAYER_TYPES = {
 }
 # It attends to the tokens that a smaller attention before it picks.
 _INDEXED = "indexed_attention"
+# It attends to a window, and to sums of the tokens before.
+_SUMMING = {"compressed_sparse_attention", "heavily_compressed_attention"}
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
@@ -125,6 +127,7 @@ class _Recorder:
         self._layers: dict[int, AttentionLayer] = {}
         self._windows: dict[MaskRule, int | None] = {}
         self._expansions: dict[int, Expansion] = {}
+        self._sums: dict[int, own.Sums] = {}
 
     def attention(
         self,
@@ -144,8 +147,8 @@ class _Recorder:
         if index in self._layers:
             self._leave_to_itself(index, f"layer {index} attends more than once, as an encoder-decoder does")
             return eager(module, query, key, value, attention_mask, **kwargs)
-        if self._kind(index) == _INDEXED:
-            self._leave_to_itself(index, f"layer {index} picks tokens by what it does not keep")
+        if self._kind(index) in (_INDEXED, *_SUMMING):
+            self._leave_to_itself(index, f"layer {index} keeps more than its code hands over")
             if attention_mask is not None:
                 attention_mask = own.among_picked(attention_mask, kwargs.get("indices"))
             return eager(module, query, key, value, attention_mask, **kwargs)
@@ -244,6 +247,9 @@ class _Recorder:
                 own=True,
             )
             return
+        if self._kind(index) in _SUMMING:
+            self._sum_up(index, key.shape[3], why)
+            return
         known = self._layers.get(index)
         self._layers[index] = AttentionLayer(
             index=index,
@@ -252,6 +258,29 @@ class _Recorder:
             key_dim=key.shape[3],
             value_dim=value.shape[3],
             window=known.window if known is not None else None,
+            own=True,
+        )
+
+    def _sum_up(self, index: int, key_dim: int, why: str) -> None:
+        """What the layer's cache of transformers holds of a window that is not full tells what it keeps of a token."""
+        layer: Any = self._cache.layers[index] if self._cache is not None else None
+        series = {name: (layer.buffer_kv[name], layer.buffer_gate[name]) for name in layer.buffer_kv}
+        if any(part is None for pair in series.values() for part in pair):
+            raise self._refusal(why)
+        dims = [part.shape[-1] for pair in series.values() for part in pair]
+        _, *places = own.places_for([key_dim, *dims])
+        pairs = zip(places[::2], places[1::2], strict=True)
+        self._sums[index] = own.Sums(layer.compress_rate, dict(zip(series, pairs, strict=True)))
+        ends = [key_dim, 0]
+        for place in places:
+            ends[place.part] = max(ends[place.part], place.begin + place.dim)
+        self._layers[index] = AttentionLayer(
+            index=index,
+            num_query_heads=self._config.num_attention_heads,
+            num_kv_heads=1,
+            key_dim=ends[0],
+            value_dim=ends[1],
+            window=None,
             own=True,
         )
 
@@ -282,7 +311,13 @@ class _Recorder:
     def own_layers(self) -> tuple[OwnLayer, ...]:
         keepers = self._cache.keepers if self._cache is not None else {}
         return tuple(
-            OwnLayer(index, keepers[index], layer.latent)
+            OwnLayer(
+                index,
+                keepers[index],
+                layer.latent,
+                self._config.sliding_window if index in self._sums else None,
+                self._sums.get(index),
+            )
             for index, layer in sorted(self._layers.items())
             if layer.own
         )
@@ -297,6 +332,8 @@ class _Recorder:
         kept = DynamicCache(config=self._config).layers
         for index, layer in self._layers.items():
             cut = getattr(kept[index], "sliding_window", None) if index < len(kept) else None
+            if index in self._sums:
+                continue  # the window is its own, beside the sums
             if cut is not None and (layer.window is None or layer.window > cut):
                 sees = "all tokens" if layer.window is None else f"{layer.window} tokens"
                 raise self._refusal(

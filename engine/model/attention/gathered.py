@@ -165,11 +165,17 @@ class GatheredCache:
         return states if states.dtype == self.tensor.dtype else to_fp8(states).to(states.dtype)
 
     def write(
-        self, layer: int, block: torch.Tensor, offset: torch.Tensor, *parts: torch.Tensor, begin: int = 0
+        self,
+        layer: int,
+        block: torch.Tensor,
+        offset: torch.Tensor,
+        *parts: torch.Tensor,
+        first: int = 0,
+        begin: int = 0,
     ) -> None:
-        """[heads, T, dim] each: keys and values, or latents. `begin`: where in the head's row they lie."""
+        """[heads, T, dim] each: keys and values, or latents. `first`: the part of the first; `begin`: where in the head's row they lie."""
         slot = self.plan.slot_of_layer[layer]
-        for part, states in enumerate(parts):
+        for part, states in enumerate(parts, first):
             heads, _, dim = states.shape
             target = self.tensor[:, slot, part, :heads, :, begin : begin + dim]
             # Indices on both sides of a slice put the indexed dimension first: [T, heads, dim].

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,33 @@ from tandem.wire.errors import InternalError
 MASK = "attention_mask"
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Where a layer keeps something of each token, in a head's row of one of the block's two parts."""
+
+    part: int
+    begin: int
+    dim: int
+
+
+def places_for(dims: Sequence[int]) -> list[Place]:
+    """Both parts are about equally long."""
+    ends = [0, 0]
+    places = []
+    for dim in dims:
+        part = ends.index(min(ends))
+        places.append(Place(part, ends[part], dim))
+        ends[part] += dim
+    return places
+
+
+class Sums(msgspec.Struct, frozen=True):
+    """How a layer sums up the tokens of each window, to attend to the sum: what it makes of each token is kept."""
+
+    rate: int  # tokens of a window
+    # By the names that its code gives them: what is summed up, and by which weights.
+    series: dict[str, tuple[Place, Place]]
+
+
 class OwnLayer(msgspec.Struct, frozen=True):
     """A layer that attends by its own code, and the module that does."""
 
@@ -34,6 +61,9 @@ class OwnLayer(msgspec.Struct, frozen=True):
     module: torch.nn.Module
     # It keeps a latent of so many elements and a rotary part in place of keys and values, and beside them what it picks tokens by.
     latent: tuple[int, int] | None = None
+    # It attends to so many tokens, and to sums of all before; its keys are its values.
+    window: int | None = None
+    sums: Sums | None = None
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -43,7 +73,7 @@ class _Part(msgspec.Struct, frozen=True):
     end: int
     context: int
     reads: dict[int, Reads]  # by group
-    masks: dict[int, torch.Tensor]
+    masks: dict[tuple[int, int | None], torch.Tensor]  # by group, and a layer's own window
 
 
 class OwnStep:
@@ -63,18 +93,22 @@ class OwnStep:
         self._hooks = hooks
         self._cache = cache
         self._latent = {layer.index: layer.latent for layer in layers}
-        groups = {kept.plan.group_of_layer[layer.index] for layer in layers}
+        self._sums = {layer.index: layer.sums for layer in layers}
+        groups = {(kept.plan.group_of_layer[layer.index], layer.window) for layer in layers}
         self._parts = [self._part(request, groups, dtype) for request in range(batch.num_requests)]
         self._now = self._parts[0]
 
-    def _part(self, request: int, groups: set[int], dtype: torch.dtype) -> _Part:
+    def _part(self, request: int, groups: set[tuple[int, int | None]], dtype: torch.dtype) -> _Part:
         start, end = (int(n) for n in self._batch.host_query_start[request : request + 2])
         context = int(self._batch.host_context_lens[request])
         reads, masks = {}, {}
-        for group in groups:
+        for group, window in groups:
             reads[group], seen = self._kept.reads_of_all(self._batch, group, request)
+            if window is not None:
+                places = torch.arange(context - seen.shape[1], context, device=seen.device)
+                seen &= places > places[start - end :, None] - window
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            masks[group] = mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+            masks[group, window] = mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
         return _Part(start, end, context, reads, masks)
 
     def compute(self, layer: OwnLayer, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -85,13 +119,15 @@ class OwnStep:
             self._hooks.wait_for_layer_load(layer.index)
         outs = []
         self._cache.kept = self
+        if layer.sums is not None:
+            self._cache.layers[layer.index] = _Unsummed(self, layer.index, layer.sums)
         try:
             for part in self._parts:
                 self._now, self._cache.before = part, part.context - (part.end - part.start)
                 of_part = RowsOf(part.start, part.end, rows, as_batch=False)
                 arguments = {name: of_part(value) for name, value in given.arguments.items()}
                 mine = inspect.BoundArguments(given.signature, OrderedDict(arguments))
-                mine.arguments[MASK] = part.masks[group]
+                mine.arguments[MASK] = part.masks[group, layer.window]
                 outs.append(forward(*mine.args, **mine.kwargs))
         finally:
             self._cache.kept, self._cache.before = None, before
@@ -132,6 +168,10 @@ class OwnStep:
         size = kept.plan.block_size
         reads = part.reads[group]
         latent = self._latent[layer]
+        if self._sums[layer] is not None:
+            kept.write(layer, slots // size, slots % size, key[0])
+            read = kept.read(layer, 0, reads, key[0])
+            return read, read
         if latent is None:
             kept.write(layer, slots // size, slots % size, key[0], value[0])
             return kept.read(layer, 0, reads, key[0]), kept.read(layer, 1, reads, value[0])
@@ -140,15 +180,43 @@ class OwnStep:
         read = kept.read(layer, 0, reads, both)
         return read[..., : latent[0]], read[..., latent[0] :]
 
-    def exchange_index(self, layer: int, index: torch.Tensor) -> torch.Tensor:
+    def exchange_at(self, layer: int, place: Place, made: torch.Tensor) -> torch.Tensor:
+        """Takes what was made of some tokens [1, rows, dim], and returns that of all up to the last of them."""
         part, kept = self._now, self._kept
+        group = kept.plan.group_of_layer[layer]
+        slots, size = self._batch.slot_mapping[group][part.start : part.end], kept.plan.block_size
+        kept.write(layer, slots // size, slots % size, made, first=place.part, begin=place.begin)
+        return kept.read(layer, place.part, part.reads[group], made, begin=place.begin)[:, 0]
+
+    def exchange_index(self, layer: int, index: torch.Tensor) -> torch.Tensor:
         latent = self._latent[layer]
         if latent is None:
             raise InternalError(f"layer {layer} picks tokens, and nothing was planned for that")
-        group = kept.plan.group_of_layer[layer]
-        slots, size = self._batch.slot_mapping[group][part.start : part.end], kept.plan.block_size
-        kept.write(layer, slots // size, slots % size, index, begin=sum(latent))
-        return kept.read(layer, 0, part.reads[group], index, begin=sum(latent))[:, 0]
+        return self.exchange_at(layer, Place(0, sum(latent), index.shape[-1]), index)
+
+
+class _Unsummed:
+    """Stands where a layer of DeepSeek V4 expects its cache. It finds all tokens there, from the first, as if none had been summed up: what
+    it makes of them is the same, and nothing has to be taken back."""
+
+    def __init__(self, step: OwnStep, layer: int, sums: Sums) -> None:
+        self._step, self._layer, self._sums = step, layer, sums
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        summed, weights = (
+            self._step.exchange_at(self._layer, place, made)
+            for place, made in zip(self._sums.series[name], (kv, gate), strict=True)
+        )
+        whole = summed.shape[1] // self._sums.rate * self._sums.rate
+        return summed[:, :whole], weights[:, :whole], 0
+
+    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
+        return None, None  # the first window has none before it
+
+    def update_compressor_states(self, _name: str, compressed: torch.Tensor) -> torch.Tensor:
+        return compressed
 
 
 def among_picked(mask: torch.Tensor, picked: torch.Tensor | None) -> torch.Tensor:

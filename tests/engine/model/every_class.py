@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tandem.engine.cache.groups import AttentionKind
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.attention.own import places_for
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.torch_runner import TorchRunner
@@ -109,6 +110,18 @@ BESIDES: dict[str, dict[str, Any]] = {
     # With a window its mask shows more than its cache keeps: no published model has one.
     "doge": {"sliding_window": None},
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "deepseek_v4": {
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention", "compressed_sparse_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 8},
+        "index_topk": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "hc_mult": 2,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
@@ -355,6 +368,14 @@ def _latent_and_index(config: Any) -> int | None:
     return latent + index if latent is not None and isinstance(index, int) else None
 
 
+def _sums_and_window(config: Any) -> int | None:
+    if getattr(config, "compress_rates", None) is None:
+        return None
+    outer, inner = 2 * config.head_dim, 2 * config.index_head_dim
+    places = places_for([config.head_dim, outer, outer, inner, inner])
+    return 2 * max(place.begin + place.dim for place in places)
+
+
 def _keys_and_values(heads: str, size: str, config: Any) -> int | None:
     product = _product(config, heads, size)
     return 2 * product if product else None
@@ -374,6 +395,7 @@ SIZES = ("head_dim", "qk_head_dim", "nope+rope", "hidden/heads", "one")
 FORMULAS: tuple[Callable[[Any], int | None], ...] = (
     _latent,
     _latent_and_index,
+    _sums_and_window,
     *(functools.partial(_keys_and_values, heads, size) for heads in HEADS for size in SIZES),
 )
 
