@@ -252,7 +252,9 @@ def test_encoder_decoders_are_refused_before_their_weights_are_read(tmp_path: Pa
 
 
 def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
-    config = transformers.Qwen3Config(num_hidden_layers=2, layer_types=["minimax_m3_sparse", "full_attention"])
+    config = transformers.Qwen3Config(
+        num_hidden_layers=2, layer_types=["minimax_m3_sparse", "full_attention"]
+    )
     assert "layers of the kind minimax_m3_sparse, of whose tokens" in refused_config(tmp_path, config)
 
 
