@@ -41,6 +41,7 @@ from tandem.router.realtime.events import (
 )
 from tandem.wire.errors import InvalidRequest, TandemError
 from tandem.wire.sampling import SamplingParams
+from tandem.wire.tracing import TracePhase
 
 logger = logging.getLogger(__name__)
 
@@ -327,8 +328,15 @@ class _Session:
         reservation = enter(services, exchange)
         generation: Generation | None = None
         plan = None
+        # Each answer has a trace of its own, under the id that its client has heard.
+        tenant = exchange.tenant.name if exchange.tenant is not None else None
+        trace = exchange.trace = services.traces.begin(self._answer_id, exchange.headers, tenant)
+        status: int | None = None
         try:
             plan = await plan_chat(request, services.model, self._caller(request))
+            if trace is not None:
+                trace.answer_id, trace.prompt_tokens = self._answer_id, plan.prompt_tokens
+                trace.span(TracePhase.TOKENIZE, arrived, time.monotonic(), plan.prompt_tokens)
             if reservation is not None:
                 reservation.take_tokens(plan.prompt_tokens, [plan.specs[0].sampling.max_tokens])
             inputs = inputs_size(plan)
@@ -363,6 +371,8 @@ class _Session:
                             await self._socket.send(
                                 self.event("response.output_text.delta", delta=text, **where)
                             )
+                    if trace is not None:
+                        trace.flushed(time.monotonic())
                     if choice.failed is not None:
                         raise choice.failed
                 self._grow("".join(written))
@@ -373,13 +383,20 @@ class _Session:
                     "total_tokens": plan.prompt_tokens + choice.completion_tokens,
                     "input_token_details": {"cached_tokens": cached, "text_tokens": plan.prompt_tokens},
                 }
+                status = 200
                 return (
                     "".join(written),
                     "incomplete" if choice.finish_reason == "length" else "completed",
                     usage,
                 )
+        except TandemError as error:
+            status = error.http_status
+            raise
         finally:
             answers: list[int] = []
+            if trace is not None:
+                exchange.trace = None
+                trace.end(time.monotonic(), exchange.route, status)
             if generation is not None and plan is not None:
                 generation.cancel()
                 answers = [len(life.ledger.tokens) for life in generation.lives]

@@ -13,7 +13,7 @@ from wsproto.events import (
     RejectConnection,
 )
 
-from tandem.router.config import ApiKey, Limits, Timeouts
+from tandem.router.config import ApiKey, Limits, Timeouts, TracingConfig
 from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
@@ -59,6 +59,24 @@ def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(
     client.hear("response.done")
     whole = next(submit for submit in prefill.submits if submit.transfer is not None)
     assert whole.prompt_token_ids[: len(ahead.prompt_token_ids)] == ahead.prompt_token_ids
+
+
+def test_each_answer_has_a_trace_under_its_own_id(start_router: StartRouter) -> None:
+    router = start_router(tracing=TracingConfig(sample=1.0))
+    traces = router.server.services.traces
+    with closing(RealtimeClient(router.url)) as client:
+        for text in ("one", "two"):
+            item = {"role": "user", "content": [{"type": "input_text", "text": text}]}
+            client.say("conversation.item.create", item=item)
+            client.say("response.create", response={"max_output_tokens": 3})
+            name = client.hear("response.done")["response"]["id"]
+            router.wait_for(
+                lambda name=name: (found := traces.find(name)) is not None and not found.missing,
+                "the nodes' parts",
+            )
+            told = router.client.get(f"/traces/{name}").json()
+            assert (told["route"], told["status"], told["output_tokens"]) == ("/v1/realtime", 200, 3)
+            assert {part["role"] for part in told["nodes"]} == {"prefill", "decode"}
 
 
 @pytest.mark.parametrize("how", ["event", "gone"])
