@@ -14,10 +14,14 @@ LONGEST_S = 60.0
 
 
 class RealtimeClient:
-    def __init__(self, url: str, **headers: str) -> None:
+    def __init__(self, url: str, *, receive_buffer: int = 0, **headers: str) -> None:
         address = httpx.URL(url)
         assert address.port is not None
-        self._socket = socket.create_connection((address.host, address.port), timeout=LONGEST_S)
+        self._socket = socket.socket()
+        if receive_buffer:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self._socket.settimeout(LONGEST_S)
+        self._socket.connect((address.host, address.port))
         self._frames = WSConnection(ConnectionType.CLIENT)
         extra = [(name.encode(), value.encode()) for name, value in headers.items()]
         request = Request(host="x", target="/v1/realtime", extra_headers=extra)

@@ -14,6 +14,7 @@ from wsproto.events import (
 )
 
 from tandem.router.config import ApiKey, Limits, Timeouts, TracingConfig
+from tandem.wire.nodes import Role
 from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
@@ -59,6 +60,44 @@ def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(
     client.hear("response.done")
     whole = next(submit for submit in prefill.submits if submit.transfer is not None)
     assert whole.prompt_token_ids[: len(ahead.prompt_token_ids)] == ahead.prompt_token_ids
+
+
+@pytest.mark.parametrize("prefills", [1, 2])
+def test_a_prefill_node_that_dies_between_two_parts_changes_no_answer(
+    start_router: StartRouter, prefills: int
+) -> None:
+    router = start_router(prefill=prefills)
+    with closing(RealtimeClient(router.url)) as client:
+        client.say("input_text_buffer.append", text=LONG)
+        readers = [node for node in router.nodes.values() if node.role == "prefill"]
+        router.wait_for(lambda: any(node.submits for node in readers), "the beginning of the prompt")
+        reader = next(node for node in readers if node.submits)
+        router.remove(reader.info.node_id).kill()
+        client.say("input_text_buffer.append", text=LONG)
+        client.say("input_text_buffer.commit")
+        client.say("response.create", response={"max_output_tokens": 4, "seed": 3})
+        text = client.hear("response.output_text.done")["text"]
+    chat = router.chat(LONG + LONG, seed=3, max_tokens=4).json()
+    assert text == chat["choices"][0]["message"]["content"]
+
+
+def test_a_client_that_takes_nothing_is_cut_off(start_router: StartRouter) -> None:
+    router = start_router(
+        prefill=0, decode=1, timeouts=Timeouts(slow_reader=0.2), limits=Limits(inflight_per_node=8)
+    )
+    router.remove("d0").kill()
+    node = router.add("d0", Role.DECODE, max_model_len=400_000)
+    router.wait_ready()
+    with closing(RealtimeClient(router.url, receive_buffer=4096)) as client:
+        item = {"role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+        client.say("conversation.item.create", item=item)
+        client.say("response.create", response={"max_output_tokens": 300_000})
+        node.wait_until(lambda: bool(node.submits), "it runs")
+        router.wait_for(
+            lambda: router.server.services.metrics.slow_readers_cut._value.get() == 1, "cut off", 60
+        )
+        router.wait_for(router.idle, "nothing is left of it")
+        node.wait_until(lambda: not node._running, "cancelled")
 
 
 def test_each_answer_has_a_trace_under_its_own_id(start_router: StartRouter) -> None:
