@@ -54,7 +54,7 @@ class TimedCollectives:
         return gathered
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._inner.broadcast(tensor)  # of a device alone
+        self._inner.broadcast(tensor)  # not timed: ranks on a CPU need none
 
 
 class TimedLead:

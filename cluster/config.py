@@ -22,7 +22,7 @@ MOST_NODES = 10_000  # of one pool: far beyond what anyone runs, and what the co
 MOST_RANKS = 16  # of one node: on one machine
 NodeCount = Annotated[int, Meta(ge=0, le=MOST_NODES)]
 
-# Of the sections that a pool may set for itself, what all nodes have alike: their blocks are told apart by it, or routers count on it.
+# A pool may set these sections for itself, but for what all nodes have alike: it tells their blocks apart, or routers count on it.
 OF_ALL_POOLS = {
     "cache": ("dtype", "hash_algorithm", "hash_seed", "tell_routers", "events", "remote", "mirror"),
     "scheduler": ("policy", "pin_seconds", "max_model_len", "max_loras"),

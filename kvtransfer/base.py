@@ -82,6 +82,14 @@ def flat_bytes(cache: torch.Tensor) -> torch.Tensor:
     return cache.as_strided((cache.numel(),), (1,)).view(torch.uint8)
 
 
+def longest_word(num_bytes: int) -> torch.dtype:
+    """Rows of so many bytes are copied fastest in words of this type."""
+    import torch  # loaded already by what made the rows
+
+    words = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return next(word for word in words if num_bytes % word.itemsize == 0)
+
+
 class TransferRequest(Protocol):
     """What a connector may see of a request. The engine's Request satisfies it."""
 

@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class RayProcessAccess:
-    """Of the deployment with this name."""
+    """Finds and looks at the processes of the deployment with this name."""
 
     def __init__(self, name: str, controller: Callable[[str], RemoteController]) -> None:
         self._name = name

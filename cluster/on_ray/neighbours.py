@@ -34,7 +34,7 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """Of a ClusterState, also one that another version of Tandem keeps."""
+    """The part of a ClusterState that neighbours read. Another version of Tandem may have kept it."""
 
     nodes: list[_Node] = []
 
@@ -55,7 +55,7 @@ class Neighbours:
         return sorted(name for name in there if name != self._name)
 
     async def placements(self) -> list[NodePlacement]:
-        """Of all their nodes."""
+        """Where all their nodes are."""
         found = []
         for name in await self.names():
             kept = await RayStateStore(STATE, namespace_of(name)).load()

@@ -66,27 +66,22 @@ def check_memory(config: TandemConfig, free: int | None, weights: int, *, on_cpu
         return
     counts = {role: size for role in Role if (size := config.pools.of(role).last_size)}
     nodes = sum(counts.values())
-    caches = {role: config.engine_of(role).cache for role in counts}
-    cache = max((each.memory_bytes or 0 for each in caches.values()), default=0) if on_cpu else 0
-    tiers = max((each.host_bytes_of_tiers for each in caches.values()), default=0)
-    without_cache = NODE_BYTES + tiers + (int(weights * _PACKED) if on_cpu else 0)
+    tiers_of = {role: config.engine_of(role).cache.host_bytes_of_tiers for role in counts}
+    cache_of = {role: (config.engine_of(role).cache.memory_bytes or 0) if on_cpu else 0 for role in counts}
+    with_weights = NODE_BYTES + (int(weights * _PACKED) if on_cpu else 0)
     needed = AROUND_BYTES + sum(
-        size
-        * (
-            NODE_BYTES
-            + caches[role].host_bytes_of_tiers
-            + ((caches[role].memory_bytes or 0) + int(weights * _PACKED) if on_cpu else 0)
-        )
-        for role, size in counts.items()
+        size * (with_weights + tiers_of[role] + cache_of[role]) for role, size in counts.items()
     )
     if needed <= free:
         return
+    # What is said is of the largest node.
+    cache, tiers = max(cache_of.values(), default=0), max(tiers_of.values(), default=0)
     each = f" with {format_size(cache)} of KV cache each" if cache else ""
     if tiers:
         each += f"{',' if each else ''} with {format_size(tiers)} of cache.tiers each"
     raise ConfigurationError(
         f"{counted(nodes, 'node')}{each} {'needs' if nodes == 1 else 'need'} at least {format_size(needed)} of memory, and "
-        f"{format_size(free)} is free on this machine: {_what_fits(config.pools, free, nodes, without_cache, cache)}"
+        f"{format_size(free)} is free on this machine: {_what_fits(config.pools, free, nodes, with_weights + tiers, cache)}"
     )
 
 

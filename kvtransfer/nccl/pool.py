@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.kvtransfer.base import flat_bytes
+from tandem.kvtransfer.base import flat_bytes, longest_word
 from tandem.kvtransfer.protocol.transport import UnitIds
 
 MAX_MOVE_BYTES = 64 << 20  # twice what the protocol posts at once
-WORDS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
 
 
 class CacheUnits:
@@ -54,10 +53,9 @@ class CacheUnits:
         rows.index_copy_(0, ids, data.view(rows.dtype).view(len(units), -1))
 
     def _rows(self, unit_bytes: int) -> torch.Tensor:
-        """[units, words]: in the longest words that fit, which copy fastest."""
-        word = next(dtype for dtype, size in WORDS if unit_bytes % size == 0)
+        """[units, words]"""
         whole = self.num_bytes // unit_bytes * unit_bytes
-        return self._bytes[:whole].view(word).view(self.num_bytes // unit_bytes, -1)
+        return self._bytes[:whole].view(longest_word(unit_bytes)).view(self.num_bytes // unit_bytes, -1)
 
 
 class StagingBuffer:

@@ -162,31 +162,26 @@ class OwnStep:
     def exchange(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        part, kept = self._now, self._kept
-        group = kept.plan.group_of_layer[layer]
-        slots = self._batch.slot_mapping[group][part.start : part.end]
-        size = kept.plan.block_size
-        reads = part.reads[group]
         latent = self._latent[layer]
         if self._sums[layer] is not None:
-            kept.write(layer, slots // size, slots % size, key[0])
-            read = kept.read(layer, 0, reads, key[0])
+            read = self._exchanged(layer, key[0])
             return read, read
-        if latent is None:
-            kept.write(layer, slots // size, slots % size, key[0], value[0])
-            return kept.read(layer, 0, reads, key[0]), kept.read(layer, 1, reads, value[0])
-        both = torch.cat([key[0], value[0]], dim=-1)
-        kept.write(layer, slots // size, slots % size, both)
-        read = kept.read(layer, 0, reads, both)
-        return read[..., : latent[0]], read[..., latent[0] :]
+        if latent is not None:
+            read = self._exchanged(layer, torch.cat([key[0], value[0]], dim=-1))
+            return read[..., : latent[0]], read[..., latent[0] :]
+        return self._exchanged(layer, key[0]), self._exchanged(layer, value[0], part=1)
 
     def exchange_at(self, layer: int, place: Place, made: torch.Tensor) -> torch.Tensor:
         """Takes what was made of some tokens [1, rows, dim], and returns that of all up to the last of them."""
-        part, kept = self._now, self._kept
-        group = kept.plan.group_of_layer[layer]
-        slots, size = self._batch.slot_mapping[group][part.start : part.end], kept.plan.block_size
-        kept.write(layer, slots // size, slots % size, made, first=place.part, begin=place.begin)
-        return kept.read(layer, place.part, part.reads[group], made, begin=place.begin)[:, 0]
+        return self._exchanged(layer, made, place.part, place.begin)[:, 0]
+
+    def _exchanged(self, layer: int, made: torch.Tensor, part: int = 0, begin: int = 0) -> torch.Tensor:
+        """`made` of the rows of one request [heads, rows, dim] is written; that of all its tokens [1, heads, tokens, dim] is read."""
+        now, kept = self._now, self._kept
+        group, size = kept.plan.group_of_layer[layer], kept.plan.block_size
+        slots = self._batch.slot_mapping[group][now.start : now.end]
+        kept.write(layer, slots // size, slots % size, made, first=part, begin=begin)
+        return kept.read(layer, part, now.reads[group], made, begin)
 
     def exchange_index(self, layer: int, index: torch.Tensor) -> torch.Tensor:
         latent = self._latent[layer]

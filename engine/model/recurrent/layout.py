@@ -11,6 +11,8 @@ import math
 import msgspec
 import torch
 
+from tandem.kvtransfer.base import longest_word
+
 _ALIGNED = 64  # bytes
 CONV, RECURRENT, MATRIX = "conv", "recurrent", "matrix"  # kinds of state
 
@@ -57,17 +59,13 @@ class StateLayout(msgspec.Struct, frozen=True):
         return -(-self.num_bytes // block_bytes)
 
 
-def _word_of(size: int) -> torch.dtype:
-    return next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % t.itemsize == 0)
-
-
 class LayerStates:
     """The states in the KV cache tensor."""
 
     def __init__(self, tensor: torch.Tensor, layout: StateLayout) -> None:
         self._blocks = tensor.view(tensor.shape[0], -1).view(torch.uint8)  # [blocks, bytes]
-        # The same memory in the largest words that fit: a write takes as long as it has elements.
-        self._words = self._blocks.view(_word_of(self._blocks.shape[1]))
+        # The same memory: a write takes as long as it has elements.
+        self._words = self._blocks.view(longest_word(self._blocks.shape[1]))
         self._begin = {state.key: begin for state, begin in zip(layout.states, layout.begins, strict=True)}
 
     def load(self, states: tuple[State, ...], table: torch.Tensor) -> dict[StateKey, torch.Tensor]:

@@ -166,7 +166,7 @@ class _Part(msgspec.Struct, frozen=True):
     table: torch.Tensor  # int64 [requests, blocks of each]
     single: bool  # a token of each request; else all rows are one's
     begins: bool  # with a request's first token: there is no state before
-    drafts: int = 0  # of the rows, the last
+    drafts: int = 0  # so many of the rows, the last ones, are guesses
 
 
 class RecurrentStep:

@@ -251,7 +251,7 @@ async def test_a_node_whose_machine_goes_while_it_is_adopted_is_out_of_the_route
         await settle()
         assert rig.routed == {"prefill-0", "decode-0"}
         for node in rig.launcher.running:
-            node.starts_at_once = False  # to the next controller it does not answer in time
+            node.starts_at_once = False  # it answers the next controller too late
         await rig.kill_controller()
         start = asyncio.create_task(rig.controller.start())
         await settle()

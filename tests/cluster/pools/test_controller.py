@@ -319,16 +319,18 @@ async def test_a_bug_while_starting_ends_start() -> None:
             await rig.controller.start()
 
 
-def blind_to(*node_ids: str) -> RouterQueue:
-    return RouterQueue(out_of_view=dict.fromkeys(node_ids, "it has not reported its status yet"))
+async def started_with_a_blind_router(rig: Rig) -> asyncio.Task[None]:
+    """Its router does not hear decode-0. The task waits until it does, for at most 30 s."""
+    blind = RouterQueue(out_of_view={"decode-0": "it has not reported its status yet"})
+    rig.launcher.prepare["router"] = lambda router, earlier: setattr(router, "load", blind)
+    await rig.controller.start()
+    return asyncio.create_task(rig.controller.until_in_view(30.0))
 
 
 @in_loop
 async def test_a_cluster_is_ready_when_its_router_hears_every_node() -> None:
     async with Rig(*PD) as rig:
-        rig.launcher.prepare["router"] = lambda router, earlier: setattr(router, "load", blind_to("decode-0"))
-        await rig.controller.start()
-        in_view = asyncio.create_task(rig.controller.until_in_view(30.0))
+        in_view = await started_with_a_blind_router(rig)
         await rig.clock.advance(0.9)
         assert not in_view.done()
         assert not rig.events.of("progress", "router"), "a short wait is not worth a word"
@@ -346,9 +348,7 @@ async def test_a_cluster_is_ready_when_its_router_hears_every_node() -> None:
 @in_loop
 async def test_a_node_that_a_router_never_hears_is_told_of_and_the_rest_serves() -> None:
     async with Rig(*PD) as rig:
-        rig.launcher.prepare["router"] = lambda router, earlier: setattr(router, "load", blind_to("decode-0"))
-        await rig.controller.start()
-        in_view = asyncio.create_task(rig.controller.until_in_view(30.0))
+        in_view = await started_with_a_blind_router(rig)
         await rig.clock.advance(29.0)
         assert not in_view.done()
         await rig.clock.advance(2.0)
@@ -360,9 +360,7 @@ async def test_a_node_that_a_router_never_hears_is_told_of_and_the_rest_serves()
 @in_loop
 async def test_a_node_that_dies_is_not_waited_for_until_routers_hear_it() -> None:
     async with Rig(*PD) as rig:
-        rig.launcher.prepare["router"] = lambda router, earlier: setattr(router, "load", blind_to("decode-0"))
-        await rig.controller.start()
-        in_view = asyncio.create_task(rig.controller.until_in_view(30.0))
+        in_view = await started_with_a_blind_router(rig)
         await rig.clock.advance(2.0)
         rig.launcher.prepare["decode-0"] = waiting
         rig.launcher.node("decode-0").die()
