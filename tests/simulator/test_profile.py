@@ -13,7 +13,7 @@ import pytest
 
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.simulator.costs import CostModel, read_costs
-from tandem.simulator.profile import STEPS, ProfileClient, Profiler, line_through
+from tandem.simulator.profile import ProfileClient, Profiler, line_through
 from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
 from tests.simulator.worlds import node_costs
@@ -24,9 +24,14 @@ TRUE = node_costs(blocks=20_000, max_model_len=8192)
 class TracedCluster:
     """Answers as a router does, with traces of steps that take what `TRUE` says."""
 
-    def __init__(self, *roles: str) -> None:
+    def __init__(self, *roles: str, alone: int = 0) -> None:
         self.roles = roles
-        self.traces: dict[str, TraceRecord] = {}
+        self.alone = alone  # steps of an answer before the rest of its batch has begun
+        self.asked: dict[
+            str, tuple[list[int], int, int]
+        ] = {}  # prompts, tokens that are cached, tokens of an answer
+        self.batch = 1  # that is written together next: so many prompts were read one after another
+        self.reads = False
         self.cached: dict[tuple[int, ...], int] = {}
         self._names = (f"cmpl-{number}" for number in itertools.count())
 
@@ -43,33 +48,31 @@ class TracedCluster:
             ]
             return httpx.Response(200, json={"router": {"model": "m"}, "nodes": nodes})
         if request.url.path.startswith("/traces/"):
-            return httpx.Response(
-                200, content=msgspec.json.encode(self.traces[request.url.path.rpartition("/")[2]])
-            )
+            record = self.trace(*self.asked[request.url.path.rpartition("/")[2]])
+            return httpx.Response(200, content=msgspec.json.encode(record))
         body = json.loads(request.content)
         name = next(self._names)
-        if "x-tandem-trace" in request.headers:
-            self.traces[name] = self.trace(body["prompt"], body["max_tokens"])
-        self.cached[tuple(body["prompt"][:64])] = len(body["prompt"]) // 16 * 16
+        prompt, tokens = body["prompt"], body["max_tokens"]
+        # One token is always computed; of a prompt that was there as it is, no more than that is cached.
+        found = self.cached.get(tuple(prompt[:64]), 0) if len(prompt) > 64 else 0
+        self.asked[name] = prompt, min(found, (len(prompt) - 1) // 16 * 16), tokens
+        if tokens == 2:
+            self.batch = self.batch + 1 if self.reads else 1
+        self.reads = tokens == 2
+        self.cached[tuple(prompt[:64])] = len(prompt) // 16 * 16
         return httpx.Response(200, json={"id": name})
 
-    def trace(self, prompt: list[int], tokens: int) -> TraceRecord:
-        # One token is always computed; of a prompt that was there as it is, no more than that is cached.
-        known = (
-            min(self.cached.get(tuple(prompt[:64]), 0), (len(prompt) - 1) // 16 * 16)
-            if len(prompt) > 64
-            else 0
-        )
+    def trace(self, prompt: list[int], known: int, tokens: int) -> TraceRecord:
         now = TRUE.request.arrive_s
         end = now + TRUE.step_s([(len(prompt) - known, known)])
         reading = pair(now, end, len(prompt) - known, 0, reads=True)
-        batch = max(1, (tokens - STEPS) // 2)
         split = len(self.roles) == 2
         now = end + (TRUE.transfer.handover_s + TRUE.transfer_s(len(prompt) - known) if split else 0.0)
         writing: list[Span] = []
         for place in range(tokens - 1):
-            seconds = TRUE.step_s([], batch, batch * (len(prompt) + place))
-            writing += pair(now, now + seconds, 1, batch - 1, reads=False)
+            here = 1 if place < self.alone else self.batch
+            seconds = TRUE.step_s([], here, here * (len(prompt) + place))
+            writing += pair(now, now + seconds, 1, here - 1, reads=False)
             now += seconds
         moved = TransferRecord("r", "sent", int(len(prompt) * TRUE.kv_bytes_per_token), 1) if split else None
         parts = [part(self.roles[-1], reading, moved), part(self.roles[0], writing, None)]
@@ -105,8 +108,8 @@ def part(role: str, spans: list[Span], moved: TransferRecord | None) -> NodePart
     return NodePart(role, role, "r", spans, 0.0, None, 0, moved)
 
 
-async def measured(*roles: str) -> CostModel:
-    client = ProfileClient("http://cluster", None, httpx.MockTransport(TracedCluster(*roles)))
+async def measured(*roles: str, alone: int = 0) -> CostModel:
+    client = ProfileClient("http://cluster", None, httpx.MockTransport(TracedCluster(*roles, alone=alone)))
     try:
         return await Profiler(client, lambda what, share: None, repeats=1).measure("known")
     finally:
@@ -129,6 +132,17 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
     if len(roles) == 2:
         assert costs.transfer.handover_s == pytest.approx(TRUE.transfer.handover_s, rel=1e-3)
         assert costs.transfer_s(1000) == pytest.approx(TRUE.transfer_s(1000), rel=1e-3)
+
+
+def test_answers_that_begin_one_after_another_are_longer_until_they_run_together() -> None:
+    """As prompts of gigabytes do that come over one link."""
+    costs = asyncio.run(measured("decode", "prefill", alone=200))
+    assert costs.decode.at(8, 1044) == pytest.approx(TRUE.step_s([], 8, 8 * 1264), rel=0.02)
+
+
+def test_answers_that_never_run_together_are_an_error_that_says_so() -> None:
+    with pytest.raises(Unavailable, match="2 answers of 704 tokens were not written together"):
+        asyncio.run(measured("decode", "prefill", alone=10_000))
 
 
 @pytest.mark.parametrize(
