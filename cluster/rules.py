@@ -139,15 +139,13 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
     if size == 1:
         return
     setting = ("pools", role.value, "tensor_parallel")
-    if role is not Role.AGGREGATED:
+    serving = [config.pools.of(other) for other in Role if config.pools.of(other).last_size]
+    if not config.pools.of(role).last_size and all(pool.tensor_parallel == 1 for pool in serving):
+        yield setting, f"is {size}, but pools.{role.value}.nodes is 0: set it to at least 1"
+    if role is not Role.AGGREGATED and config.model.device.startswith("cuda"):
         yield (
             setting,
-            f"is {size}, but a transfer moves the KV of one rank: set it to 1, or use pools.aggregated",
-        )
-    elif not config.pools.aggregated.last_size:
-        yield (
-            setting,
-            f"is {size}, but pools.aggregated.nodes is 0: set it to at least 1, and the other pools' to 0",
+            f"is {size}, but each rank keeps its KV on a GPU of its own, and a transfer would move one rank's: use pools.aggregated",
         )
     for reason in refused_with_ranks(config.engine):
         yield setting, f"is {size}, but {reason}"

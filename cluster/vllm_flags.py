@@ -59,6 +59,11 @@ def sets(setting: str, words: dict[str, str] | None = None, note: str = "") -> S
     return SettingFlag((setting,), lambda values: [(setting, translated.get(values[0], values[0]))], note)
 
 
+def sets_all(settings: tuple[str, ...]) -> SettingFlag:
+    """Each of them, to the same value."""
+    return SettingFlag(settings, lambda values: [(setting, values[0]) for setting in settings])
+
+
 def switches(setting: str, value: str) -> SettingFlag:
     return SettingFlag((setting,), lambda _: [(setting, value)], f"`{setting}={value}`")
 
@@ -128,9 +133,10 @@ _RUNNER = (
     "a model generates, and makes vectors where its files or model.pooling say how; nothing is classified"
 )
 _OTHER_WAYS = (
-    "several devices share a model by `--tensor-parallel-size N --aggregated 1` alone: for more throughput give a pool more nodes, "
+    "several devices share a model by `--tensor-parallel-size N`: for more throughput give a pool more nodes, "
     "with --prefill N and --decode N, or --aggregated N"
 )
+_WIDTHS = tuple(f"pools.{pool}.tensor_parallel" for pool in ("prefill", "decode", "aggregated"))
 _POOLS = "give each pool its nodes: --prefill N and --decode N, or --aggregated N for nodes that do both"
 _SAMPLING = {"auto": "model", "vllm": "openai"}
 # The parsers' names there, where the format has another name here.
@@ -276,7 +282,7 @@ VLLM: tuple[Flag, ...] = (
         UnsupportedFlag("a request carries its own `seed`; one without gets a fresh one from the router: leave the flag out"),
     ),
     # devices and machines
-    Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), sets("pools.aggregated.tensor_parallel")),
+    Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), sets_all(_WIDTHS)),
     Flag(("--pipeline-parallel-size", "-pp", "--pp-size"), StandingFlag(_OTHER_WAYS, ("1",))),
     Flag(("--data-parallel-size", "-dp", "--dp-size"), StandingFlag(_POOLS, ("1",))),
     Flag(("--enable-dp-attention",), UnsupportedFlag(_POOLS), 0),

@@ -62,7 +62,11 @@ def refused_with_ranks(engine: EngineConfig) -> Iterator[str]:
         yield "scheduler.max_loras asks for adapters, whose matrices are not cut: set it to 0"
     if engine.model.draft:
         yield "model.draft would be computed by one rank alone: leave it out"
-    for name in ("tiers", "remote", "mirror"):
-        if getattr(engine.cache, name):
-            yield f"cache.{name} would copy the KV of one rank alone: leave it out"
-            return
+
+
+def refused_with_devices(config: NodeConfig) -> Iterator[str]:
+    """What copies KV, and would find rank 0's alone where each rank keeps its heads on a device of its own."""
+    if config.transfer is not None:
+        yield "each rank keeps its KV on a GPU of its own, and a transfer would move one rank's: use pools.aggregated"
+    if config.engine.cache.tiers:
+        yield "each rank keeps its KV on a GPU of its own, and cache.tiers would copy one rank's: leave it out"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,7 +30,7 @@ from tandem.kvtransfer.base import (
 from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
-from tandem.node.config import NodeConfig, refused_with_ranks
+from tandem.node.config import NodeConfig, refused_with_devices, refused_with_ranks
 from tandem.node.loop import Mailbox
 from tandem.node.ranks.supervisor import Ranks, shares_of
 from tandem.node.routers import RouterLine
@@ -275,7 +275,7 @@ class Node:
         from tandem.engine.model.loading import load_runner
 
         config = self._whole
-        _refuse_beside_ranks(config)
+        _refuse_beside_ranks(config, refused_with_ranks(config.engine))
         engine = msgspec.structs.replace(config.engine, model=model)
         self._ranks = ranks = Ranks(
             config.node_id,
@@ -291,6 +291,8 @@ class Node:
             if progress is not None:
                 progress(f"starting {config.tensor_parallel} ranks", 0.0)
             shard = ranks.start()
+            if shard.kv_memory is None:
+                _refuse_beside_ranks(config, refused_with_devices(config))
             runner = load_runner(model, engine.cache, engine.scheduler, progress, shard=shard)
             ranks.await_ready()
         except Exception as error:
@@ -392,10 +394,7 @@ def _of_first_rank(config: NodeConfig) -> NodeConfig:
     return msgspec.structs.replace(config, cores=share.cores, engine=engine)
 
 
-def _refuse_beside_ranks(config: NodeConfig) -> None:
+def _refuse_beside_ranks(config: NodeConfig, reasons: Iterator[str]) -> None:
     """What rank 0 alone would do, and the others would have to do as well."""
-    reason = next(refused_with_ranks(config.engine), None)
-    if config.transfer is not None:
-        reason = "a transfer moves the KV of one rank: use pools.aggregated"
-    if reason is not None:
+    if (reason := next(reasons, None)) is not None:
         raise ConfigurationError(f"tensor_parallel is {config.tensor_parallel}, but {reason}")

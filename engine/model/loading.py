@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -105,9 +106,10 @@ def load_runner(
             beside = loaded.beside_cache(shape, scheduler.max_num_batched_tokens)
             if draft is not None:
                 beside += draft.beside_cache(shape, scheduler.max_num_batched_tokens)
+    together = shard is not None and shard.kv_memory is not None
     num_blocks = size_block_pool(
         plan,
-        cache if shard is None else _of_rank(cache, device, shard),
+        cache if shard is None or together else _of_rank(cache, shard),
         dtype=kv_dtype,
         device=device,
         max_model_len=max_model_len,
@@ -118,11 +120,15 @@ def load_runner(
     )
     if shard is not None:
         num_blocks = shard.least(num_blocks)
+        if shard.kv_memory is not None:
+            os.ftruncate(shard.kv_memory, num_blocks * plan.elements_per_block * kv_dtype.itemsize)
     with on(device), _cache_left_room():
-        kv_cache = allocate_cache(plan, num_blocks, kv_dtype, device)
+        shared = shard.kv_memory if shard is not None else None
+        kv_cache = allocate_cache(plan, num_blocks, kv_dtype, device, shared)
         forward = loaded.use_cache(kv_cache, plan, shape)
         if shard is not None and shard.lead is not None:
-            forward = LeadingForward(forward, shard, shard.lead)
+            attending = [layer.index for layer in loaded.layers if layer.reads_of is None]
+            forward = LeadingForward(forward, shard, shard.lead, attending)
         guesser = None
         if draft is not None:
             guesser = draft.with_cache(num_blocks, plan.all_groups, loaded.vocab_size, device, shape)
@@ -166,13 +172,11 @@ def load_runner(
     return runner
 
 
-def _of_rank(cache: CacheConfig, device: torch.device, shard: Shard) -> CacheConfig:
-    """A block has a part on every rank. Ranks on a CPU share its memory, too."""
-    if cache.memory_bytes is not None:
-        return msgspec.structs.replace(cache, memory_bytes=max(1 << 20, cache.memory_bytes // shard.size))
-    if device.type == "cpu":
-        return msgspec.structs.replace(cache, memory_share=cache.share_on("cpu") / shard.size)
-    return cache
+def _of_rank(cache: CacheConfig, shard: Shard) -> CacheConfig:
+    """A block has a part on every rank, each in memory of its own."""
+    if cache.memory_bytes is None:
+        return cache
+    return msgspec.structs.replace(cache, memory_bytes=max(1 << 20, cache.memory_bytes // shard.size))
 
 
 def _read_content(source: ModelSource, tell: Progress) -> Callable[[], ModelContent]:

@@ -69,16 +69,24 @@ def size_block_pool(
 
 
 def allocate_cache(
-    plan: CachePlan, num_blocks: int, dtype: torch.dtype, device: torch.device
+    plan: CachePlan,
+    num_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    shared: int | None = None,
 ) -> torch.Tensor:
-    """The KV cache tensor, all zero. On a CPU a page takes memory only once it is written."""
+    """The KV cache tensor, all zero. On a CPU a page takes memory only once it is written. `shared`: a descriptor of memory that other
+    processes map, too, and that is long enough."""
     shape = plan.shape(num_blocks)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     length = int(np.prod(shape)) * dtype.itemsize
     if not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(shape, dtype=dtype)
-    region = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if shared is not None:
+        region = mmap.mmap(shared, length)
+    else:
+        region = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             region.madvise(mmap.MADV_HUGEPAGE)

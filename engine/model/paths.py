@@ -165,8 +165,13 @@ def load_general(
     mixers = parts.mixers
     if room is not None:
         _refuse_adapters(source, parts)
+    layers = parts.layers
     if shard is not None:
         _refuse_ranks(source, parts)
+        if shard.kv_memory is not None:
+            from tandem.engine.model.wide.cut import place_heads
+
+            layers = place_heads(source.name, model, layers, shard)
     # Where a layer attends by its own code, or reads another's keys, the pieces cannot be tried with all of them together. Those of a
     # GPU want a step's rows in one sequence, and mixers take them apart.
     alone = bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
@@ -249,7 +254,7 @@ def load_general(
     on_device = beside_cache if device.type == "cuda" else None
     layout = mixers.layout if mixers is not None else None
     return LoadedModel(
-        parts.layers,
+        layers,
         probed.vocab_size,
         model.dtype,
         use_cache,

@@ -39,7 +39,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def main() -> None:
-    packets, memory_fd, lifeline, parent = (int(text) for text in sys.argv[1:5])
+    parent, packets, memory_fd, lifeline, *kv_memory = (int(text) for text in sys.argv[1:])
     ctypes.CDLL(None).prctl(_SIGNAL_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         return  # it ended before this process asked to end with it
@@ -54,7 +54,7 @@ def main() -> None:
     if orders.cores:
         bind(threads_here(), orders.cores)
     try:
-        _serve(orders, control, memory)
+        _serve(orders, control, memory, kv_memory[0] if kv_memory else None)
     except Exception as error:
         operator = isinstance(error, ConfigurationError)
         why = str(error) if operator else f"{type(error).__name__}: {error}"
@@ -63,7 +63,7 @@ def main() -> None:
             raise
 
 
-def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory) -> None:
+def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory, kv_memory: int | None) -> None:
     from tandem.engine.model.checkpoint import choose_device
     from tandem.engine.model.loading import load_runner
     from tandem.engine.model.wide.forward import follow
@@ -73,7 +73,7 @@ def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory) -> 
     device = choose_device(orders.model.device)
     _tell(control, RankHere())
     collectives = GroupCollectives(orders.rank, orders.size, orders.rendezvous, device)
-    shard = Shard(orders.rank, orders.size, collectives, device=str(device))
+    shard = Shard(orders.rank, orders.size, collectives, device=str(device), kv_memory=kv_memory)
     runner = load_runner(
         orders.model,
         orders.cache,

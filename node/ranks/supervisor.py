@@ -122,6 +122,7 @@ class Ranks:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._memory_fd = create_memory()
         self._memory = SharedMemory(self._memory_fd, size)
+        self._kv_fd: int | None = None  # on a CPU: the KV cache of all ranks, as long as rank 0 makes it
         self._folder = tempfile.mkdtemp(prefix="tandem-ranks-")
         self._group: GroupCollectives | None = None
         self._thread = threading.Thread(target=self._run, name="rank-supervisor", daemon=True)
@@ -136,6 +137,8 @@ class Ranks:
 
         device = choose_device(self._engine.model.device)
         _check_devices(self._engine.model.device, self._size)
+        if device.type == "cpu":
+            self._kv_fd = os.memfd_create("tandem-kv")
         self._thread.start()
         self._wait_for(RankHere)
         rendezvous = os.path.join(self._folder, "meeting")
@@ -143,7 +146,7 @@ class Ranks:
             self._group = GroupCollectives(0, self._size, rendezvous, device)
         except RuntimeError as error:
             raise self.cause_of(error) from error
-        return Shard(0, self._size, self._group, self, str(device))
+        return Shard(0, self._size, self._group, self, str(device), self._kv_fd)
 
     def await_ready(self) -> None:
         """Returns when every rank has loaded its part: this one has."""
@@ -218,10 +221,12 @@ class Ranks:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 command = [sys.executable, "-m", "tandem.node.ranks.process"]
-                numbers = (theirs.fileno(), self._memory_fd, lifeline, os.getpid())
+                inherited = [theirs.fileno(), self._memory_fd, lifeline]
+                if self._kv_fd is not None:
+                    inherited.append(self._kv_fd)
                 process = subprocess.Popen(
-                    [*command, *map(str, numbers)],
-                    pass_fds=numbers[:3],
+                    [*command, *map(str, (os.getpid(), *inherited))],
+                    pass_fds=inherited,
                     stdin=subprocess.DEVNULL,
                     env={
                         **os.environ,
@@ -355,6 +360,8 @@ class Ranks:
                 rank.process.wait()
             os.close(rank.exit)
         os.close(self._memory_fd)
+        if self._kv_fd is not None:
+            os.close(self._kv_fd)
         if self._verdict is not None:
             self._lost(str(self._verdict))
 

@@ -127,16 +127,13 @@ MISTAKES = [
     ),
     ("pools: {decode: -1}", "FILE: pools.decode.nodes must be from 0 to 10000, not -1"),
     (
-        "pools: {decode: {nodes: 1, tensor_parallel: 2}}",
-        "FILE: pools.decode.tensor_parallel is 2, but a transfer moves the KV of one rank: set it to 1, or use pools.aggregated",
+        "{pools: {decode: {nodes: 1, tensor_parallel: 2}}, model: {device: 'cuda:0'}}",
+        "FILE: pools.decode.tensor_parallel is 2, but each rank keeps its KV on a GPU of its own, and a transfer would move one rank's: "
+        "use pools.aggregated",
     ),
     (
         "pools: {aggregated: {tensor_parallel: 2}}",
-        "FILE: pools.aggregated.tensor_parallel is 2, but pools.aggregated.nodes is 0: set it to at least 1, and the other pools' to 0",
-    ),
-    (
-        "{pools: {aggregated: {nodes: 1, tensor_parallel: 2}}, cache: {tiers: [{cpu: 1GiB}]}}",
-        "FILE: pools.aggregated.tensor_parallel is 2, but cache.tiers would copy the KV of one rank alone: leave it out",
+        "FILE: pools.aggregated.tensor_parallel is 2, but pools.aggregated.nodes is 0: set it to at least 1",
     ),
     (
         "{pools: {aggregated: {nodes: 1, tensor_parallel: 2}}, scheduler: {max_loras: 2}}",

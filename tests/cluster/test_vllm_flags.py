@@ -102,7 +102,7 @@ def test_api_keys_become_tenants() -> None:
     [
         (
             ["-pp", "2"],
-            "-pp 2: several devices share a model by `--tensor-parallel-size N --aggregated 1` alone",
+            "-pp 2: several devices share a model by `--tensor-parallel-size N`",
         ),
         (["-tp", "2"], "pools.aggregated.nodes is 0"),
         (["--trust-remote-code"], "--trust-remote-code: code that comes with a checkpoint is never run"),

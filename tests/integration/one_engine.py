@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -20,6 +21,7 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers, KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
+from tests.engine.model.ranks_here import ranks_here
 
 PATIENCE_S = 60.0
 epochs = itertools.count(900)
@@ -31,6 +33,7 @@ class OneEngine:
     woken: threading.Event
     address: PeerAddress | None
     tier: PeerAddress | None = None  # where others ask for what its tier has
+    ranks: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @classmethod
     def start(
@@ -50,8 +53,9 @@ class OneEngine:
         encoder_tokens: int = 1024,
         num_blocks: int | None = None,
         draft: Path | str = "",
+        width: int = 1,
     ) -> OneEngine:
-        """`shares`: its tier in host memory reads those of others, and mirrors."""
+        """`shares`: its tier in host memory reads those of others, and mirrors. `width`: ranks, which are threads here."""
         woken, epoch = threading.Event(), next(epochs)
         cache = CacheConfig(
             block_size=block_size,
@@ -65,7 +69,10 @@ class OneEngine:
         config = ModelConfig(
             path=str(model), dtype="float32", threads=1, adapters=dict(adapters or {}), draft=str(draft)
         )
-        runner = load_runner(config, cache, scheduler)
+        ranks = contextlib.ExitStack()
+        runner = ranks.enter_context(
+            ranks_here(width, lambda shard: load_runner(config, cache, scheduler, shard=shard))
+        )
         info = runner.info
         scheduler_half, worker_half = None, None
         if transfer is not None:
@@ -94,10 +101,14 @@ class OneEngine:
         )
         address = PeerAddress(name, epoch, worker_half.peer_endpoint) if worker_half is not None else None
         ahead = scheduler.plans_ahead(info.device)
-        engine = cls(Engine(made, runner, worker_half, ahead=ahead), woken, address)
+        engine = cls(Engine(made, runner, worker_half, ahead=ahead), woken, address, ranks=ranks)
         if worker_half is not None and worker_half.tier_endpoint:
             engine.tier = PeerAddress(name, epoch, worker_half.tier_endpoint)
         return engine
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self.ranks.close()
 
     def add(
         self,

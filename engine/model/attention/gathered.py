@@ -174,10 +174,10 @@ class GatheredCache:
         begin: int = 0,
     ) -> None:
         """[heads, T, dim] each: keys and values, or latents. `first`: the part of the first; `begin`: where in the head's row they lie."""
-        slot = self.plan.slot_of_layer[layer]
+        slot, head = self.plan.slot_of_layer[layer], self.plan.first_head_of_layer[layer]
         for part, states in enumerate(parts, first):
             heads, _, dim = states.shape
-            target = self.tensor[:, slot, part, :heads, :, begin : begin + dim]
+            target = self.tensor[:, slot, part, head : head + heads, :, begin : begin + dim]
             # Indices on both sides of a slice put the indexed dimension first: [T, heads, dim].
             target[block, :, offset] = states.transpose(0, 1).to(target.dtype)
 
@@ -186,8 +186,10 @@ class GatheredCache:
         assert reads.blocks is not None
         plan = self.plan
         heads, dim = like.shape[0], like.shape[-1]
+        head = plan.first_head_of_layer[layer]
         rows = (
-            reads.blocks[:, :heads] + (plan.slot_of_layer[layer] * plan.num_parts + part) * plan.num_kv_heads
+            reads.blocks[:, head : head + heads]
+            + (plan.slot_of_layer[layer] * plan.num_parts + part) * plan.num_kv_heads
         )
         gathered = self._flat.index_select(0, rows.reshape(-1)).to(like.dtype)
         gathered = gathered.view(rows.shape[0], heads, rows.shape[2], plan.block_size, plan.head_dim)

@@ -31,6 +31,9 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     index_dim: int = (
         0  # beside the latent: of the key by which it picks the tokens that it attends to; 0 for none
     )
+    # Where several ranks keep their heads in one cache: how many there are on all of them, and the first one of this rank.
+    heads_in_cache: int = 0  # 0: this rank's are all
+    first_head: int = 0
     own: bool = False  # it attends by its own code: see tandem.engine.model.attention.own
     scale: float | None = None  # of the scores; None where it was not found out
     softcap: float | None = None
@@ -53,6 +56,7 @@ class CachePlan(msgspec.Struct, frozen=True):
     states: KVCacheGroup | None = None  # of layers that keep a recurrent state
     num_parts: int = 2
     readers: frozenset[int] = frozenset()  # layers that read another's keys and values
+    first_head_of_layer: tuple[int, ...] = ()  # of this rank
 
     @property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:
@@ -111,6 +115,9 @@ def plan_cache(
     groups: list[KVCacheGroup] = []
     end = 1 + max(layer.index for layer in layers)
     group_of, slot_of = [0] * end, [0] * end
+    first_heads = [0] * end
+    for layer in layers:
+        first_heads[layer.index] = layer.first_head
     # Full attention first: its groups decide how much of a prefix is cached at all.
     for (window, chunked), members in sorted(
         kinds.items(), key=lambda item: (item[0][0] is not None, item[0][0] or 0, item[0][1])
@@ -136,13 +143,14 @@ def plan_cache(
     return CachePlan(
         groups=tuple(groups),
         slots=slots,
-        num_kv_heads=max(layer.num_kv_heads for layer in layers),
+        num_kv_heads=max(layer.heads_in_cache or layer.num_kv_heads for layer in layers),
         head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
         block_size=block_size,
         group_of_layer=tuple(group_of),
         slot_of_layer=tuple(slot_of),
         num_parts=1 if any(layer.latent for layer in layers) else 2,
         readers=frozenset(layer.index for layer in layers if layer.reads_of is not None),
+        first_head_of_layer=tuple(first_heads),
     )
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.wide import plan
 from tandem.engine.model.wide.shard import Shard, heads_of_rank
@@ -162,3 +164,36 @@ def _keep_heads(name: str, model: PreTrainedModel, styles: dict[str, str], shard
                     rows = parameter[kept.start * dimension : kept.stop * dimension].clone()
                     module._parameters[part] = nn.Parameter(rows, requires_grad=False)
             attention.num_key_value_groups = text.num_attention_heads // shard.size
+
+
+def place_heads(
+    name: str, model: PreTrainedModel, layers: Sequence[AttentionLayer], shard: Shard
+) -> tuple[AttentionLayer, ...]:
+    """Where in a cache that all ranks keep together the heads of this one lie. A layer whose keys are not cut has all of them on every
+    rank: each writes the same there."""
+    totals: dict[int, int] = {}
+    modules = dict(model.named_modules())
+    for where, module in modules.items():
+        attention = modules[where.rpartition(".")[0]]
+        index, dimension = getattr(attention, "layer_idx", None), getattr(attention, "head_dim", None)
+        if where.endswith("k_proj") and isinstance(index, int) and isinstance(dimension, int):
+            totals[index] = int(module.out_features) // dimension  # type: ignore[arg-type]
+    placed: dict[int, AttentionLayer] = {}
+    for layer in layers:
+        if layer.reads_of is not None:
+            continue
+        total = totals.get(layer.index, layer.num_kv_heads)
+        kept = range(total) if layer.num_kv_heads == total else heads_of_rank(total, shard.rank, shard.size)
+        if len(kept) != layer.num_kv_heads:
+            raise ConfigurationError(
+                f"{name} cannot be served on {shard.size} ranks: layer {layer.index} keeps {layer.num_kv_heads} of {total} heads "
+                "on one of them. Set pools.<pool>.tensor_parallel to 1"
+            )
+        placed[layer.index] = msgspec.structs.replace(layer, heads_in_cache=total, first_head=kept.start)
+    for layer in layers:
+        if layer.reads_of is not None:
+            read = placed[layer.reads_of]
+            placed[layer.index] = msgspec.structs.replace(
+                layer, heads_in_cache=read.heads_in_cache, first_head=read.first_head
+            )
+    return tuple(placed[layer.index] for layer in layers)

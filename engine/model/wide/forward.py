@@ -61,20 +61,50 @@ def batch_of(arrays: Sequence[np.ndarray], device: torch.device) -> Batch:
     )
 
 
+class _HooksOfAll:
+    """A layer is saved when every rank has written its heads of it. Rank 0 knows that when it comes to the next layer, or to the end: in
+    between lies the sum of what all ranks made of their heads."""
+
+    def __init__(self, hooks: LayerHooks) -> None:
+        self._hooks = hooks
+        self._waiting: int | None = None
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self.save_waiting()
+
+    def save_kv_layer(self, layer: int) -> None:
+        self._waiting = layer
+
+    def save_waiting(self) -> None:
+        if self._waiting is not None:
+            layer, self._waiting = self._waiting, None
+            self._hooks.save_kv_layer(layer)
+
+
 class LeadingForward:
     """Rank 0's forward pass. Requests and sampling stay in its process: the other ranks see rows and block tables."""
 
-    def __init__(self, forward: Forward, shard: Shard, lead: Lead) -> None:
+    def __init__(self, forward: Forward, shard: Shard, lead: Lead, layers: Sequence[int]) -> None:
+        """`layers`: those that have keys and values of their own, in order."""
         self._forward = forward
         self._collectives = shard.collectives
         self._lead = lead
+        self._layers = layers
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
+        together = None
+        if hooks is not None:
+            for layer in self._layers:  # no other rank waits for them
+                hooks.wait_for_layer_load(layer)
+            together = _HooksOfAll(hooks)
         try:
             self._lead.send(arrays_of(batch))
             if batch.token_ids.device.type != "cpu":
                 self._collectives.broadcast(batch.token_ids)
-            return self._forward(batch, hooks)
+            logits = self._forward(batch, together)
+            if together is not None:
+                together.save_waiting()
+            return logits
         except Exception as error:
             cause = self._lead.cause_of(error)
             if cause is error:

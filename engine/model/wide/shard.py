@@ -46,6 +46,8 @@ class Shard:
     collectives: Collectives
     lead: Lead | None = None  # rank 0's
     device: str = "cpu"  # where collectives take their tensors
+    # A descriptor of memory in which the ranks keep one KV cache, each its heads of every block; None: each has a cache of its own.
+    kv_memory: int | None = None
 
     def least(self, number: int) -> int:
         """The smallest value that any rank has."""

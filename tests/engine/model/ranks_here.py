@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import tempfile
 import threading
@@ -45,12 +46,13 @@ def ranks_here(width: int, load: Load) -> Iterator[TorchRunner]:
         yield load(None)
         return
     lead = _Queues(width - 1)
+    memory = os.memfd_create("kv")
     problems: list[Exception] = []
     with tempfile.TemporaryDirectory() as folder:
 
         def shard(rank: int) -> Shard:
             group = GroupCollectives(rank, width, f"{folder}/meeting", CPU)
-            return Shard(rank, width, group, lead if rank == 0 else None)
+            return Shard(rank, width, group, lead if rank == 0 else None, kv_memory=memory)
 
         def other(rank: int) -> None:
             try:
@@ -71,4 +73,5 @@ def ranks_here(width: int, load: Load) -> Iterator[TorchRunner]:
                 one.put(None)
             for thread in threads:
                 thread.join(60)
+            os.close(memory)
     assert not problems

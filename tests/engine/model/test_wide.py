@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import random
@@ -9,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.attention.gathered import GatheredCache
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.shard import Shard
@@ -19,6 +22,7 @@ from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
+from tests.engine.model.hooks import Recorder
 from tests.engine.model.ranks_here import EndOfRank, ranks_here
 
 NUM_TOKENS = 8
@@ -42,9 +46,8 @@ def load(path: Path, shard: Shard | None, num_speculative_tokens: int = 0) -> To
 @dataclasses.dataclass
 class WideCase:
     runner: TorchRunner
-    width: int
+    path: Path
     kv_heads: int
-    gathers: bool
     prompts: list[list[int]]
     answers: list[tiny.Answer]
 
@@ -76,7 +79,7 @@ def wide(
     path, prompts, answers = saved[name]
     config = transformers.AutoConfig.from_pretrained(path)
     with ranks_here(width, functools.partial(load, path)) as runner:
-        yield WideCase(runner, width, config.num_key_value_heads, name == "phi3", prompts, answers)
+        yield WideCase(runner, path, config.num_key_value_heads, prompts, answers)
 
 
 def test_mixed_batches_in_chunks_on_ranks(wide: WideCase) -> None:
@@ -91,9 +94,62 @@ def test_mixed_batches_in_chunks_on_ranks(wide: WideCase) -> None:
     wide.runner.forget_requests()
 
 
-def test_a_rank_keeps_its_own_heads(wide: WideCase) -> None:
-    kept = wide.kv_heads if wide.gathers else max(1, wide.kv_heads // wide.width)
-    assert wide.runner.kv_cache.shape[3] == kept
+def test_the_ranks_keep_one_cache_with_all_heads(wide: WideCase) -> None:
+    assert wide.runner.kv_cache.shape[3] == wide.runner.info.num_kv_heads == wide.kv_heads
+
+
+def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(wide: WideCase) -> None:
+    """So what one computed another goes on from, whichever is wide."""
+    prompt, answer = wide.prompts[2], wide.answers[2].tokens
+    with ranks_here(1, functools.partial(load, wide.path)) as whole:
+        for first, second in ((whole, wide.runner), (wide.runner, whole)):
+            computing, going_on = Driver(first), Driver(second, 1)
+            computing.add("r", prompt)
+            computing.step({"r": len(prompt)})
+            going_on.adopt("r", computing)
+            assert going_on.generate(NUM_TOKENS)["r"] == answer
+            first.forget_requests()
+            second.forget_requests()
+        held = []
+        for runner in (whole, wide.runner):
+            driver = Driver(runner)
+            driver.add("r", prompt)
+            driver.step({"r": len(prompt)})
+            blocks = [block for table in driver.requests["r"].blocks for block in table]
+            held.append(runner.kv_cache[blocks])
+            runner.forget_requests()
+        assert held[0].isfinite().sum() > held[0].numel() // 2
+        torch.testing.assert_close(held[0], held[1], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_a_layer_is_saved_when_all_ranks_have_written_it(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them is slow, so what asked rank 0 alone would be early."""
+    written: collections.Counter[int] = collections.Counter()
+    write = GatheredCache.write
+
+    def late(cache: GatheredCache, layer: int, *given: torch.Tensor, **options: int) -> None:
+        if cache.plan.first_head_of_layer[layer]:
+            for _ in range(20):
+                torch.ones(256, 256) @ torch.ones(256, 256)
+        write(cache, layer, *given, **options)
+        written[layer] += 1
+
+    class Counting(Recorder):
+        def save_kv_layer(self, layer: int) -> None:
+            super().save_kv_layer(layer)
+            assert written[layer] == 2, f"layer {layer} leaves before every rank has written it"
+
+    with ranks_here(2, functools.partial(load, small)) as runner:
+        monkeypatch.setattr(GatheredCache, "write", late)
+        hooks = Counting()
+        driver = Driver(runner)
+        driver.add("r", [5, 9, 11])
+        driver.step({"r": 3}, hooks)
+        layers = range(runner.info.num_layers)
+        assert [layer for what, layer in hooks.calls if what == "load"] == list(layers)
+        assert [layer for what, layer in hooks.calls if what == "save"] == list(layers)
 
 
 def test_prefix_hits_and_preemption_on_ranks(wide: WideCase) -> None:

@@ -1,0 +1,136 @@
+"""Prompts that nodes of some width read and nodes of another width go on from, in one process: the answer is that of a whole
+model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.engine.config import SchedulerConfig
+from tandem.kvtransfer.base import TierConfig, TransferConfig
+from tests.engine.model import tiny
+from tests.integration.one_engine import OneEngine, hand_over
+
+NEW_TOKENS = 8
+CHUNK = 24  # tokens of a step: longer prompts are read in several
+LENGTHS = (5, 24, 61, 130)
+
+
+def start(
+    model: Path, name: str, width: int, block_size: int = 4, transfer: TransferConfig | None = None
+) -> OneEngine:
+    return OneEngine.start(
+        model,
+        name,
+        block_size,
+        transfer,
+        scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
+        memory_bytes=4 << 20,
+        prefix_caching=transfer is not None,
+        width=width,
+    )
+
+
+def prompts() -> list[list[int]]:
+    """Each twice as a beginning: the second finds a part of itself in both nodes' prefix caches."""
+    chance = random.Random(7)
+    found = []
+    for length in LENGTHS:
+        prompt = [chance.randrange(3, tiny.VOCAB) for _ in range(length)]
+        found += [prompt, prompt[: length * 2 // 3] + [chance.randrange(3, tiny.VOCAB) for _ in range(20)]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[list[int]]]]:
+    """What transformers generates."""
+
+    @functools.cache
+    def answer(architecture: str) -> tuple[Path, list[list[int]]]:
+        path = tiny.save(architecture, tmp_path_factory.mktemp("models"))
+        return path, [found.tokens for found in tiny.reference(path, prompts(), NEW_TOKENS)]
+
+    return answer
+
+
+@contextlib.contextmanager
+def pair(
+    model: Path, widths: tuple[int, int], blocks: tuple[int, int], transfer: TransferConfig
+) -> Iterator[tuple[OneEngine, OneEngine]]:
+    with contextlib.ExitStack() as both:
+        engines = []
+        for name, width, block_size in zip("pc", widths, blocks, strict=True):
+            engines.append(start(model, name, width, block_size, transfer))
+            both.callback(engines[-1].close)
+        yield engines[0], engines[1]
+
+
+# Two heads of keys and values: four ranks keep each of them twice. Phi 3 has all heads on every rank, Gemma 3 windows.
+CASES = [
+    ("llama", (1, 2), "push", (4, 4)),
+    ("llama", (1, 4), "pull", (4, 4)),
+    ("llama", (2, 1), "pull", (4, 4)),
+    ("llama", (4, 1), "push", (4, 4)),
+    ("llama", (2, 4), "push", (4, 4)),
+    ("llama", (4, 2), "pull", (4, 4)),
+    ("llama", (1, 2), "push", (4, 8)),
+    ("llama", (2, 4), "pull", (8, 4)),
+    ("llama", (4, 2), "push", (8, 4)),
+    ("gemma3", (2, 1), "push", (4, 4)),
+    ("gemma3", (2, 4), "pull", (4, 4)),
+    ("phi3", (2, 1), "push", (4, 4)),
+    ("phi3", (1, 2), "pull", (4, 4)),
+    ("mixtral", (4, 2), "push", (4, 4)),
+]
+
+
+@pytest.mark.parametrize(("model", "widths", "direction", "blocks"), CASES)
+def test_the_tokens_are_those_of_generate(
+    answers: Callable[[str], tuple[Path, list[list[int]]]],
+    model: str,
+    widths: tuple[int, int],
+    direction: str,
+    blocks: tuple[int, int],
+) -> None:
+    path, expected = answers(model)
+    config = TransferConfig(connector="nixl", direction=direction, checksums="all")
+    with pair(path, widths, blocks, config) as (producer, consumer):
+        for index, (prompt, answer) in enumerate(zip(prompts(), expected, strict=True)):
+            assert hand_over(producer, consumer, f"r{index}", prompt, NEW_TOKENS) == answer, len(prompt)
+        assert set(consumer.stats().outcomes) == {"received"}
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
+
+
+def test_a_tier_keeps_the_heads_of_all_ranks(
+    answers: Callable[[str], tuple[Path, list[list[int]]]],
+) -> None:
+    """Eight blocks of four tokens on the device: each prompt takes the place of the one before it."""
+    path, _ = answers("llama")
+    chance = random.Random(3)
+    documents = [[chance.randrange(3, tiny.VOCAB) for _ in range(61)] for _ in range(4)]
+    expected = [found.tokens for found in tiny.reference(path, documents, NEW_TOKENS)]
+    engine = OneEngine.start(
+        path,
+        "tiers",
+        4,
+        TransferConfig(),
+        scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK, max_model_len=96),
+        memory_bytes=4 << 20,
+        prefix_caching=True,
+        tiers=[TierConfig(cpu=4 << 20)],
+        num_blocks=25,
+        width=2,
+    )
+    try:
+        for turn in range(3):
+            for index, document in enumerate(documents):
+                assert engine.answer(f"r{turn}-{index}", document, NEW_TOKENS) == expected[index]
+        computed = engine.engine.scheduler.stats().prompt_tokens_computed
+        assert computed < sum(map(len, documents)) * 2, "the tier brought nothing back"
+    finally:
+        engine.close()
