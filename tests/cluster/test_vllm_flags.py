@@ -64,6 +64,10 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
     (["--prefix-caching-hash-algo", "xxhash"], {"cache.hash_algorithm": "xxhash"}),
     (["--tool-call-parser", "llama3_json", "--enable-auto-tool-choice"], {"router.tool_format": "llama3"}),
     (["--allowed-origins", '["https://a.example"]'], {"router.cors_origins": ["https://a.example"]}),
+    (
+        ["-tp", "2"],
+        {f"pools.{pool}.tensor_parallel": 2 for pool in ("prefill", "decode", "aggregated")},
+    ),
     (["-tp", "1", "--tensor-parallel-size", "1", "--distributed-executor-backend", "ray"], {}),
     (["--tool-call-parser", "qwen3_xml"], {"router.tool_format": "qwen3_coder"}),
     (["--reasoning-parser", "deepseek_r1"], {"router.reasoning_format": "think"}),
@@ -104,7 +108,6 @@ def test_api_keys_become_tenants() -> None:
             ["-pp", "2"],
             "-pp 2: several devices share a model by `--tensor-parallel-size N`",
         ),
-        (["-tp", "2"], "pools.aggregated.nodes is 0"),
         (["--trust-remote-code"], "--trust-remote-code: code that comes with a checkpoint is never run"),
         (["--data-parallel-size", "2"], "--prefill N and --decode N, or --aggregated N"),
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype: cache.dtype must be"),
@@ -137,7 +140,7 @@ def test_what_cannot_be_taken_is_answered(arguments: list[str], sentence: str) -
 
 def test_all_answers_come_at_once_beside_other_mistakes() -> None:
     with pytest.raises(SettingsError) as raised:
-        config_of("-tp", "2", "--trust-remote-code", "--port", "x", "--set", "router.prot=1")
+        config_of("-pp", "2", "--trust-remote-code", "--port", "x", "--set", "router.prot=1")
     assert len(raised.value.mistakes) == 4
 
 

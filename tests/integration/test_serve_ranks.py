@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ pools: {aggregated: {nodes: 1, tensor_parallel: 3}}
 model: {dtype: float32}
 cache: {memory_bytes: 96MiB}
 scheduler: {max_model_len: 1024}
+"""
+HANDING_OVER = """
+pools: {prefill: {nodes: 1, tensor_parallel: 3}, decode: {nodes: 1}}
+model: {dtype: float32}
+scheduler: {max_model_len: 1024}
+router: {local_prefill: never}
 """
 RANK = "tandem.node.ranks.process"
 PROMPT = "The largest planet of the solar system is"
@@ -45,13 +52,55 @@ def until_true(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
+def ranks_of(command: Any) -> set[int]:
+    return {pid for pid, line in command.processes().items() if RANK in line}
+
+
+def received(http: httpx.Client) -> int:
+    nodes = http.get("/cluster").raise_for_status().json()["nodes"]
+    return sum(node["counters"]["transfer_bytes_received"] for node in nodes if node["role"] == "decode")
+
+
+def test_three_ranks_hand_over_to_one(serve: Any, tmp_path: Path) -> None:
+    """And when one of them is killed, the prompt that they read is answered all the same."""
+    settings = tmp_path / "tandem.yaml"
+    settings.write_text(HANDING_OVER)
+    command = serve("--config", str(settings), "--kv-memory", "96MiB")
+    http = httpx.Client(
+        base_url=command.until(r"^API: +(http://\S+)/v1$", START_S)[1], timeout=120, trust_env=False
+    )
+    model = http.get("/v1/models").json()["data"][0]["id"]
+    first = answer_of(http, model)
+    assert "Jupiter" in first
+    assert received(http) > 0
+
+    ranks = ranks_of(command)
+    assert len(ranks) == 2
+    with ThreadPoolExecutor(1) as asking:
+        pending = asking.submit(answer_of, http, model)
+        os.kill(min(ranks), signal.SIGKILL)
+        assert pending.result() == first
+    until_true(lambda: not ranks_of(command) & ranks, "no rank of the node before is left")
+    until_true(lambda: len(ranks_of(command)) == 2, "the node was replaced")
+    before = received(http)
+
+    def handed_over() -> bool:
+        assert answer_of(http, model) == first
+        return received(http) > before
+
+    until_true(handed_over, "the new node hands over")
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(END_S) == 0
+    command.nothing_left()
+
+
 def test_a_lost_rank_ends_its_node_as_one(serve: Any, tmp_path: Path) -> None:
     settings = tmp_path / "tandem.yaml"
     settings.write_text(SETTINGS)
     command = serve("--config", str(settings), "--kv-memory", "96MiB")
 
     def ranks() -> set[int]:
-        return {pid for pid, line in command.processes().items() if RANK in line}
+        return ranks_of(command)
 
     http = httpx.Client(
         base_url=command.until(r"^API: +(http://\S+)/v1$", START_S)[1], timeout=120, trust_env=False

@@ -177,7 +177,7 @@ def place_heads(
         attention = modules[where.rpartition(".")[0]]
         index, dimension = getattr(attention, "layer_idx", None), getattr(attention, "head_dim", None)
         if where.endswith("k_proj") and isinstance(index, int) and isinstance(dimension, int):
-            totals[index] = int(module.out_features) // dimension  # type: ignore[arg-type]
+            totals[index] = int(module.out_features) // dimension
     placed: dict[int, AttentionLayer] = {}
     for layer in layers:
         if layer.reads_of is not None:
