@@ -90,6 +90,19 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "`none`: it does not; `auto`: as sentence-transformers' files beside the checkpoint say, and none without them"
         ),
     ] = "auto"
+    hidden_states_folder: Annotated[
+        str,
+        about(
+            "where nodes write the hidden states of prompts, a file for each request that asks for one "
+            "([hidden states](connectors.md#hidden-states)); the model is then computed by transformers as it is, and slower. Empty: nowhere"
+        ),
+    ] = ""
+    hidden_states_layers: Annotated[
+        tuple[int, ...],
+        about(
+            "of which layers, as transformers' `output_hidden_states` counts: 0 are the tokens' embeddings, -1 is what the head reads"
+        ),
+    ] = (-1,)
 
 
 class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

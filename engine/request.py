@@ -231,11 +231,11 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Log-probabilities of the prompt come only from computing it. So do the hidden states of its first token, or of all, that a
-        vector is made of: a cached block holds keys and values alone."""
+        """Log-probabilities of the prompt come only from computing it. So do hidden states that are wanted in a file, or of which a vector
+        is made, but for the last token's: a cached block holds keys and values alone."""
         if self.pooling is not None and self.pooling.kind is not PoolingKind.LAST:
             return True
-        return self.sampling.prompt_logprobs is not None
+        return self.sampling.prompt_logprobs is not None or self.sampling.hidden_states is not None
 
     @property
     def is_finished(self) -> bool:

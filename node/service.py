@@ -457,6 +457,7 @@ class NodeService:
         self._check_vocabulary(submit)
         self._check_pooling(submit)
         self._check_adapter(submit)
+        self._check_hidden_states(submit)
         self._check_images(submit)
         self._canary.stand_aside()
         now = self._clock()
@@ -544,6 +545,13 @@ class NodeService:
             if self._canary.lora is not None:
                 used.add(self._canary.lora)
             self._adapters.forget_others(used)
+
+    def _check_hidden_states(self, submit: Submit) -> None:
+        if submit.sampling.hidden_states is not None and not self._config.engine.model.hidden_states_folder:
+            raise InvalidRequest(
+                "hidden_states: this server writes none; the operator sets model.hidden_states_folder",
+                "hidden_states",
+            )
 
     def _check_adapter(self, submit: Submit) -> None:
         """One that was dropped is still taken for a request that goes on, from another node."""

@@ -41,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     # What the answer must follow, in llguidance's Lark dialect: a JSON schema is `start: %json {...}`.
     grammar: str | None = None
     repetition_detection: RepetitionDetection | None = None
+    hidden_states: str | None = None  # the prompt's are wanted in a file of this name
 
 
 class FinishReason(enum.StrEnum):

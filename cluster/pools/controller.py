@@ -519,12 +519,17 @@ class Controller:
             ("env", "a process keeps the environment that it started with"),
             ("cache", "a node keeps the blocks that it started with"),
             ("scheduler", "a node keeps room for the steps that it started with"),
+            ("tensor_parallel", "a node keeps the ranks that it started with"),
         ):
             if getattr(self._config.pools.of(before), name) != getattr(self._config.pools.of(after), name):
                 raise ConfigurationError(
                     f"pools.{before.value}.{name} and pools.{after.value}.{name} differ, and {what}: scale {before.value} down and "
                     f"{after.value} up, or make the two the same with `tandem apply`"
                 )
+        if (ranks := self._config.pools.of(before).tensor_parallel) > 1:
+            raise ConfigurationError(
+                f"nodes of {ranks} ranks keep their role: scale {before.value} down and {after.value} up"
+            )
 
     @staticmethod
     def _wanted_writers(current: ClusterState) -> int:

@@ -5,7 +5,7 @@ loading         from configuration to a runner: source, content, checkpoint, pla
 runner          the contracts of runner and forward pass; torch_runner keeps it: states, batching, passes, started, staging, sampling/, ngram
 batch           what the forward pass gets: rows, no requests
 draft_model     guesses by a small model beside the other; draft_loading loads it, or says why it cannot guess
-pooling, pooler which vectors the model makes, and how chunks come to one
+pooling, pooler which vectors the model makes, and how chunks come to one; hidden_states writes them to files, whole
 native/         the Llama family on CPUs, in C++
 general, probe, check, attention/, transformers_forward
                 everything else: transformers' models over our paged attention, checked before they serve; caches and rows

@@ -76,11 +76,16 @@ def load_runner(
     room = AdapterRoom(scheduler.max_loras, model.max_lora_rank) if scheduler.max_loras else None
     if room is not None and native:
         log.info("%s is computed by transformers: scheduler.max_loras asks for adapters", source.name)
+    observe = model.hidden_states_layers if model.hidden_states_folder else ()
+    if observe and native:
+        log.info(
+            "%s is computed by transformers: model.hidden_states_folder asks for hidden states", source.name
+        )
     loaded = None
-    if native and own_kv and room is None and shard is None:
+    if native and own_kv and room is None and shard is None and not observe:
         loaded = load_native(source, config, dtype, device, threads, tell, headless)
     if loaded is None:
-        loaded = load_general(source, config, dtype, device, threads, tell, headless, room, shard)
+        loaded = load_general(source, config, dtype, device, threads, tell, headless, room, shard, observe)
     if loaded.adapters is not None:
         read = []
         for place, (name, folder) in enumerate(model.adapters.items()):
@@ -138,6 +143,11 @@ def load_runner(
                 source.name,
                 draft.bytes_per_block,
             )
+    hidden_states = None
+    if loaded.observed is not None and (shard is None or shard.rank == 0):
+        from tandem.engine.model.hidden_states import HiddenStates  # it needs transformers
+
+        hidden_states = HiddenStates(loaded.observed, model.hidden_states_folder)
     identity = content() if content is not None else ModelContent("", "")
     info = ModelInfo(
         name=model.served_name or source.name,
@@ -167,6 +177,7 @@ def load_runner(
         adapters=loaded.adapters,
         tower=loaded.tower,
         draft_model=guesser,
+        hidden_states=hidden_states,
     )
     tell("ready", 1.0)
     return runner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +19,13 @@ from tandem.engine.model.source import ModelSource, Progress
 from tandem.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from tandem.engine.model.attention.flashinfer import FlashInferAttention
     from tandem.engine.model.attention.flashinfer_latents import FlashInferLatents
     from tandem.engine.model.attention.interface import PagedAttention
     from tandem.engine.model.fused.pieces import Pieces
+    from tandem.engine.model.hidden_states import ObservedLayers
     from tandem.engine.model.lora.slots import AdapterSlots
     from tandem.engine.model.recurrent.layout import StateLayout
     from tandem.engine.model.transformers_forward import ModelParts
@@ -67,6 +70,7 @@ class LoadedModel:
     generates: bool = True  # False: its checkpoint has no head, so its logits mean nothing
     adapters: AdapterSlots | None = None  # None: none are served
     tower: VisionTower | None = None  # None: it reads no images
+    observed: ObservedLayers | None = None  # None: no hidden states are asked for
 
 
 def load_native(
@@ -146,8 +150,10 @@ def load_general(
     may_lack_head: bool = False,
     room: AdapterRoom | None = None,
     shard: Shard | None = None,
+    observe: Sequence[int] = (),
 ) -> LoadedModel:
-    """`room`: for adapters, where any are to be served. `shard`: of several ranks, which all load at the same time."""
+    """`room`: for adapters, where any are to be served. `shard`: of several ranks, which all load at the same time. `observe`: layers
+    whose hidden states are wanted, which leaves the model as it is and its steps unrecorded."""
     # Imported here because it costs seconds that the native path need not wait for.
     from tandem.engine.model.attention.latents import gathering
     from tandem.engine.model.fused.find import fuse
@@ -176,7 +182,7 @@ def load_general(
     # GPU want a step's rows in one sequence, and mixers take them apart.
     alone = bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
     # Whether its parts fit together each rank would find out by itself, and one that reloads leaves the others alone.
-    fusable = not alone and shard is None and (mixers is None or device.type == "cpu")
+    fusable = not alone and shard is None and not observe and (mixers is None or device.type == "cpu")
     pieces = pieces_for(device, model.dtype, threads) if fusable else None
     mixing_threads = 0
     if pieces is not None:
@@ -223,7 +229,7 @@ def load_general(
         forward = TransformersForward(model, attention, parts, adapted=adapted)
         if isinstance(attention, CpuAttention):
             return RecordedSteps(forward, attention)
-        if device.type != "cuda":
+        if device.type != "cuda" or observe:
             return forward
         from tandem.engine.model.cuda import CudaRecorder
         from tandem.engine.model.decode_graphs import DecodeGraphs
@@ -264,7 +270,14 @@ def load_general(
         generates=generates,
         adapters=adapters,
         tower=find_tower(source, model, threads),
+        observed=_observed(source, model, observe),
     )
+
+
+def _observed(source: ModelSource, model: PreTrainedModel, numbers: Sequence[int]) -> ObservedLayers | None:
+    from tandem.engine.model.hidden_states import ObservedLayers
+
+    return ObservedLayers(source.name, model, numbers) if numbers else None
 
 
 def _refuse_adapters(source: ModelSource, parts: ModelParts) -> None:

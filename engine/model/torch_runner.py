@@ -33,6 +33,7 @@ from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
+    from tandem.engine.model.hidden_states import HiddenStates
     from tandem.engine.model.lora.slots import AdapterSlots
     from tandem.engine.model.prefault import PageMaker
     from tandem.engine.model.vision.tower import VisionTower
@@ -66,6 +67,7 @@ class TorchRunner:
         adapters: AdapterSlots | None = None,
         tower: VisionTower | None = None,
         draft_model: DraftModel | None = None,
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
@@ -88,6 +90,8 @@ class TorchRunner:
         self._masks = GrammarMasks(grammars) if grammars is not None else None
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, self._masks)
         self._pooler = Pooler()
+        self._hidden_states = hidden_states  # None: no request may ask for them
+        self._states_wanted: dict[int, str] = {}  # by row: the file's name
         self._preempted: dict[str, _Preempted] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._no_hidden = torch.empty(0, 0, device=self._device)
@@ -162,6 +166,8 @@ class TorchRunner:
                     batch, errors = self._images.placed(batch, scheduled)
                     started.errors |= errors
                 logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
+                if self._states_wanted and self._hidden_states is not None:
+                    self._hidden_states.take(self._states_wanted, batch, scheduled, self._requests)
                 if scheduled.pooled:
                     started.vectors += self._pooled(batch, scheduled)
                 if unreported:
@@ -202,6 +208,7 @@ class TorchRunner:
                 self.pages.reached(max((max(ids) for ids in new.block_ids if ids), default=0))
             self._table.set(row, new.sampling)
             self._pooler.set(row, new.pooling)
+            self._want_states(row, new.sampling)
             self._set_lora(row, new.lora)
             self._images.set(row, new.media)
         cached = step.cached_reqs
@@ -224,6 +231,7 @@ class TorchRunner:
         row = self._requests.add(req_id, token_ids, kept.num_prompt_tokens, block_ids)
         self._table.set(row, kept.sampling)
         self._pooler.set(row, kept.pooling)
+        self._want_states(row, kept.sampling)
         self._set_lora(row, kept.lora)
         self._images.set(row, kept.media)
         self._prompt_logprobs.pop(req_id, None)
@@ -237,6 +245,10 @@ class TorchRunner:
             self._images.media(row),
             int(self._requests.num_prompt_tokens[row]),
         )
+
+    def _want_states(self, row: int, sampling: SamplingParams) -> None:
+        if sampling.hidden_states is not None:
+            self._states_wanted[row] = sampling.hidden_states
 
     def _set_lora(self, row: int, identity: str | None) -> None:
         if identity is not None:
@@ -268,6 +280,8 @@ class TorchRunner:
             self._table.clear(row)
             self._pooler.clear(row)
             self._loras.pop(row, None)
+            if self._states_wanted.pop(row, None) is not None and self._hidden_states is not None:
+                self._hidden_states.forget(row)
             self._images.set(row, ())
         self._prompt_logprobs.pop(req_id, None)
 

@@ -56,6 +56,15 @@ class RepetitionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_count: Annotated[int, Meta(ge=2, le=1024)] = 2
 
 
+FileName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z",
+        description="the prompt's hidden states are wanted in a file of this name",
+    ),
+]
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # accepted: there is no padding to leave out
@@ -100,6 +109,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache_salt: CacheSalt | None = None
     job_id: JobId | None = None
     is_last_step: bool | None = None  # of that job: its KV need not be kept
+    hidden_states: FileName | None = None
 
 
 # OpenAI defines them; they change nothing about the answer's content here, so they are accepted and not acted on.

@@ -354,6 +354,10 @@ def _plan(
 ) -> GenerationPlan:
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest("prompt_logprobs: not with stream", "prompt_logprobs")
+    if request.hidden_states is not None and (len(prompts) > 1 or best_of > 1):
+        raise InvalidRequest(
+            "hidden_states: names one file, so there must be one prompt and one choice", "hidden_states"
+        )
     if request.allowed_token_ids is not None and grammar is not None:
         raise InvalidRequest(
             "allowed_token_ids: contradicts the grammar that the answer has to follow", "allowed_token_ids"

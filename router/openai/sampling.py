@@ -62,6 +62,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
         repetition_detection=_repetition(request.repetition_detection),
+        hidden_states=request.hidden_states,
     )
 
 

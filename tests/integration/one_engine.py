@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
@@ -54,6 +56,7 @@ class OneEngine:
         num_blocks: int | None = None,
         draft: Path | str = "",
         width: int = 1,
+        hidden_states: Path | str = "",
     ) -> OneEngine:
         """`shares`: its tier in host memory reads those of others, and mirrors. `width`: ranks, which are threads here."""
         woken, epoch = threading.Event(), next(epochs)
@@ -67,7 +70,12 @@ class OneEngine:
         )
         scheduler = scheduler or SchedulerConfig()
         config = ModelConfig(
-            path=str(model), dtype="float32", threads=1, adapters=dict(adapters or {}), draft=str(draft)
+            path=str(model),
+            dtype="float32",
+            threads=1,
+            adapters=dict(adapters or {}),
+            draft=str(draft),
+            hidden_states_folder=str(hidden_states),
         )
         ranks = contextlib.ExitStack()
         runner = ranks.enter_context(
@@ -167,6 +175,10 @@ class OneEngine:
         return tokens
 
 
+def one_token(sampling: SamplingParams | None) -> SamplingParams | None:
+    return None if sampling is None else msgspec.structs.replace(sampling, max_tokens=1)
+
+
 def hand_over(
     producer: OneEngine,
     consumer: OneEngine,
@@ -178,6 +190,7 @@ def hand_over(
     loras: tuple[str | None, str | None] = (None, None),
     media: Sequence[MediaFeature] = (),
     images: Sequence[bytes] = (),
+    sampling: SamplingParams | None = None,
 ) -> list[int]:
     """What `consumer` answers to a prompt that `producer` reads. Returns when nothing of it is held any more."""
     assert producer.address
@@ -187,9 +200,18 @@ def hand_over(
     produce = KVTransferParams(f"t-{name}", TransferRole.PRODUCE, consumer.address)
     tokens: list[int] = []
     first: list[int] = []
-    consumer.add(name, prompt, count, consume, lora=loras[1], media=media, images=images)
+    consumer.add(name, prompt, count, consume, lora=loras[1], media=media, images=images, sampling=sampling)
     consumer.run(name, tokens, until)
-    producer.add(name, prompt, produced, produce, lora=loras[0], media=media, images=images)
+    producer.add(
+        name,
+        prompt,
+        produced,
+        produce,
+        lora=loras[0],
+        media=media,
+        images=images,
+        sampling=one_token(sampling),
+    )
     while not consumer.run(name, tokens, until):
         producer.run(name, first, until)
     while producer.engine.scheduler.stats().held_blocks:

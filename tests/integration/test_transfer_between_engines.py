@@ -3,14 +3,17 @@ it and however unlike their caches are; and a long prompt's layers leave while t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
 from tandem.kvtransfer.base import TransferConfig
+from tandem.wire.sampling import SamplingParams
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import OneEngine, hand_over
 
@@ -94,3 +97,37 @@ def test_kv_of_other_weights_is_refused_though_both_models_have_one_name(tmp_pat
     finally:
         producer.engine.shutdown()
         consumer.engine.shutdown()
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_hidden_states_are_written_where_the_prompt_is_read(tmp_path: Path, direction: str) -> None:
+    """Once, though both nodes are told of the file, and the prompt is in both prefix caches the second time."""
+    model = save("llama", tmp_path / "model")
+    config = TransferConfig(connector="nixl", direction=direction)
+    prompt = [3 + number % 50 for number in range(70)]
+    engines = [
+        OneEngine.start(
+            model, name, 16, config, memory_bytes=4 << 20, prefix_caching=True, hidden_states=tmp_path / name
+        )
+        for name in "pc"
+    ]
+    producer, consumer = engines
+    try:
+        expected = consumer.answer("alone", prompt, NEW_TOKENS)
+        for name in ("first", "second"):
+            sampling = SamplingParams(
+                max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, hidden_states=name
+            )
+            assert hand_over(producer, consumer, name, prompt, NEW_TOKENS, sampling=sampling) == expected
+    finally:
+        for engine in engines:
+            engine.close()
+    until = time.monotonic() + 30
+    files = [tmp_path / "p" / f"{name}.safetensors" for name in ("first", "second")]
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    found = [load_file(file) for file in files]
+    assert found[0]["token_ids"].tolist() == prompt
+    torch.testing.assert_close(found[0]["hidden_states"], found[1]["hidden_states"])
+    assert not list((tmp_path / "c").iterdir())

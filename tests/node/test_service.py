@@ -515,6 +515,17 @@ def test_a_pin_ends_while_the_node_sleeps() -> None:
         made.service.stop()
 
 
+def test_hidden_states_are_refused_where_no_folder_is_for_them() -> None:
+    made = Node(DecodeRules(Role.DECODE))
+    try:
+        made.submit(sampling=SamplingParams(max_tokens=4, hidden_states="x"))
+        [chunk] = made.outgoing.until_finished("r")
+        assert chunk.error is not None
+        assert "model.hidden_states_folder" in chunk.error.message
+    finally:
+        made.service.stop()
+
+
 def few_adapters() -> AdapterSlots:
     """A runner's adapters: one is served."""
     slots = AdapterSlots(AdaptedLayers({}, {}, _StepRows(), 1, 1), torch.float32, torch.device("cpu"))

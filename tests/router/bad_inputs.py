@@ -95,6 +95,7 @@ SHARED: dict[str, list[Any]] = {
     "truncate_prompt_tokens": [0, -2, "x", 1.5],
     "prompt_logprobs": [-1, 21, "x", 1.5],
     "return_token_ids": ["x", 1],
+    "hidden_states": ["", "../x", "a/b", ".x", "a" * 129, "a\n", 5],
     "use_beam_search": [True],
     "chat_template": ["{{ messages }}"],
     "functions": [[]],

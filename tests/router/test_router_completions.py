@@ -233,7 +233,7 @@ def test_what_the_nodes_are_told(start_router: StartRouter, tokenizer: Tokenizer
         max_tokens=2, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
         repetition_penalty=1.1, min_tokens=1, logit_bias={"5": -100}, stop_token_ids=[4], ignore_eos=True,
         bad_words=["fox"], priority=3, cache_salt="mine", user="someone", seed=-1,
-        repetition_detection={"max_pattern_size": 9, "min_count": 3},
+        repetition_detection={"max_pattern_size": 9, "min_count": 3}, hidden_states="probe-1",
     )  # fmt: skip
     assert answer.status_code == 200, answer.text
     submit = router.nodes["p0"].submits[0]
@@ -249,6 +249,7 @@ def test_what_the_nodes_are_told(start_router: StartRouter, tokenizer: Tokenizer
     assert sampling.stop_token_ids == [4]
     assert tokenizer.encode(" fox", special=False) in sampling.bad_words
     assert sampling.repetition_detection == RepetitionDetection(9, 1, 3)
+    assert sampling.hidden_states == "probe-1"
     assert (submit.priority, submit.cache_salt) == (3, "mine")
     assert 0 <= sampling.seed < 2**63
     assert 1700 < submit.timeout_s <= 1800

@@ -120,6 +120,15 @@ def test_a_prompt_is_cut_to_its_end(router: RunningRouter, tokenizer: Tokenizer)
     assert len(router.nodes["p0"].submits[-1].prompt_token_ids) == 9
 
 
+@pytest.mark.parametrize("asked", [{"prompt": ["a", "b"]}, {"n": 2}, {"best_of": 2}])
+def test_one_file_of_hidden_states_is_for_one_prompt_and_one_choice(
+    router: RunningRouter, asked: dict[str, Any]
+) -> None:
+    answer = router.complete(hidden_states="one", **asked)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "hidden_states"
+
+
 def test_token_ids_are_returned(router: RunningRouter, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("the fox", special=True)
     whole = router.complete(return_token_ids=True, max_tokens=5, seed=3).json()["choices"][0]

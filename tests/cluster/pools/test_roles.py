@@ -116,6 +116,25 @@ async def test_a_node_keeps_its_blocks_and_takes_no_role_of_a_pool_with_others()
 
 
 @in_loop
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [
+        ((2, 1), r"pools\.prefill\.tensor_parallel and pools\.decode\.tensor_parallel differ"),
+        ((2, 2), "nodes of 2 ranks keep their role: scale prefill down and decode up"),
+    ],
+)
+async def test_a_node_of_several_ranks_keeps_its_role(ranks: tuple[int, int], why: str) -> None:
+    asked = pools(
+        *(PoolConfig(nodes=nodes, tensor_parallel=width) for nodes, width in zip((2, 1), ranks, strict=True))
+    )
+    async with Rig(pools=asked) as rig:
+        await rig.controller.start()
+        assert rig.launcher.node("prefill-1").config.tensor_parallel == ranks[0]
+        with pytest.raises(ConfigurationError, match=why):
+            await rig.controller.change_role("prefill-1", Role.DECODE)
+
+
+@in_loop
 async def test_only_a_node_that_is_ready_changes_its_role() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["prefill-0"] = lambda process, _: setattr(process, "starts_at_once", False)

@@ -1,0 +1,164 @@
+"""Hidden states of prompts, in a file for each request that asks for one: for training heads that guess, or probes.
+
+Every pass notes what the chosen layers were given. What belongs to a prompt is copied to the host chunk by chunk and written when the
+prompt is whole, by a thread of its own. A request that is preempted is read again from its first token, and so is what is noted of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.batching import ScheduledTokens
+from tandem.engine.model.states import RequestRows
+from tandem.wire.errors import ConfigurationError, InternalError
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".safetensors"
+_MOST_FILES = 8  # that wait to be written
+_PATIENCE_S = 5.0  # for room among them, in a step
+
+
+class ObservedLayers:
+    """What some layers were given in the last pass. Numbered as transformers does in `output_hidden_states`: 0 is the first layer's input, which
+    is the tokens' embeddings, and the last number what the head reads. Negative ones count from the end."""
+
+    def __init__(self, name: str, model: PreTrainedModel, numbers: Sequence[int]) -> None:
+        layers = _layers_of(name, model)
+        total = len(layers)
+        for number in numbers:
+            if not -total - 1 <= number <= total:
+                raise ConfigurationError(
+                    f"model.hidden_states_layers has {number}, and {name} has {total} layers: the numbers are 0, the tokens' embeddings, "
+                    f"to {total}, what the head reads; or -1 to {-total - 1}, counted from the end"
+                )
+        self.numbers = [number % (total + 1) for number in numbers]
+        self._noted: dict[int, torch.Tensor] = {}
+        for number in set(self.numbers):
+            if number < total:
+                layers[number].register_forward_pre_hook(self._note_input(number), with_kwargs=True)
+            else:
+                model.base_model.register_forward_hook(self._note_output(number))
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """[tokens, layers, hidden size] of these rows of the last pass, in host memory."""
+        noted = [self._noted[number][0, begin:end] for number in self.numbers]
+        return torch.stack(noted, dim=1).cpu()
+
+    def _note_input(self, number: int) -> Any:
+        def note(_module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            # Later layers may add to the very tensor.
+            self._noted[number] = (given[0] if given else named["hidden_states"]).clone()
+
+        return note
+
+    def _note_output(self, number: int) -> Any:
+        def note(_module: nn.Module, _given: Any, output: Any) -> None:
+            self._noted[number] = output[0]
+
+        return note
+
+
+def _layers_of(name: str, model: PreTrainedModel) -> nn.ModuleList:
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ConfigurationError(f"{name} keeps its layers in no list: leave model.hidden_states_folder out")
+
+
+@dataclasses.dataclass(slots=True)
+class _Prompt:
+    tokens: int = 0  # that are noted
+    pieces: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+class HiddenStates:
+    """Used from the thread that steps."""
+
+    def __init__(self, observed: ObservedLayers, folder: str) -> None:
+        self._observed = observed
+        self._files = StatesFiles(folder)
+        self._prompts: dict[int, _Prompt] = {}  # by the request's row
+
+    def take(
+        self, names: Mapping[int, str], batch: Batch, scheduled: ScheduledTokens, requests: RequestRows
+    ) -> None:
+        """After each pass. `names` are the files' of those requests, by row, that ask for one."""
+        for index, row in enumerate(scheduled.rows.tolist()):
+            if row not in names:
+                continue
+            begin, end = int(scheduled.query_start[index]), int(scheduled.query_start[index + 1])
+            context, whole = int(batch.host_context_lens[index]), int(requests.num_prompt_tokens[row])
+            first = context - (end - begin)
+            if first == 0:
+                self._prompts[row] = _Prompt()
+            prompt = self._prompts.get(row)
+            if prompt is None or first >= whole:
+                continue  # another node has read it, or it is written
+            if first != prompt.tokens:
+                raise InternalError(
+                    f"{prompt.tokens} tokens of a prompt are noted, and it goes on at {first}"
+                )
+            prompt.tokens = min(context, whole)
+            prompt.pieces.append(self._observed.rows(begin, begin + prompt.tokens - first))
+            if prompt.tokens == whole:
+                del self._prompts[row]
+                token_ids = torch.from_numpy(requests.tokens[row, :whole].astype("int64"))
+                self._files.write(
+                    names[row], {"token_ids": token_ids, "hidden_states": torch.cat(prompt.pieces)}
+                )
+
+    def forget(self, row: int) -> None:
+        self._prompts.pop(row, None)
+
+
+class StatesFiles:
+    """A file appears under its name when it is whole. What is not written is said in the log, and the request does not suffer from it."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            trial = self._folder / f".{os.getpid()}-{threading.get_ident()}"
+            trial.touch()
+            trial.unlink()
+        except OSError as error:
+            raise ConfigurationError(
+                f"model.hidden_states_folder is {folder}, where this process cannot write: {error.strerror}"
+            ) from error
+        self._room = threading.BoundedSemaphore(_MOST_FILES)
+        self._writer = ThreadPoolExecutor(1, "hidden-states")
+
+    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Returns at once, unless the disk is far behind."""
+        if not self._room.acquire(timeout=_PATIENCE_S):
+            logger.error("the hidden states for %s are dropped: %s takes no more", name, self._folder)
+            return
+        self._writer.submit(self._write, name, tensors)
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        # Another node may write to the same folder.
+        unfinished = self._folder / f".{name}-{os.getpid()}-{id(self)}"
+        try:
+            save_file(tensors, unfinished)
+            unfinished.replace(self._folder / (name + SUFFIX))
+        except (OSError, SafetensorError) as error:
+            logger.error("the hidden states for %s are not in %s: %s", name, self._folder, error)
+            unfinished.unlink(missing_ok=True)
+        finally:
+            self._room.release()

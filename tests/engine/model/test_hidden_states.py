@@ -1,0 +1,181 @@
+"""Hidden states that a request asks for stand in its file as transformers gives them, however its prompt is cut up."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.hidden_states import SUFFIX
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.wide.shard import Shard
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.sampling import SamplingParams
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from tests.engine.model.ranks_here import ranks_here
+
+LAYERS = [0, 1, -1]
+
+
+def load(path: Path, folder: Path, shard: Shard | None = None, layers: list[int] = LAYERS) -> TorchRunner:
+    return load_runner(
+        ModelConfig(
+            path=str(path), dtype="float32", device="cpu", threads=1,
+            hidden_states_folder=str(folder), hidden_states_layers=tuple(layers),
+        ),
+        CacheConfig(block_size=4, memory_bytes=4 << 20),
+        SchedulerConfig(max_num_seqs=4),
+        shard=shard,
+    )  # fmt: skip
+
+
+def wanting(name: str) -> SamplingParams:
+    return SamplingParams(temperature=0.0, hidden_states=name)
+
+
+def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    chance = random.Random(2)
+    return [[chance.randrange(3, tiny.VOCAB) for _ in range(length)] for length in lengths]
+
+
+def close_files(runner: TorchRunner) -> None:
+    """Returns when what was to be written is written."""
+    assert runner._hidden_states is not None
+    runner._hidden_states._files._writer.shutdown()
+
+
+def check(folder: Path, name: str, path: Path, prompt: list[int]) -> None:
+    found = load_file(folder / (name + SUFFIX))
+    assert found["token_ids"].tolist() == prompt
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    expected = torch.stack([states[number][0] for number in LAYERS], dim=1)
+    torch.testing.assert_close(found["hidden_states"], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("llama", 1), ("gemma3", 1), ("qwen3.5", 1), ("mixtral", 1), ("llama", 2)]
+)
+def test_the_files_have_what_transformers_gives(name: str, width: int, tmp_path: Path) -> None:
+    path, folder = tiny.save(name, tmp_path / "model"), tmp_path / "states"
+    asked = prompts((1, 23, 37, 9))
+    with ranks_here(width, functools.partial(load, path, folder)) as runner:
+        driver = Driver(runner)
+        for index, prompt in enumerate(asked):
+            driver.add(
+                f"r{index}",
+                prompt,
+                wanting(f"file-{index}") if index != 3 else SamplingParams(temperature=0.0),
+            )
+        answers = driver.generate(6, max_chunk=11)
+        close_files(runner)
+    assert sorted(file.name for file in folder.iterdir()) == [f"file-{index}{SUFFIX}" for index in range(3)]
+    for index in range(3):
+        check(folder, f"file-{index}", path, asked[index])
+    assert list(answers.values()) == [found.tokens for found in tiny.reference(path, asked, 6)]
+
+
+def test_a_prompt_that_is_preempted_is_noted_from_its_beginning_again(tmp_path: Path) -> None:
+    path, folder = tiny.save("llama", tmp_path / "model"), tmp_path / "states"
+    (prompt,) = prompts((30,))
+    runner = load(path, folder)
+    driver = Driver(runner)
+    driver.add("r", prompt, wanting("again"))
+    driver.step({"r": 12})
+    driver.preempt("r")
+    driver.step({"r": 7})
+    driver.generate(4)
+    close_files(runner)
+    check(folder, "again", path, prompt)
+
+
+def test_a_request_that_leaves_in_the_middle_leaves_no_file(tmp_path: Path) -> None:
+    path, folder = tiny.save("llama", tmp_path / "model"), tmp_path / "states"
+    first, second = prompts((30, 12))
+    runner = load(path, folder)
+    driver = Driver(runner)
+    driver.add("r", first, wanting("gone"))
+    driver.step({"r": 12})
+    driver.finish("r")
+    driver.add("next", second, wanting("next"))  # in the same row
+    driver.generate(3)
+    close_files(runner)
+    assert [file.name for file in folder.iterdir()] == ["next" + SUFFIX]
+    check(folder, "next", path, second)
+
+
+def test_a_prompt_whose_beginning_another_node_has_read_gets_no_file_here(tmp_path: Path) -> None:
+    path, folder = tiny.save("llama", tmp_path / "model"), tmp_path / "states"
+    (prompt,) = prompts((30,))
+    runner = load(path, folder)
+    driver = Driver(runner)
+    driver.add("first", prompt)
+    driver.step({"first": 28})
+    driver.add("r", prompt, wanting("r"), prefix_of="first", shared_tokens=28)
+    driver.generate(3)
+    close_files(runner)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_goes_away_harms_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, folder = tiny.save("llama", tmp_path / "model"), tmp_path / "states"
+    (prompt,) = prompts((9,))
+    runner = load(path, folder)
+    shutil.rmtree(folder)
+    driver = Driver(runner)
+    driver.add("r", prompt, wanting("lost"))
+    with caplog.at_level(logging.ERROR):
+        (answer,) = tiny.reference(path, [prompt], 4)
+        assert driver.generate(4)["r"] == answer.tokens
+        close_files(runner)
+    assert f"the hidden states for lost are not in {folder}" in caplog.text
+
+
+def test_a_disk_that_takes_nothing_costs_a_step_some_seconds_and_no_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.engine.model import hidden_states
+
+    path, folder = tiny.save("llama", tmp_path / "model"), tmp_path / "states"
+    stuck = threading.Event()
+    monkeypatch.setattr(hidden_states, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(hidden_states, "save_file", lambda *_: stuck.wait(60))
+    runner = load(path, folder)
+    driver = Driver(runner)
+    asked = prompts((5,) * 9)
+    expected = [found.tokens for found in tiny.reference(path, asked, 1)]
+    for index, prompt in enumerate(asked):
+        driver.add(f"r{index}", prompt, wanting(f"file-{index}"))
+        assert driver.generate(1)[f"r{index}"] == expected[index]
+        driver.finish(f"r{index}")
+    stuck.set()
+    assert "the hidden states for file-8 are dropped" in caplog.text
+    close_files(runner)
+
+
+@pytest.mark.parametrize("layers", [[5], [-6], [0, 99]])
+def test_layers_that_are_not_there_are_named(tmp_path: Path, layers: list[int]) -> None:
+    path = tiny.save("llama", tmp_path / "model")
+    with pytest.raises(
+        ConfigurationError, match=rf"has {layers[-1]}, and .* has \d+ layers: the numbers are 0"
+    ):
+        load(path, tmp_path / "states", layers=layers)
+
+
+def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path / "model")
+    (tmp_path / "states").write_text("")
+    with pytest.raises(ConfigurationError, match="states, where this process cannot write: File exists"):
+        load(path, tmp_path / "states")
