@@ -3,6 +3,7 @@
 groups          which layers share a block table
 free_queue      the blocks that no request uses, in order of eviction
 pool            all blocks: owners, hashes, eviction
+residency       how long what is cached stays, and lies idle
 hashing         hashes of full blocks
 events          which hashes appeared and vanished, for routers
 group_manager   the block tables of one group; attention_kinds: full, with a sliding window, chunked; state_slots: recurrent,

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from tandem.engine.cache.events import CacheEvents
 from tandem.engine.cache.free_queue import FreeBlockQueue
+from tandem.engine.cache.residency import Residency
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import InternalError
 
@@ -39,6 +40,7 @@ class BlockPool:
         self._group_of = array("H", bytes(2 * num_blocks))  # where that hash is registered
         self._cached: list[CachedBlocks] = [{} for _ in range(num_groups)]
         self.free_queue.remove(NULL_BLOCK_ID)
+        self.residency = Residency(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -52,26 +54,31 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Blocks for one table each; what they held is forgotten."""
         blocks = self.free_queue.pop_front(count)
-        ref_counts, hashes = self.ref_counts, self.hashes
+        ref_counts, hashes, timed = self.ref_counts, self.hashes, self.residency.every
         for block in blocks:
             if block in hashes:
+                self.residency.totals.blocks_evicted += 1
+                if not block % timed:
+                    self.residency.evicted(block)
                 self.uncache(block)
             ref_counts[block] = 1
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Blocks that were found join one more table; they can't be evicted while they are in any."""
-        ref_counts = self.ref_counts
+        ref_counts, timed = self.ref_counts, self.residency.every
         for block in blocks:
             if block == NULL_BLOCK_ID:
                 continue
             if ref_counts[block] == 0:
                 self.free_queue.remove(block)
+                if not block % timed:
+                    self.residency.reused(block)
             ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Blocks leave a table. Those that are in no other become free, in this order: first in, first evicted."""
-        ref_counts = self.ref_counts
+        ref_counts, timed = self.ref_counts, self.residency.every
         freed = []
         for block in blocks:
             if block == NULL_BLOCK_ID:
@@ -82,6 +89,8 @@ class BlockPool:
             ref_counts[block] = left
             if left == 0:
                 freed.append(block)
+                if not block % timed:
+                    self.residency.idle(block)
         self.free_queue.append(freed)
 
     def quarantine(self, block: int) -> None:
@@ -108,6 +117,8 @@ class BlockPool:
             raise InternalError(f"block {block} was cached twice")
         self.hashes[block] = block_hash
         self._group_of[block] = group
+        if not block % self.residency.every:
+            self.residency.cached(block)
         cached = self._cached[group]
         there = cached.setdefault(block_hash, block)
         if there == block:
@@ -123,6 +134,8 @@ class BlockPool:
         block_hash = self.hashes.pop(block, None)
         if block_hash is None:
             return
+        if not block % self.residency.every:
+            self.residency.forgotten(block)
         cached = self._cached[self._group_of[block]]
         there = cached[block_hash]
         if isinstance(there, dict):
@@ -157,6 +170,7 @@ class BlockPool:
     def reset(self) -> None:
         """Empties the prefix cache. Blocks in use stay in their tables, and are found by no other request."""
         self.hashes.clear()
+        self.residency.all_forgotten()
         for cached in self._cached:
             cached.clear()
         if self.events is not None:

@@ -7,6 +7,7 @@ A prompt is a request that is far behind, a decode one that is one token behind.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -454,6 +455,8 @@ class Scheduler:
         if state.encoded is not None:
             totals.encoder_tokens = state.encoded.encoded_tokens
             totals.encoder_tokens_reused = state.encoded.reused_tokens
+        for name, value in dataclasses.asdict(pool.residency.totals).items():
+            setattr(totals, name, value)
         return SchedulerStats(
             **totals.values(),
             running=len(state.running),

@@ -41,6 +41,13 @@ class Totals(msgspec.Struct):
     pins_made: int = 0
     pins_met: int = 0  # the next turn came in time, and began as expected
     pins_ended: dict[str, int] = {}  # by why
+    # Those of engine.cache.residency.
+    blocks_evicted: int = 0
+    evictions_timed: int = 0
+    evicted_after_seconds: float = 0.0
+    evicted_idle_seconds: float = 0.0
+    reuses_timed: int = 0
+    reused_after_seconds: float = 0.0
     model_errors: int = 0  # requests that the model failed: its logits were no numbers
 
     def step_of(self, num_tokens: int, steps: int = 1) -> None:

@@ -8,6 +8,7 @@ from array import array
 import pytest
 
 from tandem.engine.cache.pool import BlockPool
+from tandem.engine.cache.residency import Residency, ResidencyTotals
 from tandem.wire.errors import InternalError
 
 
@@ -144,3 +145,49 @@ def test_the_garbage_collector_has_nothing_to_walk_in_a_pool():
         pool.cache(0, block, bytes([block]))
     columns = [pool.ref_counts, pool.hashes, pool._cached[0], pool.free_queue._next, pool.free_queue._prev]
     assert all(isinstance(column, array) or not gc.is_tracked(column) for column in columns)
+
+
+def test_how_long_blocks_stay_is_timed():
+    now = 0.0
+    pool = BlockPool(3)
+    pool.residency = Residency(3, lambda: now)
+    first, second = pool.take(2)
+    for block in (first, second):
+        pool.cache(0, block, bytes([block]))
+    now = 10.0
+    pool.release([first, second])
+    now = 14.0
+    pool.touch([first])
+    now = 15.0
+    pool.release([first])
+    totals = pool.residency.totals
+    assert (totals.reuses_timed, totals.reused_after_seconds) == (1, 4.0)
+    now = 25.0
+    pool.take(2)
+    assert (totals.blocks_evicted, totals.evictions_timed) == (2, 2)
+    assert totals.evicted_after_seconds == 50.0
+    assert totals.evicted_idle_seconds == (25 - 10) + (25 - 15)
+
+
+def test_what_is_forgotten_counts_as_no_eviction():
+    pool = BlockPool(4)
+    blocks = pool.take(3)
+    for block in blocks:
+        pool.cache(0, block, bytes([block]))
+    pool.uncache(blocks[0])
+    pool.reset()
+    pool.release(blocks)
+    pool.take(3)
+    assert pool.residency.totals == ResidencyTotals()
+
+
+def test_a_large_pool_times_a_share_of_its_blocks():
+    pool = BlockPool(100_000)
+    blocks = pool.take(50_000)
+    for block in blocks:
+        pool.cache(0, block, block.to_bytes(4, "big"))
+    pool.release(blocks)
+    pool.take(99_999)
+    totals = pool.residency.totals
+    assert totals.blocks_evicted == 50_000
+    assert 400 < totals.evictions_timed < 600
