@@ -217,6 +217,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--max-lora-rank",), sets("model.max_lora_rank")),
     Flag(("--lora-modules", "--lora-paths"), SettingFlag(("model.adapters",), _adapters, "`NAME=FOLDER`, with `--max-loras`"), "+"),
     Flag(("--limit-mm-per-prompt",), UnsupportedFlag("`router.limits.images_per_request` says how many images; there is no sound")),
+    Flag(("--enable-prompt-embeds",), switches("router.prompt_embeds", "true"), 0),
     Flag(("--language-model-only",), StandingFlag("the tower of a model that reads images is loaded, and costs nothing but its memory"), 0),
     # memory and the scheduler
     Flag(

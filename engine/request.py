@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from tandem.engine.cache.hashing import BlockHasher
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import Pooling, PoolingKind
 from tandem.wire.requests import CachePeers, KVTransferParams
@@ -88,6 +89,7 @@ class Request:
         "cache_peers",
         "cache_salt",
         "drafting",
+        "embeds",
         "eos_token_ids",
         "images",
         "is_last_step",
@@ -131,6 +133,7 @@ class Request:
         lora: str | None = None,
         media: Sequence[MediaFeature] = (),
         images: Sequence[bytes] = (),
+        embeds: PromptEmbeds | None = None,
         transfer: KVTransferParams | None = None,
         cache_peers: CachePeers | None = None,
         pooling: Pooling | None = None,
@@ -146,8 +149,9 @@ class Request:
         self.sort_key = (priority, self.arrival_time, request_id)
         self.cache_salt = cache_salt
         self.lora = lora
-        self.media = media  # in the prompt's order
+        self.media = media  # in the prompt's order: parts of its images, or runs of its `embeds`
         self.images = images  # the files that `media` are parts of
+        self.embeds = embeds  # in the place of the whole prompt's tokens
         self.transfer = transfer
         self.cache_peers = cache_peers
         self.pooling = pooling  # it ends with a vector of its prompt, and samples nothing

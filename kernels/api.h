@@ -51,6 +51,10 @@ struct tandem_batch {
   const int64_t* block_table_strides;   // per group
   const int64_t* logit_rows;
   int32_t num_logit_rows;
+  // Rows that are not their token's embedding, and what they are: [num_given_rows, hidden].
+  const int64_t* given_rows;
+  const float* given;
+  int32_t num_given_rows;
 };
 
 // Where a model's matrices and vectors go.

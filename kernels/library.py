@@ -64,6 +64,9 @@ class StepBatch(ctypes.Structure):
         ("block_table_strides", POINTER(c_int64)),
         ("logit_rows", c_void_p),
         ("num_logit_rows", c_int32),
+        ("given_rows", c_void_p),
+        ("given", c_void_p),
+        ("num_given_rows", c_int32),
     )
 
 

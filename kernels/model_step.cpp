@@ -122,6 +122,8 @@ void Model::check(const tandem_batch& batch) const {
     require(row >= 0 && row < batch.tokens, "a logit row is not in the batch");
     require(i == 0 || row > batch.logit_rows[i - 1], "logit rows must ascend");
   }
+  for (int i = 0; i < batch.num_given_rows; i++)
+    require(batch.given_rows[i] >= 0 && batch.given_rows[i] < batch.tokens, "a given row is not in the batch");
 }
 
 void Model::begin(const tandem_batch& batch) {
@@ -154,6 +156,12 @@ void Model::embed(int thread) {
       for (int i = 0; i < n; i++) out[i] = read_element(embedding_.data, from + i, Dtype::bf16);
     else
       for (int i = 0; i < n; i++) out[i] = read_element(embedding_.data, from + i, dtype);
+  });
+  team_.barrier();
+  if (batch_.num_given_rows == 0) return;
+  team_.divide(thread, batch_.num_given_rows, [&](int i) {
+    const float* from = batch_.given + static_cast<int64_t>(i) * n;
+    std::copy(from, from + n, x + batch_.given_rows[i] * n);
   });
   team_.barrier();
 }

@@ -33,6 +33,7 @@ from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
 from tandem.node.answers import KeptAnswers, keeps_here
 from tandem.node.cache_news import CacheNewsDesk
+from tandem.node.checks import check_submit
 from tandem.node.config import NodeConfig
 from tandem.node.live_requests import LiveRequests
 from tandem.node.loop import EngineLoop, Mailbox
@@ -454,11 +455,9 @@ class NodeService:
             raise InvalidRequest(
                 f"node {self._config.node_id} has no peers and cannot take part in a transfer"
             )
-        self._check_vocabulary(submit)
-        self._check_pooling(submit)
+        check_submit(submit, self._engine.runner.info)
         self._check_adapter(submit)
         self._check_hidden_states(submit)
-        self._check_images(submit)
         self._canary.stand_aside()
         now = self._clock()
         request = Request(
@@ -472,6 +471,7 @@ class NodeService:
             lora=submit.lora,
             media=submit.media,
             images=submit.images,
+            embeds=submit.embeds,
             transfer=submit.transfer,
             cache_peers=submit.cache_peers,
             pooling=submit.pooling,
@@ -506,31 +506,6 @@ class NodeService:
             if self._engine.tracer is not None:
                 self._end_trace(ready.request_id)
 
-    def _check_vocabulary(self, submit: Submit) -> None:
-        """A token that the model does not know would read memory that is not its own, or stop the whole step."""
-        vocabulary = self._engine.runner.info.vocab_size
-        for tokens, name in ((submit.prompt_token_ids, "prompt"), (submit.output_token_ids, "output")):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-                wrong = next(token for token in tokens if not 0 <= token < vocabulary)
-                raise InvalidRequest(
-                    f"token {wrong} of the {name} is not among the model's {vocabulary}", f"{name}_token_ids"
-                )
-
-    def _check_pooling(self, submit: Submit) -> None:
-        vectors, pooling = self._engine.runner.info.vectors, submit.pooling
-        if pooling is None:
-            if vectors is not None and not vectors.generates:
-                raise InvalidRequest("this node's model makes vectors only: ask for /v1/embeddings")
-            return
-        if vectors is None:
-            raise InvalidRequest("this node's model makes no vectors (model.pooling)")
-        if pooling.dimensions is not None and not 0 < pooling.dimensions <= vectors.size:
-            raise InvalidRequest(
-                f"dimensions: must be from 1 to {vectors.size}, not {pooling.dimensions}", "dimensions"
-            )
-        if submit.transfer is not None or submit.output_token_ids or submit.keep is not None:
-            raise InvalidRequest("a vector is made of a prompt alone, on one node")
-
     def _set_adapters(self, item: SetAdapters) -> None:
         if self._adapters is not None:
             self._adapters.serve(item.read, item.kept)
@@ -562,23 +537,6 @@ class NodeService:
                 f"node {self._config.node_id} does not have the adapter {name_of(submit.lora)!r} with the weights that the request "
                 "is for"
             )
-
-    def _check_images(self, submit: Submit) -> None:
-        """What a router has found in its own copy of the model's folder may not be what is here."""
-        if not submit.media and not submit.images:
-            return
-        rules, prompt = self._engine.runner.info.images, submit.prompt_token_ids
-        if rules is None:
-            raise InvalidRequest("this node's model reads no images")
-        end = 0
-        for feature in submit.media:
-            begin, end, before = feature.offset, feature.offset + feature.length, end
-            if not (
-                before <= begin < end <= len(prompt)
-                and 0 <= feature.image < len(submit.images)
-                and prompt[begin:end] == [rules.token_id] * feature.length
-            ):
-                raise InvalidRequest("the prompt's placeholders are not where its images are said to be")
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])

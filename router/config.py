@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from tandem.wire.embeds import MOST_BYTES
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.logs import LogFormat, LogLevel
 from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, check_fields
@@ -137,6 +138,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "of one image: it is decoded to be checked, which takes up to 10 bytes a pixel; two are at a time"
         ),
     ] = 40_000_000
+    prompt_embeds_bytes: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_BYTES)], about("of one tensor of `prompt_embeds`")
+    ] = 8 << 20
     images_per_request: Annotated[AtLeastOne, about("images in the messages of one request")] = 16
     json_depth: Annotated[AtLeastOne, about("how deep a body may nest")] = 64
     json_containers: Annotated[AtLeastOne, about("objects and arrays in its body")] = 100_000
@@ -340,6 +344,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "header and in the log, `refuse` answers 400. Internals are always refused"
         ),
     ] = UnknownFields.IGNORE
+    prompt_embeds: Annotated[
+        bool,
+        about(
+            "completions may have tensors in the place of prompts ([api](api.md#prompts-as-embeddings)): a client then says what the model computes "
+            "with, and not only what it reads"
+        ),
+    ] = False
     sampling_defaults: Annotated[
         SamplingDefaults,
         about(

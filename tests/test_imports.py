@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "machine",
         "wire.adapters",
         "wire.errors",
+        "wire.embeds",
         "wire.images",
         "wire.kv_events",
         "wire.nodes",

@@ -8,6 +8,7 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     sampling    how a request wants its tokens chosen
     adapters    what a LoRA adapter is called by all processes
     images      how many placeholder tokens an image takes, and where they stand
+    embeds      prompts of rows that stand in the place of tokens' embeddings
     pooling     how a model's hidden states become one vector
     nodes       who is in the cluster: identity, role, epoch, addresses
     requests    router -> node (Submit, Cancel, Ping) and node -> router (TokenBatch, NodeStatus, Holding)

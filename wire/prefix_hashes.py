@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import xxhash
@@ -32,14 +33,15 @@ def beside_media(parent: int, keys: Sequence[str]) -> int:
 def hashes_with_media(
     token_ids: Sequence[int], block_size: int, parent: int, media: Sequence[MediaFeature]
 ) -> list[int]:
-    """As `block_hashes`, of a prompt with images."""
+    """As `block_hashes`, of a prompt with images, or of rows in the place of tokens."""
     hashes: list[int] = []
+    ends = [each.offset + each.length for each in media]
+    begins = [each.offset for each in media]
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         end = start + block_size
         keys = [
             f"media:{each.identifier}:{each.offset}"
-            for each in media
-            if each.offset < end and each.offset + each.length > start
+            for each in media[bisect_right(ends, start) : bisect_left(begins, end)]
         ]
         hashes += block_hashes(
             token_ids[start:end], block_size, beside_media(parent, keys) if keys else parent

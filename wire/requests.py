@@ -13,6 +13,7 @@ import enum
 
 import msgspec
 
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import WireError
 from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import NodeState, PeerAddress, Role
@@ -63,7 +64,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     priority: int = 0  # lower runs first, under the priority policy
     cache_salt: str | None = None
     lora: str | None = None  # its adapter's identity: wire.adapters
-    media: list[MediaFeature] = []  # where images stand in the prompt, in order
+    media: list[MediaFeature] = []  # where images stand in the prompt, in order; or its `embeds`
     images: list[bytes] = []  # their files
     trace: bool = False  # send a NodeTrace when it is over
     keep: KeepAnswer | None = None
@@ -71,6 +72,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     pooling: Pooling | None = None  # a vector of the prompt is wanted, and no token
     job_id: str | None = None  # the agent's work that it is a turn of, unlike that of any other tenant
     is_last_step: bool = False  # of that job: no further turn follows
+    embeds: PromptEmbeds | None = None  # in the place of the whole prompt's tokens
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -22,6 +22,7 @@ import os
 import struct
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -38,7 +39,7 @@ _ROOT_BYTES = 32
 
 
 class Media(Protocol):
-    """A run of placeholder tokens that stands for an image or a sound."""
+    """A run of placeholder tokens that stands for other content: a part of an image, or rows in the place of embeddings."""
 
     @property
     def identifier(self) -> str:
@@ -61,7 +62,9 @@ class HashedContent(Protocol):
     @property
     def lora(self) -> str | None: ...
     @property
-    def media(self) -> Sequence[Media]: ...
+    def media(self) -> Sequence[Media]:
+        """In the prompt's order; no two share a token."""
+        ...
 
 
 def extra_keys(request: HashedContent, start: int, end: int) -> tuple[ExtraKey, ...]:
@@ -69,9 +72,11 @@ def extra_keys(request: HashedContent, start: int, end: int) -> tuple[ExtraKey, 
     keys: list[ExtraKey] = []
     if request.lora is not None:
         keys.append(("lora", _utf8(request.lora)))
-    for media in request.media:
-        if media.offset < end and media.offset + media.length > start:
-            keys.append(("media", _utf8(media.identifier), media.offset))
+    for place in range(bisect_right(request.media, start, key=_end_of), len(request.media)):
+        media = request.media[place]
+        if media.offset >= end:
+            break
+        keys.append(("media", _utf8(media.identifier), media.offset))
     if start == 0 and request.cache_salt is not None:
         keys.append(("salt", _utf8(request.cache_salt)))
     return tuple(keys)
@@ -145,6 +150,10 @@ def make_block_hasher(algorithm: HashAlgorithm, block_size: int, seed: str | Non
     else:
         root = digest(cbor2.dumps(seed, canonical=True) if in_cbor else _utf8(seed))
     return (CborBlockHasher if in_cbor else BlockHasher)(block_size, digest, root)
+
+
+def _end_of(media: Media) -> int:
+    return media.offset + media.length
 
 
 def _sha256(content: bytes) -> bytes:

@@ -163,6 +163,7 @@ def load_runner(
         head_dim=plan.head_dim,
         groups=plan.all_groups,
         num_blocks=num_blocks,
+        embed_size=loaded.embed_size,
         images=loaded.tower.rules if loaded.tower is not None else None,
         vectors=VectorModel(pooling, loaded.vector_size, loaded.generates) if pooling is not None else None,
     )

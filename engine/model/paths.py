@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ class LoadedModel:
     beside_cache: Callable[[ForwardShape, int], int] | None = None
     states: StateLayout | None = None  # what layers keep of a request that do not attend
     vector_size: int = 0  # numbers in a hidden state
+    embed_size: int = 0  # numbers in a token's embedding, where other rows may stand in its place
     generates: bool = True  # False: its checkpoint has no head, so its logits mean nothing
     adapters: AdapterSlots | None = None  # None: none are served
     tower: VisionTower | None = None  # None: it reads no images
@@ -118,6 +120,7 @@ def load_native(
         dtype,
         use_cache,
         vector_size=plain.hidden_size,
+        embed_size=plain.hidden_size,
         generates=forward.generates,
     )
 
@@ -267,6 +270,7 @@ def load_general(
         on_device,
         layout,
         vector_size=int(model.config.get_text_config().hidden_size),
+        embed_size=_embed_size(model) if shard is None else 0,  # other ranks see tokens alone
         generates=generates,
         adapters=adapters,
         tower=find_tower(source, model, threads),
@@ -278,6 +282,14 @@ def _observed(source: ModelSource, model: PreTrainedModel, numbers: Sequence[int
     from tandem.engine.model.hidden_states import ObservedLayers
 
     return ObservedLayers(source.name, model, numbers) if numbers else None
+
+
+def _embed_size(model: Any) -> int:
+    """0 where a model must know a prompt's tokens, whatever stands in the place of their embeddings."""
+    asks_tokens = bool(getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0))
+    if asks_tokens or "inputs_embeds" not in inspect.signature(model.forward).parameters:
+        return 0
+    return int(getattr(model.get_input_embeddings(), "embedding_dim", 0))
 
 
 def _refuse_adapters(source: ModelSource, parts: ModelParts) -> None:

@@ -38,6 +38,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tokenizer: str = ""
     vectors: VectorModel | None = None  # None: it makes none
     images: ImageRules | None = None  # None: it reads none
+    embed_size: int = 0  # numbers in what may stand in the place of a token's embedding; 0: nothing may
 
     @property
     def keeps_tokens(self) -> bool:

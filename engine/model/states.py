@@ -33,6 +33,8 @@ class RequestRows:
         self.tokens: IntArray = np.zeros((capacity, max_tokens), np.int32)
         self.num_tokens: IntArray = np.zeros(capacity, np.int32)
         self.num_prompt_tokens: IntArray = np.zeros(capacity, np.int32)
+        # The first so many tokens are placeholders of rows: nothing that was said.
+        self.num_unsaid: IntArray = np.zeros(capacity, np.int32)
         self.num_computed: IntArray = np.zeros(capacity, np.int32)
         # A number for each time that a request got a row: who keeps it can tell later whether the row is still its.
         self.tenancies: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
@@ -67,6 +69,7 @@ class RequestRows:
         self.tokens[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
+        self.num_unsaid[row] = 0
         self._num_added += 1
         self.tenancies[row] = self._num_added
         self._clear_tables(row)
@@ -104,7 +107,7 @@ class RequestRows:
 
     def _grow(self) -> None:
         old = len(self.num_tokens)
-        for name in ("tokens", "num_tokens", "num_prompt_tokens", "num_computed", "tenancies"):
+        for name in ("tokens", "num_tokens", "num_prompt_tokens", "num_unsaid", "num_computed", "tenancies"):
             setattr(self, name, _doubled(getattr(self, name)))
         self.tables = [_doubled(table) for table in self.tables]
         self._num_blocks = [_doubled(counts) for counts in self._num_blocks]

@@ -23,7 +23,7 @@ from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
 from tandem.engine.model.started import PromptPiece, SampledTokens, StepOnDevice
 from tandem.engine.model.states import RequestRows
-from tandem.engine.model.vision.rows import ImageRows
+from tandem.engine.model.vision.rows import ImageRows, rows_of
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.masks import GrammarMasks
@@ -47,6 +47,7 @@ class _Preempted:
     pooling: Pooling | None
     lora: str | None
     media: Sequence[MediaFeature]
+    embeds: torch.Tensor | None
     num_prompt_tokens: int
 
 
@@ -210,7 +211,7 @@ class TorchRunner:
             self._pooler.set(row, new.pooling)
             self._want_states(row, new.sampling)
             self._set_lora(row, new.lora)
-            self._images.set(row, new.media)
+            self._set_rows(row, new.media, rows_of(new.embeds))
         cached = step.cached_reqs
         for req_id, num_computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -233,7 +234,7 @@ class TorchRunner:
         self._pooler.set(row, kept.pooling)
         self._want_states(row, kept.sampling)
         self._set_lora(row, kept.lora)
-        self._images.set(row, kept.media)
+        self._set_rows(row, kept.media, kept.embeds)
         self._prompt_logprobs.pop(req_id, None)
         return row
 
@@ -243,6 +244,7 @@ class TorchRunner:
             self._pooler.pooling(row),
             self._loras.get(row),
             self._images.media(row),
+            self._images.embeds(row),
             int(self._requests.num_prompt_tokens[row]),
         )
 
@@ -255,6 +257,11 @@ class TorchRunner:
             self._loras[row] = identity
         else:
             self._loras.pop(row, None)
+
+    def _set_rows(self, row: int, media: Sequence[MediaFeature], embeds: torch.Tensor | None) -> None:
+        self._images.set(row, media, embeds)
+        if embeds is not None:
+            self._requests.num_unsaid[row] = embeds.shape[0]
 
     def _with_adapters(self, batch: Batch, scheduled: ScheduledTokens) -> Batch:
         """The batch with the slot of each row's adapter, where any has one."""

@@ -113,7 +113,7 @@ class TransformersForward:
         return self.adapted.step(slots, used) if self.adapted is not None else nullcontext()
 
     def _embeddings(self, batch: Batch) -> torch.Tensor:
-        """The tokens', and in the place of placeholders what the vision tower made."""
+        """The tokens', and in the place of placeholders what the vision tower made, or what requests brought."""
         embed: Any = self._model.get_input_embeddings()
         rows: torch.Tensor = embed(batch.token_ids)
         if batch.image_rows is not None and batch.image_states is not None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.kvtransfer.base import ConnectorMetadata
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import TandemError
 from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import Pooling
@@ -34,7 +35,8 @@ class NewRequestData:
     num_computed_tokens: int  # before this step
     lora: str | None = None
     pooling: Pooling | None = None  # its vector is wanted, and no token
-    media: Sequence[MediaFeature] = ()
+    media: Sequence[MediaFeature] = ()  # parts of its images
+    embeds: PromptEmbeds | None = None
 
 
 @dataclasses.dataclass(slots=True)

@@ -295,7 +295,8 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             lora=request.lora,
             pooling=request.pooling,
-            media=request.media,
+            media=request.media if request.images else (),
+            embeds=request.embeds,
         )
 
     def _advance(self, step: StepPlan) -> None:
@@ -307,7 +308,7 @@ class Scheduler:
             if left > 0:
                 of_prompts += min(left, num_tokens)
             request.num_computed_tokens += num_tokens
-            if encoded is not None and request.media:
+            if encoded is not None and request.images:
                 encoded.passed(request)
         self._state.totals.prompt_tokens_computed += of_prompts
 

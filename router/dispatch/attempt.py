@@ -122,6 +122,7 @@ def submit_of(
         lora=spec.lora,
         media=spec.media,
         images=spec.images,
+        embeds=spec.embeds,
         trace=spec.trace is not None,
         keep=keep,
         cache_peers=cache_peers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.router.tracing.trace import RequestTrace
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams
@@ -25,8 +26,9 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     priority: int = 0
     cache_salt: str | None = None
     lora: str | None = None  # the adapter's identity: wire.adapters
-    media: list[MediaFeature] = []  # where images stand in the prompt
+    media: list[MediaFeature] = []  # where images stand in the prompt; or its `embeds`
     images: list[bytes] = []  # their files
+    embeds: PromptEmbeds | None = None  # in the place of the whole prompt's tokens
     session: str | None = None
     job_id: str | None = None  # the agent's work that it is a turn of, unlike that of any other tenant
     is_last_step: bool = False  # of that job

@@ -154,6 +154,11 @@ def inputs_size(plan: GenerationPlan) -> int:
     return (
         TOKEN_BYTES * plan.prompt_tokens
         + sum(map(len, plan.specs[0].images))
+        + sum(
+            len(embeds.data)
+            for spec in plan.specs[:: plan.choices_per_prompt]
+            if (embeds := spec.embeds) is not None
+        )
         + sum(map(len, plan.prompt_texts))
         + SEQUENCE_BYTES * len(plan.specs)
         + len(sampling.grammar or "")

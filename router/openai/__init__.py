@@ -2,6 +2,7 @@
 
 fields, chat_request, completion_request, vector_request, prompts
                what may be asked
+prompt_embeds  prompts as tensors, read from their files without torch or an unpickler
 checking, sampling, grammar, chat_prompt   from JSON to a checked request, and what crosses several fields
 sampling_defaults  the model's own sampling, for a request that does not say
 constraint     the one grammar that a request's fields add up to

@@ -52,7 +52,7 @@ def _choice(
         "finish_reason": "length" if plan.only_echo else one.choice.finish_reason,
     }
     if plan.return_token_ids:
-        choice |= {"prompt_token_ids": plan.prompts[prompt], "token_ids": one.choice.token_ids}
+        choice |= {"prompt_token_ids": plan.shown_prompt(prompt), "token_ids": one.choice.token_ids}
     if plan.prompt_logprobs is not None:
         found = one.choice.life.prompt_logprobs or []
         choice["prompt_logprobs"] = prompt_logprobs(
@@ -134,7 +134,7 @@ class CompletionStream:
             return {}
         shown: dict[str, Any] = {"token_ids": delta.token_ids}
         if first:
-            shown["prompt_token_ids"] = self._plan.prompts[choice.index // self._plan.choices_per_prompt]
+            shown["prompt_token_ids"] = self._plan.shown_prompt(choice.index // self._plan.choices_per_prompt)
         return shown
 
     def closing(self) -> bytes:

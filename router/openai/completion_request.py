@@ -7,14 +7,15 @@ from typing import Annotated
 from msgspec import Meta
 
 from tandem.router.openai.fields import Choices, SamplingFields
-from tandem.router.openai.prompts import Prompts
+from tandem.router.openai.prompts import GivenEmbeds, Prompts
 
 CompletionLogprobs = Annotated[int, Meta(ge=0, le=20)]
 CompletionMaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1, description="0 only with echo")]
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    prompt: Prompts
+    prompt: Prompts | None = None
+    prompt_embeds: GivenEmbeds | None = None
     max_tokens: CompletionMaxTokens | None = None
     logprobs: CompletionLogprobs | None = None
     echo: bool | None = None

@@ -18,7 +18,8 @@ from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.constraint import chat_grammar, completion_grammar, grammar_of_tokens
 from tandem.router.openai.fields import SamplingFields
-from tandem.router.openai.prompts import PromptTooLong, encoded, prompt_ids, prompts_of
+from tandem.router.openai.prompt_embeds import embeds_of
+from tandem.router.openai.prompts import PromptTooLong, encoded, prompt_ids, prompts_of, truncated
 from tandem.router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
 from tandem.router.openai.sampling_defaults import defaults_of
 from tandem.router.text.chat_template import ChatTemplate
@@ -26,6 +27,7 @@ from tandem.router.text.special_text import SpecialTextGuard
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.trace import RequestTrace
 from tandem.wire.adapters import identity_of
+from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.errors import InvalidRequest, UnknownModel
 from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import VectorModel
@@ -165,6 +167,10 @@ class GenerationPlan(msgspec.Struct, frozen=True):
             for choice in choices
         )
 
+    def shown_prompt(self, index: int) -> list[int]:
+        """One prompt's tokens, as far as it has any."""
+        return [] if self.specs[index * self.choices_per_prompt].embeds is not None else self.prompts[index]
+
     @property
     def prompt_tokens(self) -> int:
         return sum(len(prompt) for prompt in self.prompts)
@@ -186,10 +192,11 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens: must be at least 1, unless echo is set", "max_tokens")
     _check_stream_options(request)
-    prompts = prompts_of(request.prompt, "prompt")
-    _check_counts(len(prompts), best_of, model.config)
-    token_ids = [
-        _truncated(
+    embeds = await embeds_of(request, model.config)
+    prompts = prompts_of(request.prompt, "prompt") if embeds is None else []
+    _check_counts(len(prompts if embeds is None else embeds), best_of, model.config)
+    token_ids = [[PLACEHOLDER] * each.count for each in embeds or ()] + [
+        truncated(
             await prompt_ids(
                 prompt,
                 "prompt",
@@ -197,9 +204,9 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
                 _context_for(request, model),
                 special=request.add_special_tokens is not False,
             ),
-            request,
+            request.truncate_prompt_tokens,
             max_tokens,
-            model,
+            model.max_model_len,
         )
         for prompt in prompts
     ]
@@ -210,7 +217,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
         model,
         caller,
         token_ids,
-        [await _echo_text(prompt, model) if echo else "" for prompt in prompts],
+        [await _echo_text(prompt, model) if echo else "" for prompt in prompts or token_ids],
         max_tokens,
         n=n,
         best_of=best_of,
@@ -219,6 +226,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
         show_logprobs=shows,
         grammar=await completion_grammar(request),
         bad_words=await bad_word_ids(request.bad_words, model.tokenizer),
+        embeds=embeds,
     )
 
 
@@ -306,7 +314,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     max_tokens = (
         request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     )
-    token_ids = _truncated(token_ids, request, max_tokens, model)
+    token_ids = truncated(token_ids, request.truncate_prompt_tokens, max_tokens, model.max_model_len)
     media: list[MediaFeature] = []
     if model.images is not None and images.files:
         media = model.images.features(token_ids, images)
@@ -351,6 +359,7 @@ def _plan(
     tools: ToolSchemas | None = None,
     grammar: str | None = None,
     bad_words: list[list[int]],
+    embeds: list[PromptEmbeds] | None = None,
 ) -> GenerationPlan:
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest("prompt_logprobs: not with stream", "prompt_logprobs")
@@ -371,7 +380,9 @@ def _plan(
     job_id = caller.job_id if is_turn else None
     reads_calls = answer_format is not None and answer_format.call_writing is not None
     sampling: SamplingParams | None = None
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
+        rows = embeds[place] if embeds is not None else None
+        features = rows.features() if rows is not None else media or []
         # Without a node there is no context to check against; the dispatcher says that there is none.
         room = context - len(prompt) if context is not None else max_tokens or DEFAULT_COMPLETION_TOKENS
         _check_context(request, len(prompt), max_tokens, context)
@@ -401,8 +412,9 @@ def _plan(
                     priority=caller.priority(request.priority),
                     cache_salt=caller.cache_salt(request.cache_salt),
                     lora=model.adapter_of(request.model),
-                    media=media or [],
+                    media=features,
                     images=images or [],
+                    embeds=rows,
                     session=caller.session,
                     job_id=job_id,
                     is_last_step=caller.is_last_step,
@@ -476,23 +488,6 @@ def _check_counts(prompts: int, choices: int, config: RouterConfig) -> None:
 def _check_stream_options(request: SamplingFields) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options: only with stream", "stream_options")
-
-
-def _truncated(
-    token_ids: list[int], request: SamplingFields, max_tokens: int | None, model: ServedModel
-) -> list[int]:
-    """The prompt's end, as long as the request wants it at most."""
-    keep, context = request.truncate_prompt_tokens, model.max_model_len
-    if keep is None or (keep == -1 and context is None):
-        return token_ids
-    if keep == -1 and context is not None:
-        keep = context - max(1, max_tokens or 1)
-    if keep < 1:
-        raise InvalidRequest(
-            "truncate_prompt_tokens: must be at least 1, or -1 with max_tokens that leave room for a prompt",
-            "truncate_prompt_tokens",
-        )
-    return token_ids[-keep:]
 
 
 def _context_for(request: SamplingFields, model: ServedModel) -> int | None:

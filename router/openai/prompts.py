@@ -14,6 +14,9 @@ PromptTokens = Annotated[list[TokenId], Meta(min_length=1)]
 # A string, a list of strings, one list of token ids, or several: `prompts_of` tells them apart.
 Prompts = str | Annotated[list[str | TokenId | PromptTokens], Meta(min_length=1)]
 
+# Base64 of a tensor's file, or several: `prompt_embeds` reads them.
+GivenEmbeds = str | Annotated[list[str], Meta(min_length=1)]
+
 
 class PromptTooLong(ContextLengthExceeded):
     def __init__(self, message: str, param: str) -> None:
@@ -21,8 +24,10 @@ class PromptTooLong(ContextLengthExceeded):
         self.param = param
 
 
-def prompts_of(given: Prompts, param: str) -> list[str | list[int]]:
+def prompts_of(given: Prompts | None, param: str) -> list[str | list[int]]:
     """One entry per prompt: text, or token ids. Raises InvalidRequest for a mixture."""
+    if given is None:
+        raise InvalidRequest(f"{param}: is missing", param)
     if isinstance(given, str):
         return [given]
     if all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
@@ -59,3 +64,20 @@ async def encoded(
             param,
         )
     return await tokenizer.encode_async(text, special=special)
+
+
+def truncated(
+    token_ids: list[int], keep: int | None, max_tokens: int | None, context: int | None
+) -> list[int]:
+    """The prompt's end: its last `keep` tokens at most, which the request calls `truncate_prompt_tokens`; with -1 as many as leave room for
+    an answer."""
+    if keep is None or (keep == -1 and context is None):
+        return token_ids
+    if keep == -1 and context is not None:
+        keep = context - max(1, max_tokens or 1)
+    if keep < 1:
+        raise InvalidRequest(
+            "truncate_prompt_tokens: must be at least 1, or -1 with max_tokens that leave room for a prompt",
+            "truncate_prompt_tokens",
+        )
+    return token_ids[-keep:]

@@ -85,6 +85,7 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
         ["--speculative-config", '{"model": "a/small", "num_speculative_tokens": 2}'],
         {"scheduler.num_speculative_tokens": 2, "model.draft": "a/small"},
     ),
+    (["--enable-prompt-embeds"], {"router.prompt_embeds": True}),
     (["--disable-log-requests", "--disable-log-stats", "--enable-metrics"], {}),
     (["--otlp-traces-endpoint", "http://c:4318"], {"router.tracing.otlp_endpoint": "http://c:4318"}),
 ]

@@ -19,6 +19,7 @@ from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, TierConfig, TransferConfig, TransferStats
 from tandem.kvtransfer.multi import create_connector
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers, KVTransferParams, TransferRole
@@ -130,6 +131,7 @@ class OneEngine:
         lora: str | None = None,
         media: Sequence[MediaFeature] = (),
         images: Sequence[bytes] = (),
+        embeds: PromptEmbeds | None = None,
         sampling: SamplingParams | None = None,
     ) -> None:
         sampling = sampling or SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
@@ -141,8 +143,9 @@ class OneEngine:
             transfer=transfer,
             cache_peers=cache_peers,
             lora=lora,
-            media=media,
+            media=embeds.features() if embeds is not None else media,
             images=images,
+            embeds=embeds,
             block_hasher=self.engine.scheduler.block_hasher,
         )
         self.engine.add_request(request)
@@ -191,6 +194,7 @@ def hand_over(
     media: Sequence[MediaFeature] = (),
     images: Sequence[bytes] = (),
     sampling: SamplingParams | None = None,
+    embeds: PromptEmbeds | None = None,
 ) -> list[int]:
     """What `consumer` answers to a prompt that `producer` reads. Returns when nothing of it is held any more."""
     assert producer.address
@@ -200,7 +204,17 @@ def hand_over(
     produce = KVTransferParams(f"t-{name}", TransferRole.PRODUCE, consumer.address)
     tokens: list[int] = []
     first: list[int] = []
-    consumer.add(name, prompt, count, consume, lora=loras[1], media=media, images=images, sampling=sampling)
+    consumer.add(
+        name,
+        prompt,
+        count,
+        consume,
+        lora=loras[1],
+        media=media,
+        images=images,
+        embeds=embeds,
+        sampling=sampling,
+    )
     consumer.run(name, tokens, until)
     producer.add(
         name,
@@ -210,6 +224,7 @@ def hand_over(
         lora=loras[0],
         media=media,
         images=images,
+        embeds=embeds,
         sampling=one_token(sampling),
     )
     while not consumer.run(name, tokens, until):

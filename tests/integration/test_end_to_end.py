@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 from collections.abc import Iterator
@@ -11,8 +12,12 @@ from typing import Any
 
 import httpx
 import jsonschema
+import msgspec
 import psutil
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
 
 from tandem.cluster.trace.account import a_step, first_token_s, handover, way_to_first_token
 from tandem.cluster.trace.command import TraceClient
@@ -85,7 +90,9 @@ def assert_same(answers: list[tuple[str, str]], expected: list[ExpectedAnswer]) 
 @pytest.fixture(scope="module")
 def server(deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
     """One prefill node and one decode node. `expected` is asked for first: it wants both cores."""
-    with deploy(float32_config(smollm2_path, prefill=1, decode=1)) as running:
+    config = float32_config(smollm2_path, prefill=1, decode=1)
+    router = msgspec.structs.replace(config.router, prompt_embeds=True)
+    with deploy(msgspec.structs.replace(config, router=router)) as running:
         yield running
 
 
@@ -290,3 +297,52 @@ def test_other_shapes_give_the_same_tokens(
         else:
             assert server.counters("decode")["prompt_tokens_computed"] == 0
             assert all(node["counters"]["prompt_tokens_computed"] > 0 for node in server.nodes("prefill"))
+
+
+class TestPromptsAsEmbeddings:
+    def test_the_answers_are_those_of_their_tokens_with_and_without_a_cached_prefix(
+        self, server: RunningDeployment, smollm2_path: Path, expected: list[ExpectedAnswer]
+    ) -> None:
+        server.until_quiet()
+        before = server.counters("decode")
+        some = [item for item in expected if len(item.prompt) in (5, 33, 200)]
+        rows = embeddings(smollm2_path, [item.prompt for item in some])
+        for _ in range(2):
+            answers = [ask_with(server, each).raise_for_status().json()["choices"][0] for each in rows]
+            assert_same([(each["text"], each["finish_reason"]) for each in answers], some)
+        together = ask_with(server, rows).raise_for_status().json()["choices"]
+        assert_same([(each["text"], each["finish_reason"]) for each in together], some)
+        server.until_quiet()
+        after = server.counters("decode")
+        assert after["prompt_tokens_computed"] == before["prompt_tokens_computed"]
+        assert after["prompt_tokens_cached"] - before["prompt_tokens_cached"] >= 2 * (32 + 192)
+
+    @pytest.mark.parametrize(
+        ("rows", "why"),
+        [
+            (torch.zeros(4, 64), "rows of this model have 576 numbers, not 64"),
+            (torch.full((4, 576), torch.nan), "infinite, or none (NaN)"),
+            (torch.zeros(4, 576).double(), "must be of type float32"),
+        ],
+    )
+    def test_what_does_not_fit_the_model_is_the_clients_mistake(
+        self, server: RunningDeployment, rows: torch.Tensor, why: str
+    ) -> None:
+        answer = ask_with(server, encoded(rows))
+        assert answer.status_code == 400, answer.text
+        assert why in answer.json()["error"]["message"]
+
+
+def encoded(rows: torch.Tensor) -> str:
+    return base64.b64encode(save({"rows": rows})).decode()
+
+
+def embeddings(model: Path, prompts: list[list[int]]) -> list[str]:
+    with safe_open(model / "model.safetensors", framework="pt") as tensors:
+        table = tensors.get_tensor("model.embed_tokens.weight")
+    return [encoded(table[prompt]) for prompt in prompts]
+
+
+def ask_with(server: RunningDeployment, rows: str | list[str]) -> httpx.Response:
+    body = {"model": server.model, "prompt_embeds": rows, "max_tokens": NEW_TOKENS, "temperature": 0}
+    return server.http.post("/v1/completions", json=body)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from tandem.node.loop import Mailbox
 from tandem.node.service import NodeService
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.adapters import identity_of
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import InvalidLogits, NodeLost
 from tandem.wire.images import MediaFeature, TiledImages
 from tandem.wire.lines import Position
@@ -138,7 +140,7 @@ class Node:
             Submit(
                 request_id=request_id,
                 reply_to=ROUTER,
-                prompt_token_ids=[10 + i % 1000 for i in range(prompt)],
+                prompt_token_ids=fields.pop("prompt_token_ids", [10 + i % 1000 for i in range(prompt)]),
                 sampling=sampling,
                 timeout_s=timeout_s,
                 **fields,
@@ -611,5 +613,64 @@ def test_a_node_takes_a_routers_word_for_no_placeholder(fields: dict, why: str) 
         assert chunk.error is not None
         assert chunk.error.code == "invalid_request"
         assert why in chunk.error.message
+    finally:
+        node.service.stop()
+
+
+ROWS = PromptEmbeds("float32", 2, np.arange(36, dtype="<f4").tobytes())
+
+
+def rows_with(number: float, dtype: str = "float32") -> PromptEmbeds:
+    rows = np.zeros(36, "<f4")
+    rows[20] = number
+    # The upper half of a float32 is the bfloat16.
+    data = (
+        rows.view("<u2")[1::2] if dtype == "bfloat16" else rows.astype("<f2" if dtype == "float16" else "<f4")
+    )
+    return PromptEmbeds(dtype, 2, data.tobytes())
+
+
+@pytest.mark.parametrize(
+    ("embeds", "fields", "why"),
+    [
+        (PromptEmbeds("float32", 3, ROWS.data), {}, "rows of this model have 2 numbers, not 3"),
+        (PromptEmbeds("float64", 2, ROWS.data), {}, "rows of this model"),
+        (PromptEmbeds("float32", 2, ROWS.data[:-1]), {}, "rows of this model"),
+        (PromptEmbeds("float32", 2, b""), {}, "rows of this model"),
+        (rows_with(float("nan")), {}, "infinite, or none"),
+        (rows_with(float("-inf")), {}, "infinite, or none"),
+        (rows_with(float("nan"), "bfloat16"), {}, "infinite, or none"),
+        (rows_with(float("inf"), "float16"), {}, "infinite, or none"),
+        (ROWS, {"prompt_token_ids": [0] * 17}, "not what its rows are called"),
+        (ROWS, {"prompt_token_ids": [0] * 17 + [1]}, "not what its rows are called"),
+        (ROWS, {"media": []}, "not what its rows are called"),
+        (ROWS, {"media": rows_with(1.0).features()}, "not what its rows are called"),
+        (ROWS, {"images": [b""]}, "only tokens follow"),
+        (ROWS, {"sampling": SamplingParams(prompt_logprobs=1)}, "only tokens follow"),
+        (ROWS, {"size": 0}, "takes tokens alone"),
+    ],
+)  # fmt: skip
+def test_a_node_takes_a_routers_word_for_no_row(embeds: PromptEmbeds, fields: dict, why: str) -> None:
+    node = Node(DecodeRules(Role.DECODE))
+    node.runner.info = msgspec.structs.replace(node.runner.info, embed_size=fields.pop("size", 2))
+    called = embeds.features() if embeds.is_whole else []
+    try:
+        node.submit(**({"prompt_token_ids": [0] * 18, "media": called, "embeds": embeds} | fields))
+        (chunk,) = node.outgoing.until_finished("r")
+        assert chunk.error is not None
+        assert chunk.error.code == "invalid_request"
+        assert why in chunk.error.message
+    finally:
+        node.service.stop()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_node_takes_rows_that_fit(dtype: str) -> None:
+    node = Node(DecodeRules(Role.DECODE))
+    node.runner.info = msgspec.structs.replace(node.runner.info, embed_size=2)
+    embeds = rows_with(-65000.0, dtype)
+    try:
+        node.submit(prompt_token_ids=[0] * 18, media=embeds.features(), embeds=embeds)
+        assert node.outgoing.until_finished("r")[-1].error is None
     finally:
         node.service.stop()

@@ -188,7 +188,8 @@ class NativeLlamaForward:
         native, model, layers = self._native, self._model, self._architecture.layers
         # The library keeps the pointers until the step's last call, so what they lead to must outlive this line.
         wanted = last_rows(batch)
-        step = step_batch(batch, self._groups, wanted)
+        given = given_rows(batch, self._dtype, self._architecture.hidden)
+        step = step_batch(batch, self._groups, wanted, given)
         checked(native.tandem_begin(model, step))
         if hooks is None:
             checked(native.tandem_run_layers(model, 0, layers))
@@ -217,7 +218,7 @@ class NativeLlamaForward:
                 )
             )
             self._hidden = found
-        del step
+        del step, given
         return logits
 
     @property
@@ -263,8 +264,20 @@ def last_rows(batch: Batch) -> torch.Tensor:
     return torch.from_numpy(np.union1d(batch.logit_rows.numpy(), batch.hidden_rows.numpy()))
 
 
-def step_batch(batch: Batch, groups: int, rows: torch.Tensor | None = None) -> library.StepBatch:
-    """Points into the batch's tensors, and into `rows`, if others leave the last layer than `logit_rows`: all must outlive the step."""
+def given_rows(batch: Batch, dtype: torch.dtype, hidden: int) -> torch.Tensor | None:
+    """What stands in the place of tokens' embeddings, as precise as these are."""
+    if batch.image_states is None:
+        return None
+    if batch.image_states.shape[-1] != hidden:
+        raise InternalError(f"rows of {batch.image_states.shape[-1]} numbers for a model of {hidden}")
+    return batch.image_states.to(dtype).float().contiguous()
+
+
+def step_batch(
+    batch: Batch, groups: int, rows: torch.Tensor | None = None, given: torch.Tensor | None = None
+) -> library.StepBatch:
+    """Points into the batch's tensors, into `rows`, if others leave the last layer than `logit_rows`, and into `given`, which stands in the
+    place of some embeddings: all must outlive the step."""
     rows = batch.logit_rows if rows is None else rows
     tables = batch.block_tables
     if len(tables) != groups:
@@ -282,6 +295,11 @@ def step_batch(batch: Batch, groups: int, rows: torch.Tensor | None = None) -> l
         block_table_strides=(c_int64 * groups)(*(table.stride(0) for table in tables)),
         logit_rows=rows.data_ptr(),
         num_logit_rows=rows.shape[0],
+        given_rows=batch.image_rows.data_ptr()
+        if given is not None and batch.image_rows is not None
+        else None,
+        given=given.data_ptr() if given is not None else None,
+        num_given_rows=given.shape[0] if given is not None else 0,
     )
 
 

@@ -42,7 +42,11 @@ def edit_logits(
             history = requests.tokens[row]
             for word in params.bad_words:
                 start = position - len(word) + 1
-                if word and start >= 0 and history[start:position].tolist() == word[:-1]:
+                if (
+                    word
+                    and start >= requests.num_unsaid[row]
+                    and history[start:position].tolist() == word[:-1]
+                ):
                     banned.append(word[-1])
         banned = [token for token in banned if 0 <= token < vocab]
         if banned:
@@ -62,7 +66,7 @@ def penalize(
     vocab = logits.shape[1]
     place = np.arange(int(positions.max()))
     history = requests.tokens[rows, : len(place)].astype(np.int64)
-    known = place < positions[:, None]
+    known = (place < positions[:, None]) & (place >= requests.num_unsaid[rows][:, None])
     output = known & (place >= requests.num_prompt_tokens[rows][:, None])
     # Where each token of the histories stands in the logits, taken as one run of numbers.
     index = which[:, None] * vocab + history

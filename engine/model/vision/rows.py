@@ -1,4 +1,5 @@
-"""Which outputs of the vision tower the runner keeps, and where a step's rows want them.
+"""Which rows stand in the place of tokens' embeddings, and where a step wants them: outputs of the vision tower, which the runner keeps, and
+rows that a request brought with it.
 
 The scheduler says what is encoded and what is forgotten (`engine.cache.encoder_cache`), by the parts' identifiers, so that equal images are
 encoded once. A part that could not be encoded is kept as the reason: each request that comes to it ends with that.
@@ -16,6 +17,7 @@ import torch
 
 from tandem.engine.model.staging import to_device
 from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.images import MediaFeature
 
@@ -31,23 +33,34 @@ class ImageRows:
         self._device = device
         self._kept: dict[str, torch.Tensor | TandemError] = {}
         self._media: dict[int, Sequence[MediaFeature]] = {}  # by row: of requests with images
+        self._embeds: dict[
+            int, torch.Tensor
+        ] = {}  # by row: what stands in the place of the whole prompt, in host memory
 
     def __bool__(self) -> bool:
-        """Whether any request has images."""
-        return bool(self._media)
+        """Whether any request has such rows."""
+        return bool(self._media or self._embeds)
 
-    def set(self, row: int, media: Sequence[MediaFeature]) -> None:
+    def set(self, row: int, media: Sequence[MediaFeature], embeds: torch.Tensor | None = None) -> None:
         if media:
             self._media[row] = media
         else:
             self._media.pop(row, None)
+        if embeds is not None:
+            self._embeds[row] = embeds
+        else:
+            self._embeds.pop(row, None)
 
     def media(self, row: int) -> Sequence[MediaFeature]:
         return self._media.get(row, ())
 
+    def embeds(self, row: int) -> torch.Tensor | None:
+        return self._embeds.get(row)
+
     def forget_all(self) -> None:
         self._kept.clear()
         self._media.clear()
+        self._embeds.clear()
 
     def update(self, step: SchedulerOutput) -> None:
         for identifier in step.forgotten_media:
@@ -71,12 +84,20 @@ class ImageRows:
         errors: dict[str, TandemError] = {}
         rope: npt.NDArray[np.int64] | None = None
         for index, row in enumerate(scheduled.rows.tolist()):
-            media = self._media.get(row)
-            if media is None:
+            media, embeds = self._media.get(row), self._embeds.get(row)
+            if media is None and embeds is None:
                 continue
             begin, end = (int(at) for at in scheduled.query_start[index : index + 2])
             last = int(batch.host_context_lens[index])
             first = last - (end - begin)
+            if embeds is not None and first < embeds.shape[0]:
+                given = embeds[first:last]
+                if self._device.type != "cpu":
+                    given = given.pin_memory().to(self._device, non_blocking=True)
+                states.append(given)
+                rows.append(np.arange(first, min(last, embeds.shape[0])) - first + begin)
+            if media is None:
+                continue
             if media[0].columns:
                 if rope is None:
                     rope = np.tile(positions_of(batch), (3, 1))
@@ -99,6 +120,15 @@ class ImageRows:
             return batch, errors
         places = to_device(np.concatenate(rows), self._device)
         return dataclasses.replace(batch, image_rows=places, image_states=torch.cat(states)), errors
+
+
+def rows_of(embeds: PromptEmbeds | None) -> torch.Tensor | None:
+    """[rows, width], in host memory."""
+    if embeds is None:
+        return None
+    # A copy, because torch wants memory that may be written to.
+    flat = torch.frombuffer(bytearray(embeds.data), dtype=getattr(torch, embeds.dtype))
+    return flat.view(embeds.count, embeds.width)
 
 
 def rope_positions(media: Sequence[MediaFeature], begin: int, end: int) -> npt.NDArray[np.int64]:

@@ -1,0 +1,97 @@
+"""What of a request is checked against the model that is here, before anything is made of it.
+
+A router has checked it by its own copy of the model's folder, which may be another one. What passed unseen would stop a step for all of its
+requests, or be another answer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tandem.engine.model.runner import ModelInfo
+from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.requests import Submit
+
+_INFINITE_BFLOAT16 = 0x7F80  # the exponent of what is infinite, or no number
+
+
+def check_submit(submit: Submit, info: ModelInfo) -> None:
+    """Raises InvalidRequest."""
+    _check_vocabulary(submit, info)
+    _check_pooling(submit, info)
+    if submit.embeds is not None:
+        _check_embeds(submit, submit.embeds, info.embed_size)
+    elif submit.media or submit.images:
+        _check_images(submit, info)
+
+
+def _check_vocabulary(submit: Submit, info: ModelInfo) -> None:
+    """A token that the model does not know would read memory that is not its own, or stop the whole step."""
+    vocabulary = info.vocab_size
+    for tokens, name in ((submit.prompt_token_ids, "prompt"), (submit.output_token_ids, "output")):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+            raise InvalidRequest(
+                f"token {wrong} of the {name} is not among the model's {vocabulary}", f"{name}_token_ids"
+            )
+
+
+def _check_pooling(submit: Submit, info: ModelInfo) -> None:
+    vectors, pooling = info.vectors, submit.pooling
+    if pooling is None:
+        if vectors is not None and not vectors.generates:
+            raise InvalidRequest("this node's model makes vectors only: ask for /v1/embeddings")
+        return
+    if vectors is None:
+        raise InvalidRequest("this node's model makes no vectors (model.pooling)")
+    if pooling.dimensions is not None and not 0 < pooling.dimensions <= vectors.size:
+        raise InvalidRequest(
+            f"dimensions: must be from 1 to {vectors.size}, not {pooling.dimensions}", "dimensions"
+        )
+    if submit.transfer is not None or submit.output_token_ids or submit.keep is not None:
+        raise InvalidRequest("a vector is made of a prompt alone, on one node")
+
+
+def _check_images(submit: Submit, info: ModelInfo) -> None:
+    """What a router has found in its own copy of the model's folder may not be what is here."""
+    rules, prompt = info.images, submit.prompt_token_ids
+    if rules is None:
+        raise InvalidRequest("this node's model reads no images")
+    end = 0
+    for feature in submit.media:
+        begin, end, before = feature.offset, feature.offset + feature.length, end
+        if not (
+            before <= begin < end <= len(prompt)
+            and 0 <= feature.image < len(submit.images)
+            and prompt[begin:end] == [rules.token_id] * feature.length
+        ):
+            raise InvalidRequest("the prompt's placeholders are not where its images are said to be")
+
+
+def _check_embeds(submit: Submit, embeds: PromptEmbeds, size: int) -> None:
+    """Rows that do not fit, or that are no numbers, would stop the step, or poison what is found by their name."""
+    if not size:
+        raise InvalidRequest(
+            "prompt_embeds: this model takes tokens alone: it reads them again beside their embeddings, or runs on several ranks",
+            "prompt_embeds",
+        )
+    if submit.images or submit.pooling is not None or submit.sampling.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_embeds: is the whole prompt, and only tokens follow it", "prompt_embeds")
+    if not embeds.is_whole or embeds.width != size:
+        raise InvalidRequest(
+            f"prompt_embeds: rows of this model have {size} numbers, not {embeds.width}", "prompt_embeds"
+        )
+    if submit.prompt_token_ids != [PLACEHOLDER] * embeds.count or submit.media != embeds.features():
+        raise InvalidRequest("prompt_embeds: the prompt is not what its rows are called", "prompt_embeds")
+    if not _are_numbers(embeds):
+        raise InvalidRequest(
+            "prompt_embeds: some of its numbers are infinite, or none (NaN)", "prompt_embeds"
+        )
+
+
+def _are_numbers(embeds: PromptEmbeds) -> bool:
+    if embeds.dtype == "bfloat16":
+        bits = np.frombuffer(embeds.data, "<u2")
+        return not bool(((bits & _INFINITE_BFLOAT16) == _INFINITE_BFLOAT16).any())
+    return bool(np.isfinite(np.frombuffer(embeds.data, "<f4" if embeds.dtype == "float32" else "<f2")).all())
