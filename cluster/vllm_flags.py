@@ -117,15 +117,17 @@ def _speculation(values: list[str]) -> list[Assignment]:
         raise RefusedValue(f"is not a JSON object: {values[0][:80]!r}") from None
     model, count = described.pop("model", None), described.pop("num_speculative_tokens", None)
     method = described.pop("method", "draft_model" if model else "ngram")
-    if method not in ("ngram", "draft_model"):
-        raise RefusedValue(f"guesses come by `ngram` or from a `draft_model`, not by {method!r}")
+    if method not in ("ngram", "draft_model", "eagle"):
+        raise RefusedValue(
+            f"guesses come by `ngram`, from a `draft_model` or an `eagle` head, not by {method!r}"
+        )
     if described:
         raise RefusedValue(f"has {', '.join(map(repr, described))}, which nothing here reads: leave it out")
-    if method == "draft_model" and not model:
+    if method != "ngram" and not model:
         raise RefusedValue("needs `model`, which guesses")
     if count is None:
         raise RefusedValue("needs `num_speculative_tokens`")
-    draft = [("model.draft", str(model))] if method == "draft_model" else []
+    draft = [("model.draft", str(model))] if method != "ngram" else []
     return [("scheduler.num_speculative_tokens", str(count)), *draft]
 
 
@@ -245,7 +247,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(
         ("--speculative-config",),
         SettingFlag(
-            ("scheduler.num_speculative_tokens", "model.draft"), _speculation, "methods `ngram` and `draft_model`"
+            ("scheduler.num_speculative_tokens", "model.draft"), _speculation, "methods `ngram`, `draft_model` and `eagle`"
         ),
     ),
     Flag(("--num-speculative-tokens",), sets("scheduler.num_speculative_tokens")),

@@ -149,6 +149,7 @@ class Node:
             else LoadFailurePolicy.RECOMPUTE,
             trace=StepTrace(config.node_id, self._trace_file.write) if self._trace_file is not None else None,
             reads_images=info.images is not None,
+            reads_hidden=info.reads_hidden,
         )
         self._engine = Engine(
             scheduler,

@@ -34,10 +34,13 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         max_new_tokens: int,
         checkpoint_tokens: int = 1,
+        gives_up_last_block: bool = False,
     ) -> None:
+        """`gives_up_last_block`: of a prefix that is found, because hidden states before the first new token are wanted."""
         self.pool = BlockPool(num_blocks, len(groups), caching=caching)
         self.coordinator = make_coordinator(groups, self.pool)
         self._num_lookahead = num_lookahead_tokens
+        self._gives_up_last_block = gives_up_last_block
         self._max_new_tokens = max_new_tokens + num_lookahead_tokens
         self._no_blocks: Tables = [[] for _ in groups]
         # The longest that one request can become, when it has the whole pool to itself.
@@ -66,7 +69,10 @@ class KVCacheManager:
         without computing at least one there is nothing to sample from."""
         if not self.pool.caching or request.skip_reading_prefix_cache:
             return self._no_blocks, 0
-        return self.coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
+        hits, num_tokens = self.coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
+        if self._gives_up_last_block and num_tokens:
+            return self.coordinator.find_longest_hit(request.block_hashes, num_tokens - 1)
+        return hits, num_tokens
 
     def allocate_slots(
         self,

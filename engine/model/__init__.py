@@ -4,6 +4,7 @@ loading         from configuration to a runner: source, content, checkpoint, pla
                 prefault
 runner          the contracts of runner and forward pass; torch_runner keeps it: states, batching, passes, started, staging, sampling/, ngram
 batch           what the forward pass gets: rows, no requests
+eagle           guesses by a head that reads the model's hidden states; eagle_loading loads it
 draft_model     guesses by a small model beside the other; draft_loading loads it, or says why it cannot guess
 pooling, pooler which vectors the model makes, and how chunks come to one; hidden_states writes them to files, whole
 native/         the Llama family on CPUs, in C++

@@ -13,6 +13,7 @@ from tandem.engine.config import ModelConfig
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
 from tandem.engine.model.checkpoint import choose_dtype, context_length, read_config
 from tandem.engine.model.draft_model import DraftModel
+from tandem.engine.model.eagle_loading import LoadedHead, is_head, load_head
 from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.paths import ForwardShape, LoadedModel, load_general, load_native
 from tandem.engine.model.source import ModelSource, Progress, find_source
@@ -65,26 +66,28 @@ def load_draft_model(
     model: ModelConfig,
     target: ModelSource,
     plan: CachePlan,
-    vocab_size: int,
+    guessed: LoadedModel,
     device: torch.device,
     threads: int,
     progress: Progress,
     native: bool,
-) -> LoadedDraftModel:
-    """`target`, `plan` and `vocab_size` are those of the model that it guesses for. Raises ConfigurationError."""
+) -> LoadedDraftModel | LoadedHead:
+    """`target`, `plan` and `guessed` are those of the model that it guesses for. Raises ConfigurationError."""
     source = find_source(model.draft)
-    config = read_config(source)
-    for name in source.read_json("config.json").get("architectures") or ():
-        if any(part in name.lower() for part in _HEADS):
-            raise ConfigurationError(
-                f"model.draft names {source.name}, whose class is {name}: heads that read another model's hidden states are not "
-                "served. Name a small model with the same tokenizer"
-            )
     if not any(group.keeps_every_token for group in plan.groups):
         raise ConfigurationError(
             f"model.draft cannot guess for {target.name}: none of its layers keeps every token, and the draft model's keys and "
             "values lie where such a layer's do. Leave model.draft empty"
         )
+    if is_head(source):
+        return load_head(source, target, plan, guessed.vocab_size, guessed.vector_size, guessed.dtype, device)
+    config = read_config(source)
+    for name in source.read_json("config.json").get("architectures") or ():
+        if any(part in name.lower() for part in _HEADS):
+            raise ConfigurationError(
+                f"model.draft names {source.name}, whose class is {name}: of heads that read another model's hidden states "
+                "EAGLE-1's are served, whose files have fc.weight. Name one, or a small model with the same tokenizer"
+            )
     check_vocabularies(target, source)
     dtype = choose_dtype(model.dtype, source, config)
 
@@ -102,9 +105,9 @@ def load_draft_model(
         raise ConfigurationError(
             f"model.draft names {source.name}, not all of whose layers attend to every token: name another model"
         )
-    if not (source.folder / "tokenizer.json").is_file() and loaded.vocab_size != vocab_size:
+    if not (source.folder / "tokenizer.json").is_file() and loaded.vocab_size != guessed.vocab_size:
         raise ConfigurationError(
-            f"model.draft names {source.name}, which has {loaded.vocab_size} tokens, and {target.name} has {vocab_size}: a draft "
+            f"model.draft names {source.name}, which has {loaded.vocab_size} tokens, and {target.name} has {guessed.vocab_size}: a draft "
             "model needs the same tokenizer"
         )
     own_plan = plan_cache(loaded.layers, plan.block_size)

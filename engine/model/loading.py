@@ -25,6 +25,7 @@ from tandem.engine.model.checkpoint import (
 )
 from tandem.engine.model.content import ModelContent, content_of
 from tandem.engine.model.draft_loading import load_draft_model
+from tandem.engine.model.eagle import EagleHead
 from tandem.engine.model.memory import allocate_cache, size_block_pool
 from tandem.engine.model.paths import AdapterRoom, ForwardShape, load_general, load_native
 from tandem.engine.model.pooling import find_pooling
@@ -101,7 +102,7 @@ def load_runner(
     plan = plan_cache(loaded.layers, cache.block_size, loaded.states, kv_dtype)
     draft = None
     if model.draft and scheduler.num_speculative_tokens and loaded.generates:
-        draft = load_draft_model(model, source, plan, loaded.vocab_size, device, threads, tell, native)
+        draft = load_draft_model(model, source, plan, loaded, device, threads, tell, native)
     max_model_len = context_length(config, scheduler.max_model_len)
     shape = ForwardShape(scheduler.max_num_seqs, max_model_len)
     beside = 0
@@ -164,6 +165,7 @@ def load_runner(
         groups=plan.all_groups,
         num_blocks=num_blocks,
         embed_size=loaded.embed_size,
+        reads_hidden=isinstance(guesser, EagleHead),
         images=loaded.tower.rules if loaded.tower is not None else None,
         vectors=VectorModel(pooling, loaded.vector_size, loaded.generates) if pooling is not None else None,
     )

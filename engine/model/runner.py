@@ -38,6 +38,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tokenizer: str = ""
     vectors: VectorModel | None = None  # None: it makes none
     images: ImageRules | None = None  # None: it reads none
+    reads_hidden: bool = (
+        False  # tokens are guessed from hidden states: those before the first new token must be computed here
+    )
     embed_size: int = 0  # numbers in what may stand in the place of a token's embedding; 0: nothing may
 
     @property

@@ -13,6 +13,7 @@ import torch
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.batching import ScheduledTokens, UnreadTokens, build_batch
 from tandem.engine.model.draft_model import DraftModel
+from tandem.engine.model.eagle import EagleHead
 from tandem.engine.model.ngram import propose
 from tandem.engine.model.passes import cut_for_logits, hooks_of_pass
 from tandem.engine.model.pooler import PooledVector, Pooler, read_vector
@@ -67,7 +68,7 @@ class TorchRunner:
         grammars: Grammars | None = None,
         adapters: AdapterSlots | None = None,
         tower: VisionTower | None = None,
-        draft_model: DraftModel | None = None,
+        draft_model: DraftModel | EagleHead | None = None,
         hidden_states: HiddenStates | None = None,
     ) -> None:
         self._info = info
@@ -77,6 +78,7 @@ class TorchRunner:
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
         self._draft_model = draft_model  # None: guesses come from the text itself
+        self._head = draft_model if isinstance(draft_model, EagleHead) else None
         self._device = kv_cache.device
         # Drafts follow a request's tokens, even its last.
         max_tokens = info.max_model_len + num_speculative_tokens + 1
@@ -115,7 +117,7 @@ class TorchRunner:
         return self._adapters
 
     @property
-    def draft_model(self) -> DraftModel | None:
+    def draft_model(self) -> DraftModel | EagleHead | None:
         return self._draft_model
 
     @property
@@ -166,7 +168,13 @@ class TorchRunner:
                 if self._images:
                     batch, errors = self._images.placed(batch, scheduled)
                     started.errors |= errors
+                head = self._head if not scheduled.pooled else None
+                if head is not None:
+                    every = torch.arange(batch.num_tokens, device=self._device)
+                    batch = dataclasses.replace(batch, hidden_rows=every)
                 logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
+                if head is not None:
+                    head.take(self._requests, batch, scheduled, self._forward.hidden)
                 if self._states_wanted and self._hidden_states is not None:
                     self._hidden_states.take(self._states_wanted, batch, scheduled, self._requests)
                 if scheduled.pooled:

@@ -65,6 +65,7 @@ class Scheduler:
         zero_new_blocks: bool = False,
         trace: StepTrace | None = None,
         reads_images: bool = False,
+        reads_hidden: bool = False,
     ) -> None:
         """`zero_new_blocks` is for attention kernels that read past a request's last token: the runner is told
         which blocks hold something stale."""
@@ -83,6 +84,7 @@ class Scheduler:
             num_lookahead_tokens=config.num_speculative_tokens,
             max_new_tokens=config.max_num_batched_tokens,
             checkpoint_tokens=checkpoint_tokens,
+            gives_up_last_block=reads_hidden,
         )
         if not config.chunked_prefill and config.max_num_batched_tokens < kv_cache.max_request_tokens - 1:
             raise ConfigurationError(

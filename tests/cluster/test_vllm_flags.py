@@ -85,6 +85,10 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
         ["--speculative-config", '{"model": "a/small", "num_speculative_tokens": 2}'],
         {"scheduler.num_speculative_tokens": 2, "model.draft": "a/small"},
     ),
+    (
+        ["--speculative-config", '{"method": "eagle", "model": "a/head", "num_speculative_tokens": 2}'],
+        {"scheduler.num_speculative_tokens": 2, "model.draft": "a/head"},
+    ),
     (["--enable-prompt-embeds"], {"router.prompt_embeds": True}),
     (["--disable-log-requests", "--disable-log-stats", "--enable-metrics"], {}),
     (["--otlp-traces-endpoint", "http://c:4318"], {"router.tracing.otlp_endpoint": "http://c:4318"}),
@@ -114,7 +118,7 @@ def test_api_keys_become_tenants() -> None:
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype: cache.dtype must be"),
         (
             ["--speculative-config", '{"method": "eagle3", "model": "a/head", "num_speculative_tokens": 2}'],
-            "--speculative-config: guesses come by `ngram` or from a `draft_model`, not by 'eagle3'",
+            "--speculative-config: guesses come by `ngram`, from a `draft_model` or an `eagle` head, not by 'eagle3'",
         ),
         (
             ["--speculative-config", '{"model": "a/b", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'],

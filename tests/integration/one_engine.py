@@ -107,6 +107,7 @@ class OneEngine:
             info.max_model_len,
             connector=scheduler_half,
             reads_images=info.images is not None,
+            reads_hidden=info.reads_hidden,
         )
         address = PeerAddress(name, epoch, worker_half.peer_endpoint) if worker_half is not None else None
         ahead = scheduler.plans_ahead(info.device)

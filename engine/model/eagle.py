@@ -1,0 +1,252 @@
+"""Drafts from an EAGLE head: one layer that reads the model's own last hidden states, each beside the token that came after it.
+
+Its row at position i is the model's hidden state there and the embedding of token i + 1; out comes a hidden state that stands for the model's next
+one, so it goes on with its own where the model's are not known yet. Like a draft model's (`draft_model.py`) its keys and values lie in blocks
+with the model's numbers, and what lies in a block is known by a hash of the tokens that it was made of. These are one more than the block has:
+its last row knows the token after it. So a prefix that another text begins with, too, gives its last block up (`KVCacheManager.find_prefix`): the
+model computes that one again, and the head has all that comes before.
+
+What the model has not computed here has no hidden states here: a prompt that was handed over, or came from a tier. The head then begins
+at the next block's first token, as if the text did.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.batching import ScheduledTokens, build_batch
+from tandem.engine.model.draft_model import Drafts
+from tandem.engine.model.runner import Forward
+from tandem.engine.model.staging import on
+from tandem.engine.model.states import RequestRows
+
+_MOST_WAITING = 256  # rows of a request whose guesses are not wanted for a while
+
+Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Token ids [N] and hidden states [N, hidden size] to the head's rows."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Progress:
+    """How far one row's request has been read."""
+
+    tenancy: int
+    begin: int = 0  # the first token of the text, as the head knows it: where a block begins
+    num_read: int = 0
+    waiting: torch.Tensor | None = None  # the model's hidden states from there on
+    num_filed: int = 0  # blocks of `num_read` rows that `_holds` has
+    chain: int = 0  # the hash up to the last of them
+
+    @property
+    def num_waiting(self) -> int:
+        return self.waiting.shape[0] if self.waiting is not None else 0
+
+
+class EagleHead:
+    """Used from the step thread alone, with the tables and tokens that the runner keeps."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        join: Join,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        table: int,
+        block_size: int,
+        max_model_len: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`table`: of the model's block tables, the one that keeps every token."""
+        self._forward = forward
+        self._join = join
+        self._device = device
+        self._table = table
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._clock = clock
+        self._progress: dict[int, _Progress] = {}
+        self._holds: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # by block; 0: nothing whole
+        self.num_read = 0  # rows of prompts and answers, without guesses
+        self.num_cold = 0  # texts that it knows from a later block on
+        self.guess_s = 0.0  # for each token of the last call's drafts
+
+    def forget_requests(self) -> None:
+        self._progress.clear()
+
+    def take(
+        self, requests: RequestRows, batch: Batch, scheduled: ScheduledTokens, hidden: torch.Tensor
+    ) -> None:
+        """What the model came to for every row of a step. Those of prompts are read at once: the token after each is known."""
+        reading: list[str] = []
+        for index, (req_id, row) in enumerate(zip(scheduled.req_ids, scheduled.rows.tolist(), strict=True)):
+            start, end = (int(at) for at in scheduled.query_start[index : index + 2])
+            first = int(batch.host_context_lens[index]) - (end - start)
+            self._keep(requests, row, first, hidden[start:end].clone())
+            if not scheduled.samples[index]:
+                reading.append(req_id)
+        self._read(requests, reading)
+
+    def propose(self, requests: RequestRows, wanted: Mapping[str, int]) -> Drafts:
+        """Up to so many tokens that may follow those of each request; none for one that it knows too little of."""
+        began = self._clock()
+        with on(self._device), torch.inference_mode():
+            lengths: dict[str, int] = {}
+            for req_id, most in wanted.items():
+                row = requests.row(req_id)
+                progress, known = self._progress.get(row), int(requests.num_tokens[row])
+                if progress is None or progress.tenancy != requests.tenancies[row]:
+                    continue
+                last = progress.num_read + self._readable(requests, row, progress)
+                # The row before the newest token has its hidden state, and the last guess is not fed.
+                room = min(self._max_model_len, requests.num_slots(row, self._table))
+                length = min(most, room - known + 2)
+                if length > 0 and progress.num_read < last == known - 1:
+                    lengths[req_id] = length
+            drafts = self._guess(requests, lengths)
+        self.guess_s = (self._clock() - began) / max(sum(map(len, drafts.values())), 1)
+        return drafts
+
+    def _keep(self, requests: RequestRows, row: int, first: int, hidden: torch.Tensor) -> None:
+        """Hidden states from the token `first` on join those that wait."""
+        progress = self._progress.get(row)
+        if progress is None or progress.tenancy != requests.tenancies[row]:
+            progress = self._progress[row] = self._begun(requests, row, first)
+        elif first > progress.num_read + progress.num_waiting or progress.num_waiting > _MOST_WAITING:
+            progress = self._progress[row] = self._cold(requests, row, first)
+        kept = max(first - progress.num_read, 0)
+        rows = hidden[max(progress.num_read - first, 0) :]
+        if progress.waiting is not None and kept:
+            rows = torch.cat([progress.waiting[:kept], rows])
+        progress.waiting = rows
+
+    def _begun(self, requests: RequestRows, row: int, first: int) -> _Progress:
+        """A request whose first tokens have their keys and values already: of the head's, those before the first that are another text's."""
+        progress = _Progress(int(requests.tenancies[row]))
+        table = requests.tables[self._table][row]
+        while (progress.num_filed + 1) * self._block_size <= first:
+            chain = self._next_hash(requests, row, progress)
+            if self._holds[table[progress.num_filed]] != chain:
+                return self._cold(requests, row, first)
+            progress.chain, progress.num_filed = chain, progress.num_filed + 1
+        progress.num_read = progress.num_filed * self._block_size
+        return progress if progress.num_read == first else self._cold(requests, row, first)
+
+    def _cold(self, requests: RequestRows, row: int, first: int) -> _Progress:
+        self.num_cold += 1
+        begin = -(-first // self._block_size) * self._block_size
+        return _Progress(int(requests.tenancies[row]), begin, begin)
+
+    def _next_hash(self, requests: RequestRows, row: int, progress: _Progress) -> int:
+        start = progress.num_filed * self._block_size
+        tokens = requests.tokens[row, start : start + self._block_size + 1]
+        return hash((progress.chain, tokens.tobytes())) or 1
+
+    def _file(self, requests: RequestRows, row: int, progress: _Progress) -> None:
+        """Notes what the blocks hold that are full now, of texts that are known from their first token on."""
+        if progress.begin:
+            return
+        table = requests.tables[self._table][row]
+        while (progress.num_filed + 1) * self._block_size <= progress.num_read:
+            progress.chain = self._next_hash(requests, row, progress)
+            self._holds[table[progress.num_filed]] = progress.chain
+            progress.num_filed += 1
+
+    def _readable(self, requests: RequestRows, row: int, progress: _Progress) -> int:
+        """Rows that wait, and whose next token is known."""
+        return max(min(progress.num_waiting, int(requests.num_tokens[row]) - 1 - progress.num_read), 0)
+
+    def _take_rows(self, requests: RequestRows, row: int) -> torch.Tensor:
+        """The rows that can be read now; they count as read."""
+        progress = self._progress[row]
+        count, first = self._readable(requests, row, progress), progress.num_read
+        tokens = torch.from_numpy(requests.tokens[row, first + 1 : first + count + 1].astype(np.int64))
+        if progress.waiting is None or not count:
+            return torch.empty(0)
+        rows = self._join(tokens.to(self._device), progress.waiting[:count])
+        progress.waiting = progress.waiting[count:]
+        progress.num_read += count
+        self.num_read += count
+        return rows
+
+    def _read(self, requests: RequestRows, req_ids: list[str]) -> None:
+        given: dict[str, tuple[int, torch.Tensor]] = {}
+        for req_id in req_ids:
+            row = requests.row(req_id)
+            first = self._progress[row].num_read
+            rows = self._take_rows(requests, row)
+            if rows.shape[0]:
+                given[req_id] = first, rows
+        if given:
+            self._forward_of(requests, given, guesses=False)
+            for req_id in given:
+                row = requests.row(req_id)
+                self._file(requests, row, self._progress[row])
+
+    def _guess(self, requests: RequestRows, lengths: Mapping[str, int]) -> Drafts:
+        drafts: Drafts = {req_id: [] for req_id in lengths}
+        given: dict[str, tuple[int, torch.Tensor]] = {}
+        for req_id in lengths:
+            row = requests.row(req_id)
+            given[req_id] = self._progress[row].num_read, self._take_rows(requests, row)
+        for place in range(max(lengths.values(), default=0)):
+            found = self._forward_of(requests, given, guesses=True)
+            given = {}
+            for req_id, (token, hidden) in found.items():
+                drafts[req_id].append(token)
+                row = requests.row(req_id)
+                if place == 0:
+                    self._file(requests, row, self._progress[row])
+                if len(drafts[req_id]) < lengths[req_id]:
+                    rows = self._join(torch.tensor([token], device=self._device), hidden[None])
+                    given[req_id] = self._progress[row].num_read + place, rows
+        return drafts
+
+    def _forward_of(
+        self, requests: RequestRows, given: Mapping[str, tuple[int, torch.Tensor]], *, guesses: bool
+    ) -> dict[str, tuple[int, torch.Tensor]]:
+        """Computes rows, each request's from a position on. With `guesses`: the likeliest token after the last of each, and its hidden state."""
+        seen = copy.copy(requests)  # the same rows, as far as the head knows their texts
+        table = requests.tables[self._table].copy()
+        seen.tables, seen.num_token_tables = [table], 1
+        seen.num_computed = requests.num_computed.copy()
+        # A row whose tokens are all known to be in the step has a next one.
+        seen.num_tokens = np.full_like(requests.num_tokens, np.iinfo(np.int32).max)
+        for req_id, (first, rows) in given.items():
+            row, count = requests.row(req_id), rows.shape[0]
+            begin = self._progress[row].begin
+            # What is written to holds nothing whole, until it is filed.
+            self._holds[
+                table[row, first // self._block_size : (first + count - 1) // self._block_size + 1]
+            ] = 0
+            if begin:
+                table[row] = np.roll(table[row], -(begin // self._block_size))
+            seen.num_computed[row] = first - begin
+            if guesses:
+                seen.num_tokens[row] = first - begin + count
+        counts = {req_id: rows.shape[0] for req_id, (_, rows) in given.items()}
+        batch, scheduled = build_batch(seen, counts, {}, set(), self._block_size, self._device)
+        states = torch.cat([given[req_id][1] for req_id in scheduled.req_ids])
+        batch = dataclasses.replace(
+            batch,
+            token_ids=torch.zeros_like(batch.token_ids),
+            image_rows=torch.arange(states.shape[0], device=self._device),
+            image_states=states,
+            hidden_rows=batch.logit_rows if guesses else None,
+        )
+        logits = self._forward(batch, None)
+        if not guesses:
+            return {}
+        best, hidden = logits.argmax(dim=-1).tolist(), self._forward.hidden.clone()
+        return {
+            req_id: (int(best[place]), hidden[place])
+            for req_id, place in zip(scheduled.req_ids, scheduled.first_sample.tolist(), strict=True)
+        }

@@ -1,0 +1,161 @@
+"""An EAGLE head that guesses: the same tokens as without it, whatever becomes of the requests' blocks; and its guesses are those of a head that
+reads all of the text at once, however the text was computed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tandem.engine.config import AsyncScheduling
+from tandem.engine.model.eagle import EagleHead
+from tandem.kvtransfer.base import TransferConfig
+from tandem.wire.sampling import SamplingParams
+from tests.engine.eagle_files import ReferenceHead, likely_words, save_head
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from tests.engine.test_draft_model import (
+    GREEDY,
+    NEW_TOKENS,
+    PROMPTS,
+    SEEDED,
+    answers,
+    driven,
+    refused,
+    start,
+    stats,
+)
+from tests.integration.one_engine import OneEngine, hand_over
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return likely_words(tiny.save("llama", folder), folder)
+
+
+@pytest.fixture(scope="module")
+def head(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_head(llama, tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture(scope="module")
+def alone(llama: Path) -> dict[str, dict[str, list[int]]]:
+    engine = start(llama, guesses=0)
+    return {"greedy": answers(engine), "seeded": answers(engine, SEEDED)}
+
+
+def head_of(engine: OneEngine) -> EagleHead:
+    found = engine.engine.runner.draft_model  # type: ignore[attr-defined]
+    assert isinstance(found, EagleHead)
+    return found
+
+
+@pytest.mark.parametrize("ahead", [AsyncScheduling.NEVER, AsyncScheduling.ALWAYS])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_it_changes_no_token(
+    llama: Path,
+    head: Path,
+    alone: dict[str, dict[str, list[int]]],
+    sampling: SamplingParams,
+    ahead: AsyncScheduling,
+) -> None:
+    engine = start(llama, head, ahead=ahead)
+    assert answers(engine, sampling) == alone["seeded" if sampling is SEEDED else "greedy"]
+    found = stats(engine)
+    assert 0 < found.speculative_accepted < found.speculative_drafted
+    assert head_of(engine).num_cold == 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_with_preemptions_and_a_shared_cache(
+    llama: Path, head: Path, alone: dict[str, dict[str, list[int]]], sampling: SamplingParams
+) -> None:
+    engine = start(llama, head, num_blocks=20, caching=True)
+    for _ in range(2):
+        assert answers(engine, sampling) == alone["seeded" if sampling is SEEDED else "greedy"]
+    assert stats(engine).preemptions
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "general"])
+@pytest.mark.parametrize("piece", [3, 64])
+def test_its_guesses_are_those_of_the_whole_text(llama: Path, head: Path, native: bool, piece: int) -> None:
+    driver, reference = Driver(driven(llama, head, native)), ReferenceHead(llama, head)
+    for name, prompt in PROMPTS.items():
+        driver.add(name, prompt)
+    numbers, compared = random.Random(7), 0
+    while unfinished := [each for each in driver.requests.values() if len(each.output) < NEW_TOKENS]:
+        some = [each for each in unfinished if numbers.random() < 0.7] or unfinished
+        # Sometimes what was guessed is not checked, and the text goes on without.
+        driver.step({each.req_id: min(each.pending, piece) for each in some}, guesses=numbers.random() < 0.7)
+        for req_id, drafts in driver.last.draft_token_ids.items():
+            assert drafts == reference.after(driver.requests[req_id].tokens, len(drafts))
+            compared += 1
+    assert compared > 20
+    assert driver.num_accepted
+
+
+def test_a_prefix_gives_its_last_block_up_and_brings_the_rest_along(llama: Path, head: Path) -> None:
+    engine, plain = start(llama, head, caching=True), start(llama, guesses=0, caching=True)
+    text = [3 + 7 * place % 90 for place in range(41)]
+    # The second is the first; the third leaves it after 22 tokens, in a block; the fourth where a block ends.
+    texts = [text, text, [*text[:22], *range(20, 40)], [*text[:20], *range(40, 60)]]
+    found: list[tuple[int, int]] = []
+    for place, prompt in enumerate(texts):
+        before = stats(engine).prompt_tokens_cached, stats(plain).prompt_tokens_cached
+        said = plain.answer(str(place), prompt, NEW_TOKENS)
+        assert engine.answer(str(place), prompt, NEW_TOKENS) == said
+        found.append(
+            (
+                stats(engine).prompt_tokens_cached - before[0],
+                stats(plain).prompt_tokens_cached - before[1],
+            )
+        )
+    assert found == [(0, 0), (36, 40), (16, 20), (16, 20)]
+    assert head_of(engine).num_cold == 0
+
+
+def test_after_a_handover_it_begins_at_the_next_block(llama: Path, head: Path) -> None:
+    transfer = TransferConfig(checksums=True)
+    producer = start(llama, "", transfer, "p", guesses=0)
+    consumer = start(llama, head, transfer, "c")
+    try:
+        prompt = PROMPTS["r3"]
+        expected = tiny.reference(llama, [prompt], NEW_TOKENS)[0].tokens
+        consumer.answer("before", PROMPTS["r2"], NEW_TOKENS)
+        guessed = stats(consumer).speculative_drafted
+        assert hand_over(producer, consumer, "r", prompt, NEW_TOKENS) == expected
+        assert head_of(consumer).num_cold == 1
+        assert stats(consumer).speculative_drafted > guessed
+    finally:
+        producer.engine.shutdown()
+        consumer.engine.shutdown()
+
+
+def test_what_it_guesses_after_a_handover_follows_from_what_it_has_seen(llama: Path, head: Path) -> None:
+    driver, elsewhere = Driver(driven(llama, head)), Driver(driven(llama, ""))
+    reference, prompt = ReferenceHead(llama, head), PROMPTS["r1"]
+    elsewhere.add("r", prompt)
+    elsewhere.step({"r": len(prompt)})
+    driver.adopt("r", elsewhere)
+    begin, compared = -(-len(prompt) // 4) * 4, 0
+    while len(driver.requests["r"].output) < NEW_TOKENS:
+        driver.step({"r": driver.requests["r"].pending})
+        tokens, drafts = driver.requests["r"].tokens, driver.last.draft_token_ids.get("r", [])
+        assert bool(drafts) == (len(tokens) - 1 > begin)
+        if drafts:
+            assert drafts == reference.after(tokens, len(drafts), begin)
+            compared += 1
+    assert compared > 3
+
+
+def test_what_does_not_fit_is_refused(llama: Path, tmp_path: Path) -> None:
+    other = save_head(llama, tmp_path / "size", hidden_size=48, num_attention_heads=4)
+    assert "hidden states of 48 numbers, and likely has" in refused(llama, other)
+    third = save_head(llama, tmp_path / "three", architectures=["Eagle3LlamaForCausalLM"])
+    assert "EAGLE-3" in refused(llama, third)
+    wider = save_head(llama, tmp_path / "wider")
+    config = (wider / "config.json").read_text().replace('"intermediate_size": 48', '"intermediate_size": 64')
+    (wider / "config.json").write_text(config)
+    assert "lacks model.layers.0.mlp" in refused(llama, wider)
