@@ -51,6 +51,7 @@ cache: {{memory_bytes: 256MiB}}
 class Failover(msgspec.Struct):
     what: str
     still_s: float  # from the kill to the next token
+    elsewhere_s: float  # of these: until another node had the request
     usual_s: float  # between two tokens, the median before it
     computed_again: int  # tokens, on all nodes
     of_tokens: int  # that the conversation had
@@ -134,9 +135,12 @@ def measure(model: str, tokens: int, *, mirror: bool = False, ranks: int = 1) ->
             "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
         }  # fmt: skip
         arrived: list[float] = []
-        killed_at, killed, survivors = 0.0, "", {}
-        with client.stream("POST", "/v1/completions", json=body) as events:
+        killed_at, killed_unix_s, killed, survivors, answer_id = 0.0, 0.0, "", {}, ""
+        headers = {"x-tandem-trace": "1"}
+        with client.stream("POST", "/v1/completions", json=body, headers=headers) as events:
             for line in events.iter_lines():
+                if not answer_id and line.startswith("data: {"):
+                    answer_id = json.loads(line[6:])["id"]
                 choices = json.loads(line[6:])["choices"] if line.startswith("data: {") else []
                 new = len(choices[0].get("token_ids", [])) if choices else 0
                 arrived += [time.monotonic()] * new
@@ -148,7 +152,7 @@ def measure(model: str, tokens: int, *, mirror: bool = False, ranks: int = 1) ->
                     survivors = {node["node_id"]: node for node in nodes(client) if node["node_id"] != killed}
                     pid = listener(target["request_endpoint"])
                     pid = rank_of(pid) if ranks > 1 else pid
-                    killed_at = time.monotonic()
+                    killed_at, killed_unix_s = time.monotonic(), time.time()
                     os.kill(pid, signal.SIGKILL)
         if len(arrived) != ANSWER:
             raise RuntimeError(f"{len(arrived)} of {ANSWER} tokens came")
@@ -168,7 +172,11 @@ def measure(model: str, tokens: int, *, mirror: bool = False, ranks: int = 1) ->
                 loaded = tier["found_tokens"]
         between = sorted(later - earlier for earlier, later in itertools.pairwise(arrived[:KILLED_AT]))
         again = had - loaded if mirror else computed + had - tokens
-        return Failover(what, still_s, between[len(between) // 2], again, had)
+        trace = client.get(f"/traces/{answer_id}").raise_for_status().json()
+        offset = trace["began_unix_s"] - trace["began"] - killed_unix_s
+        begun = [part["spans"][0][1] + offset for part in trace["nodes"] if part["spans"]]
+        elsewhere_s = min(after for after in begun if after > 0)
+        return Failover(what, still_s, elsewhere_s, between[len(between) // 2], again, had)
 
 
 def main() -> int:
@@ -183,13 +191,14 @@ def main() -> int:
     else:
         found = [measure(arguments.model, arguments.tokens, mirror=mirror) for mirror in (True, False)]
     table = Table(box=None)
-    for column in ("", "stream stands still", "usually", "computed again"):
+    for column in ("", "stream stands still", "until another node has it", "usually", "computed again"):
         table.add_column(column)
     for one in found:
         share = 100 * one.computed_again / one.of_tokens
         table.add_row(
             one.what,
             f"{one.still_s:.2f} s",
+            f"{one.elsewhere_s:.2f} s",
             f"{one.usual_s * 1e3:.0f} ms",
             f"{one.computed_again} of {one.of_tokens} tokens ({share:.1f}%)",
         )

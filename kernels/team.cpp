@@ -3,8 +3,12 @@
 #include <time.h>
 
 #if defined(__linux__)
+#include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace tandem {
@@ -13,6 +17,9 @@ namespace {
 // How long a thread looks before it sleeps: longer than another thread's share of a phase usually is, short
 // enough that an idle engine costs nothing.
 constexpr int64_t kSpinNanoseconds = 50'000;
+
+// How long it sleeps before it looks again: should a wake be lost, a step takes that much longer, and does not hang.
+constexpr int64_t kSleepNanoseconds = 100'000'000;
 
 int64_t now() {
   timespec t;
@@ -27,21 +34,6 @@ void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
-}
-
-// Returns when `value` is no longer `old`.
-void await_change(std::atomic<int>& value, int old) {
-  int64_t deadline = 0;
-  for (;;) {
-    for (int i = 0; i < 64; i++) {
-      if (value.load(std::memory_order_acquire) != old) return;
-      pause();
-    }
-    const int64_t t = now();
-    if (deadline == 0) deadline = t + kSpinNanoseconds;
-    if (t > deadline) break;
-  }
-  value.wait(old, std::memory_order_acquire);
 }
 
 // Keeps the calling thread on a core while a step runs, and gives it back its freedom afterwards.
@@ -76,13 +68,45 @@ class Pin {
 
 }  // namespace
 
+// Returns when `value` is no longer `old`.
+void Team::await_change(std::atomic<int>& value, int old) {
+  int64_t deadline = 0;
+  for (;;) {
+    for (int i = 0; i < 64; i++) {
+      if (value.load(std::memory_order_acquire) != old) return;
+      pause();
+    }
+    const int64_t t = now();
+    if (deadline == 0) deadline = t + kSpinNanoseconds;
+    if (t > deadline) break;
+  }
+#if defined(__linux__)
+  const timespec moment{kSleepNanoseconds / 1'000'000'000, kSleepNanoseconds % 1'000'000'000};
+  // Counted before it looks, as change() looks for sleepers after it has changed the value: one of the two sees the other.
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  while (value.load(std::memory_order_seq_cst) == old) syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, old, &moment, nullptr, 0);
+  sleepers_.fetch_sub(1, std::memory_order_relaxed);
+#else
+  value.wait(old, std::memory_order_acquire);
+#endif
+}
+
+// Counts on, and wakes those that wait for it.
+void Team::change(std::atomic<int>& value) {
+  value.store(next(value.load(std::memory_order_relaxed)), std::memory_order_seq_cst);
+#if defined(__linux__)
+  if (sleepers_.load(std::memory_order_seq_cst) > 0) syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#else
+  value.notify_all();
+#endif
+}
+
 Team::Team(std::vector<int> cores) : cores_(std::move(cores)), counters_(new Counter[cores_.size()]) {
   try {
     for (int i = 1; i < size(); i++) threads_.emplace_back([this, i] { serve(i); });
   } catch (...) {
     stopping_ = true;
-    generation_.fetch_add(1);
-    generation_.notify_all();
+    change(generation_);
     for (std::thread& t : threads_) t.join();
     throw;
   }
@@ -90,8 +114,7 @@ Team::Team(std::vector<int> cores) : cores_(std::move(cores)), counters_(new Cou
 
 Team::~Team() {
   stopping_ = true;
-  generation_.fetch_add(1, std::memory_order_release);
-  generation_.notify_all();
+  change(generation_);
   for (std::thread& t : threads_) t.join();
 }
 
@@ -120,8 +143,7 @@ void Team::run(const std::function<void(int)>& work) {
   const Pin pin(cores_[0]);
   for (int i = 0; i < size(); i++) counters_[i].taken.store(0, std::memory_order_relaxed);
   work_ = &work;
-  generation_.fetch_add(1, std::memory_order_release);
-  generation_.notify_all();
+  change(generation_);
   work(0);
   barrier();
 }
@@ -135,8 +157,7 @@ void Team::barrier() {
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size()) return await_change(phase_, phase);
   for (int i = 0; i < size(); i++) counters_[i].taken.store(0, std::memory_order_relaxed);
   arrived_.store(0, std::memory_order_relaxed);
-  phase_.store(next(phase), std::memory_order_release);
-  phase_.notify_all();
+  change(phase_);
 }
 
 }  // namespace tandem

@@ -52,12 +52,15 @@ class Team {
 
   int take(int whose) { return counters_[whose].taken.fetch_add(1, std::memory_order_relaxed); }
   void serve(int thread);
+  void await_change(std::atomic<int>& value, int old);
+  void change(std::atomic<int>& value);
 
   std::vector<int> cores_;
   std::unique_ptr<Counter[]> counters_;
   std::vector<std::thread> threads_;
   const std::function<void(int)>* work_ = nullptr;
   bool stopping_ = false;
+  alignas(64) std::atomic<int> sleepers_{0};
   alignas(64) std::atomic<int> generation_{0};  // of run()
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> phase_{0};  // of barrier()

@@ -4,6 +4,7 @@ control group (a container, a pod, a service) leave of it."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -41,6 +42,20 @@ def _quota(folder: Path) -> float | None:
 
 def threads_here() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/task")]
+
+
+def states_of_threads() -> Counter[str]:
+    """What the process's threads do, as the kernel sees it: "R", or "S futex_wait" of one that sleeps, where that is told."""
+    states: Counter[str] = Counter()
+    for thread in threads_here():
+        folder = Path(f"/proc/self/task/{thread}")
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            waits_in = (folder / "wchan").read_text().strip("0\n")
+        except OSError:
+            continue  # it has ended
+        states[f"{state} {waits_in}".strip()] += 1
+    return states
 
 
 def bind(threads: Iterable[int], cores: Collection[int]) -> None:

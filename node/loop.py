@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from tandem.engine.core import Engine
-from tandem.machine.resources import bind
+from tandem.machine.resources import bind, states_of_threads
 from tandem.wire.requests import TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class EngineLoop(Generic[T]):
     _IDLE_WAIT_S = 3600.0
     # A connector that could not say yet is asked this often, unless it wakes the loop before.
     _ASK_AGAIN_S = 0.005
+    _LONG_STEP_S = 20.0
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class EngineLoop(Generic[T]):
         self._clock = clock
         self._stopping = threading.Event()
         self._step_started: float | None = None
+        self._told_of: float | None = None  # the step that the log has been told of
         self.steps = 0
         self.step_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
@@ -122,6 +126,19 @@ class EngineLoop(Generic[T]):
         """Seconds that the current step has been running; 0 between steps and when idle."""
         started = self._step_started
         return 0.0 if started is None else max(0.0, self._clock() - started)
+
+    def watch_step(self) -> None:
+        """Says once of a step that takes very long where it is, for whoever finds out why. Called from another thread, again and again."""
+        started = self._step_started
+        if started is None or started == self._told_of or self._clock() - started < self._LONG_STEP_S:
+            return
+        self._told_of = started
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        where = "".join(traceback.format_stack(frame)[-6:]) if frame is not None else "nowhere in Python\n"
+        threads = ", ".join(f"{count} × {state}" for state, count in states_of_threads().most_common())
+        logger.warning(
+            "a step has run for %.0f s, and is at\n%sThreads: %s", self._LONG_STEP_S, where, threads
+        )
 
     def _run(self) -> None:
         try:

@@ -258,6 +258,7 @@ class NodeService:
         worker = self._engine.worker
         transfer = worker.stats() if worker is not None else None
         failure = self.failure
+        self.loop.watch_step()
         return node_status(
             self._config.node_id,
             self._rules.role,

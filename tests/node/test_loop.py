@@ -161,6 +161,28 @@ def test_step_age_is_zero_when_idle_and_grows_while_a_step_runs(parts):
     leave.set()
 
 
+def test_a_step_that_takes_very_long_is_told_once_with_where_it_is(parts, caplog):
+    engine, mailbox, _host, loop = parts
+    begun, may_end = threading.Event(), threading.Event()
+
+    def waits_for_what_never_comes() -> StepResult:
+        begun.set()
+        may_end.wait(PATIENCE_S)
+        return StepResult([], False)
+
+    engine.step = waits_for_what_never_comes
+    loop._LONG_STEP_S = 0.0
+    loop.start()
+    mailbox.wake()
+    assert begun.wait(PATIENCE_S)
+    loop.watch_step()
+    loop.watch_step()
+    may_end.set()
+    (record,) = [one for one in caplog.records if "a step has run" in one.message]
+    assert "in waits_for_what_never_comes" in record.message
+    assert "Threads: " in record.message
+
+
 def test_stopping_an_idle_loop_ends_its_thread_at_once(parts):
     _, _, _, loop = parts
     loop.start()
