@@ -128,7 +128,7 @@ class EngineLoop(Generic[T]):
         return 0.0 if started is None else max(0.0, self._clock() - started)
 
     def watch_step(self) -> None:
-        """Says once of a step that takes very long where it is, for whoever finds out why. Called from another thread, again and again."""
+        """Says once of a step that takes very long where it is. Called from another thread, again and again."""
         started = self._step_started
         if started is None or started == self._told_of or self._clock() - started < self._LONG_STEP_S:
             return
