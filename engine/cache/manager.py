@@ -36,7 +36,7 @@ class KVCacheManager:
         checkpoint_tokens: int = 1,
         gives_up_last_block: bool = False,
     ) -> None:
-        """`gives_up_last_block`: of a prefix that is found, because hidden states before the first new token are wanted."""
+        """`gives_up_last_block`: of a prefix that is found, because hidden states before the first new token are wanted, where more than one token is."""
         self.pool = BlockPool(num_blocks, len(groups), caching=caching)
         self.coordinator = make_coordinator(groups, self.pool)
         self._num_lookahead = num_lookahead_tokens
@@ -70,7 +70,8 @@ class KVCacheManager:
         if not self.pool.caching or request.skip_reading_prefix_cache:
             return self._no_blocks, 0
         hits, num_tokens = self.coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
-        if self._gives_up_last_block and num_tokens:
+        more_than_one = request.sampling.max_tokens > request.num_output_tokens + 1
+        if self._gives_up_last_block and num_tokens and more_than_one:
             return self.coordinator.find_longest_hit(request.block_hashes, num_tokens - 1)
         return hits, num_tokens
 

@@ -83,14 +83,24 @@ class EagleHead:
         self._progress.clear()
 
     def take(
-        self, requests: RequestRows, batch: Batch, scheduled: ScheduledTokens, hidden: torch.Tensor
+        self,
+        requests: RequestRows,
+        batch: Batch,
+        scheduled: ScheduledTokens,
+        wanted: npt.NDArray[np.bool_],
+        hidden: torch.Tensor,
     ) -> None:
-        """What the model came to for every row of a step. Those of prompts are read at once: the token after each is known."""
+        """What the model came to for every row of the `wanted` requests of a step. Those of prompts are read at once: the token after each is
+        known."""
         reading: list[str] = []
+        counts = np.diff(scheduled.query_start)
+        ends = np.cumsum(counts * wanted)
         for index, (req_id, row) in enumerate(zip(scheduled.req_ids, scheduled.rows.tolist(), strict=True)):
-            start, end = (int(at) for at in scheduled.query_start[index : index + 2])
-            first = int(batch.host_context_lens[index]) - (end - start)
-            self._keep(requests, row, first, hidden[start:end].clone())
+            if not wanted[index]:
+                continue
+            count, end = int(counts[index]), int(ends[index])
+            first = int(batch.host_context_lens[index]) - count
+            self._keep(requests, row, first, hidden[end - count : end].clone())
             if not scheduled.samples[index]:
                 reading.append(req_id)
         self._read(requests, reading)

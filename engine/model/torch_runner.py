@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.engine.model.batch import Batch
@@ -168,13 +169,13 @@ class TorchRunner:
                 if self._images:
                     batch, errors = self._images.placed(batch, scheduled)
                     started.errors |= errors
-                head = self._head if not scheduled.pooled else None
-                if head is not None:
-                    every = torch.arange(batch.num_tokens, device=self._device)
-                    batch = dataclasses.replace(batch, hidden_rows=every)
+                for_head = self._wants_guesses(scheduled)
+                if for_head is not None:
+                    rows = np.flatnonzero(np.repeat(for_head, np.diff(scheduled.query_start)))
+                    batch = dataclasses.replace(batch, hidden_rows=to_device(rows, self._device))
                 logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
-                if head is not None:
-                    head.take(self._requests, batch, scheduled, self._forward.hidden)
+                if self._head is not None and for_head is not None:
+                    self._head.take(self._requests, batch, scheduled, for_head, self._forward.hidden)
                 if self._states_wanted and self._hidden_states is not None:
                     self._hidden_states.take(self._states_wanted, batch, scheduled, self._requests)
                 if scheduled.pooled:
@@ -189,6 +190,15 @@ class TorchRunner:
                 started.end = DeviceMark(self._device)
             self._unfinished = started
             return started
+
+    def _wants_guesses(self, scheduled: ScheduledTokens) -> npt.NDArray[np.bool_] | None:
+        """Which of a step's requests the head reads along: those that get more than one token here, so none of a prefill node's. None: none."""
+        if self._head is None or scheduled.pooled:
+            return None
+        said = self._requests.num_tokens[scheduled.rows] - self._requests.num_prompt_tokens[scheduled.rows]
+        most = np.array([self._table.params[row].max_tokens for row in scheduled.rows.tolist()])
+        found: npt.NDArray[np.bool_] = most > said + 1
+        return found if found.any() else None
 
     def _pooled(self, batch: Batch, scheduled: ScheduledTokens) -> list[PooledVector]:
         # A chunk may hold no row that counts: the last token's vector wants none of the others.

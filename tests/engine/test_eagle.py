@@ -23,6 +23,7 @@ from tests.engine.test_draft_model import (
     answers,
     driven,
     refused,
+    run_out,
     start,
     stats,
 )
@@ -114,6 +115,19 @@ def test_a_prefix_gives_its_last_block_up_and_brings_the_rest_along(llama: Path,
         )
     assert found == [(0, 0), (36, 40), (16, 20), (16, 20)]
     assert head_of(engine).num_cold == 0
+
+
+def test_a_request_for_one_token_costs_nothing(llama: Path, head: Path) -> None:
+    """As a prefill node's are."""
+    engine, plain = start(llama, head, caching=True), start(llama, guesses=0, caching=True)
+    for turn in range(2):
+        for each in (engine, plain):
+            each.add(f"long {turn}", PROMPTS["r1"], NEW_TOKENS, None)
+            each.add(f"one {turn}", PROMPTS["r3"], 1, None)
+        assert run_out(engine) == run_out(plain)
+    assert head_of(engine).num_read <= 2 * (len(PROMPTS["r1"]) + NEW_TOKENS)
+    given_up = 4  # by the longer request alone
+    assert stats(engine).prompt_tokens_cached == stats(plain).prompt_tokens_cached - given_up
 
 
 def test_after_a_handover_it_begins_at_the_next_block(llama: Path, head: Path) -> None:
