@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,12 +13,14 @@ from tandem.engine.config import ModelConfig
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
 from tandem.engine.model.checkpoint import choose_dtype, context_length, read_config
 from tandem.engine.model.draft_model import DraftModel
-from tandem.engine.model.eagle_loading import LoadedHead, is_head, load_head
 from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.paths import ForwardShape, LoadedModel, load_general, load_native
 from tandem.engine.model.source import ModelSource, Progress, find_source
 from tandem.engine.structured.grammars import tokenizer_json
 from tandem.wire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tandem.engine.model.eagle_loading import LoadedHead
 
 # They read the model's own hidden states, and are no models by themselves.
 _HEADS = ("eagle", "medusa", "mtp", "mlpspeculator", "nextn")
@@ -79,6 +81,8 @@ def load_draft_model(
             f"model.draft cannot guess for {target.name}: none of its layers keeps every token, and the draft model's keys and "
             "values lie where such a layer's do. Leave model.draft empty"
         )
+    from tandem.engine.model.eagle_loading import is_head, load_head  # they need transformers
+
     if is_head(source):
         return load_head(source, target, plan, guessed.vocab_size, guessed.vector_size, guessed.dtype, device)
     config = read_config(source)
