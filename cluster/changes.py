@@ -15,8 +15,9 @@ _LATER = "`tandem apply` changes it while the cluster serves"
 # What nodes read when they start, what the controller can do with at once, and what routers read when they start but for where
 # clients find them; all else needs a restart.
 _OF_NODES = ("model", "cache", "scheduler", "transfer", "answers", "logs", "debug", "timeouts.nodes")
-_AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "pools.nodes_per_core")
+_AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "controller", "pools.nodes_per_core")
 _OF_ROUTERS = ("router",)
+_OF_CONTROLLER = ("controller.env",)
 _WHERE_ROUTERS_ARE = ("router.host", "router.port", "router.inbox_host", "router.placement")
 # Whether nodes are replaced for it.
 _OF_POOLS = {
@@ -39,6 +40,7 @@ class ConfigDifference(msgspec.Struct, frozen=True):
     at_once: list[str]
     nodes: list[str]  # read by nodes when they start
     routers: list[str]  # read by routers when they start
+    controller: list[str]  # read by the controller's process when it starts
     refused: list[str]
 
 
@@ -47,7 +49,13 @@ def difference(running: TandemConfig, wanted: TandemConfig) -> ConfigDifference:
     sizes = {
         role: after for role in Role if running.pools.of(role).nodes != (after := wanted.pools.of(role).nodes)
     }
-    found: dict[str, list[str]] = {"at_once": [], "nodes": [], "routers": [], "refused": []}
+    found: dict[str, list[str]] = {
+        "at_once": [],
+        "nodes": [],
+        "routers": [],
+        "controller": [],
+        "refused": [],
+    }
     for name in _different(running, wanted):
         found[_kind(name)].append(name)
     return ConfigDifference(sizes, **found)
@@ -70,6 +78,8 @@ def _kind(name: str) -> str:
 
     if within(_OF_NODES):
         return "nodes"
+    if within(_OF_CONTROLLER):
+        return "controller"
     if within(_AT_ONCE):
         return "at_once"
     if within(_OF_ROUTERS) and name not in _WHERE_ROUTERS_ARE:
@@ -82,7 +92,7 @@ def _kind(name: str) -> str:
 
 
 def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
-    """`wanted`, with what is refused as it was. Raises ConfigurationError for another model's name."""
+    """`wanted`, with what is refused as it was, and the controller's environment: that is what its process has. Raises ConfigurationError for another model's name."""
     if running.router.model_name != wanted.router.model_name:
         raise ConfigurationError(
             f"clients ask for the model {running.router.model_name!r}, and this would serve {wanted.router.model_name!r}: set "
@@ -100,7 +110,13 @@ def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
         role.value: replace(wanted.pools.of(role), resources=running.pools.of(role).resources)
         for role in Role
     }
-    return replace(wanted, name=running.name, router=router, pools=replace(wanted.pools, **pools))
+    return replace(
+        wanted,
+        name=running.name,
+        router=router,
+        pools=replace(wanted.pools, **pools),
+        controller=replace(wanted.controller, env=running.controller.env),
+    )
 
 
 def compare(running: TandemConfig, wanted: TandemConfig) -> tuple[dict[Role, int], list[str]]:

@@ -171,6 +171,20 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nodes: NodeTimeouts = NodeTimeouts()
 
 
+class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`tandem apply` puts a controller with another environment in the place of the one that runs."""
+
+    env: Annotated[
+        dict[str, str],
+        about(
+            "environment variables of the controller's process, such as `{PYTHONPATH: /shared/tandem-0.2.0}`; no secrets: Ray shows them"
+        ),
+    ] = {}
+    start_s: Annotated[
+        Seconds, about("for a controller with another environment to serve, before the old one comes back")
+    ] = 120.0
+
+
 class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`model: NAME` is short for `model.path: NAME`."""
 
@@ -186,6 +200,7 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rollout: RolloutConfig = RolloutConfig()
     answers: AnswersConfig = AnswersConfig()
     timeouts: ClusterTimeouts = ClusterTimeouts()
+    controller: ControllerConfig = ControllerConfig()
     debug: Annotated[bool, about("every engine audits its invariants whenever it is idle")] = False
     name: Annotated[
         Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")],

@@ -4,6 +4,7 @@ them, its actor carries them as msgspec bytes, the commands show them.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -70,6 +71,27 @@ class ClusterView(msgspec.Struct, frozen=True):
     revision: int = 0  # of the configuration that nodes are made with
     rollout: RolloutView | None = None
     paused: list[str] = []  # pools and nodes that get no new requests
+    exchange: ExchangeView | None = None
+
+
+class ExchangePhase(enum.StrEnum):
+    CHECKING = "checking"  # whether the new one understands what the old one keeps; the old one runs
+    REPLACING = "replacing"
+    RESTORING = "restoring"
+    DONE = "done"
+    FAILED = "failed"  # the old one runs
+
+
+class ExchangeView(msgspec.Struct, frozen=True):
+    """A controller that takes the place of one with another environment, or the last time that one did."""
+
+    id: str
+    phase: ExchangePhase
+    why: str = ""  # the old one stays
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase in (ExchangePhase.DONE, ExchangePhase.FAILED)
 
 
 class RolloutView(msgspec.Struct, frozen=True):
@@ -92,6 +114,8 @@ class AppliedChange(msgspec.Struct, frozen=True):
     replaced: list[str]  # the nodes and routers that are replaced, one after another
     revision: int  # that nodes have when it is done
     routers: list[str] = []  # routers read it when they start
+    controller: list[str] = []  # the controller's process reads it when it starts
+    exchange: str = ""  # of the controller for another one: its id, in a view
 
 
 class Control(Protocol):

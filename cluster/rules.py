@@ -34,6 +34,7 @@ def broken_rules(config: TandemConfig) -> Iterator[Broken]:
         return
     yield from _pools(config)
     yield from _environment(("router", "env"), config.router.env)
+    yield from _environment(("controller", "env"), config.controller.env)
     yield from _together(config)
 
 

@@ -49,6 +49,30 @@ def check_fields(section: msgspec.Struct, name: str) -> None:
             raise ConfigurationError(f"{name}.{field.name} {sentence}") from None
 
 
+def without_defaults(value: Any) -> Any:
+    """What has to be kept, or told another version, of structs: what is not the default. It knows by itself what is. Maps, lists and
+    what is in them as they are."""
+    if isinstance(value, dict):
+        return {key: without_defaults(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_defaults(each) for each in value]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    shape = type(value).__struct_config__
+    if shape.array_like or shape.tag is not None:
+        return value
+    given = [(field, getattr(value, field.name)) for field in msgspec.structs.fields(value)]
+    return {
+        field.encode_name: without_defaults(its_value)
+        for field, its_value in given
+        if field.required or its_value != _default_of(field)
+    }
+
+
+def _default_of(field: msgspec.structs.FieldInfo) -> Any:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
 _CONTAINERS = (msgspec.inspect.ListType, msgspec.inspect.VarTupleType, msgspec.inspect.DictType)
 _OUT_OF_RANGE = re.compile(r"Expected `\w+` (?:[<>]|of length|matching)")
 

@@ -11,15 +11,16 @@ from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.operate import Say, with_controller
 from tandem.cluster.commands.overview import rollout_line
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import AppliedChange, ClusterView
+from tandem.cluster.control import AppliedChange, ClusterView, ExchangePhase
 from tandem.cluster.describe import counted
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import Model, find_model, local_model, name_to_serve, prepare_model
 from tandem.cluster.tasks import Clock
-from tandem.wire.errors import Unavailable
+from tandem.wire.errors import DeadlineExceeded, NodeLost, Unavailable
 
 LOOK_S = 1.0
+_AWAY = "the controller is away, and what serves goes on"
 _GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back` takes it back"
 
 
@@ -42,12 +43,14 @@ def apply(
         change = await cluster.apply(wanted, dry_run)
         for line in described(change, dry_run=dry_run):
             say(line)
-        if dry_run or not (change.nodes or change.routers):
+        replaces = bool(change.nodes or change.routers)
+        if dry_run or not (replaces or change.exchange):
             return change, True
         if not wait:
             say(_GOES_ON)
             return change, True
-        return change, await follow(cluster, change.revision, say)
+        done = not change.exchange or await follow_exchange(cluster, change.exchange, say)
+        return change, (not replaces or await follow(cluster, change.revision, say)) and done
 
     try:
         return with_controller(which, work, url)
@@ -76,10 +79,40 @@ def described(change: AppliedChange, *, dry_run: bool) -> Iterator[str]:
         yield f"routers read when they start: {', '.join(change.routers)}"
     if change.nodes or change.routers:
         yield f"{would}replaced, one after another: {', '.join(change.replaced) or 'nothing'}"
+    if change.controller:
+        yield f"{would}the controller's, which is replaced first: {', '.join(change.controller)}"
     for name in change.refused:
         yield f"not changed: {name} needs `tandem down`, then `tandem serve`"
-    if not (change.at_once or change.nodes or change.routers or change.refused):
+    if not (change.at_once or change.nodes or change.routers or change.controller or change.refused):
         yield "nothing is different"
+
+
+async def follow_exchange(
+    cluster: OperatedCluster, exchange: str, say: Say, clock: Clock | None = None
+) -> bool:
+    """Until the controller is another one, or the old one again. It is away in between."""
+    clock = clock or Clock()
+    said = ""
+    while True:
+        try:
+            seen = (await cluster.view()).exchange
+        except (Unavailable, NodeLost, DeadlineExceeded) as error:
+            line, seen = f"{_AWAY}: {error}", None
+        else:
+            line = f"the controller: {seen.phase.value}" if seen is not None else "the controller: not begun"
+        if seen is not None and (seen.id != exchange or seen.is_over):
+            break
+        if line != said and not (seen is None and said.startswith(_AWAY)):
+            say(line)
+        said = line
+        await clock.sleep(LOOK_S)
+    if seen.id == exchange and seen.phase is ExchangePhase.DONE:
+        say("done: the controller is another one, and serves")
+        return True
+    say(
+        f"the controller was not replaced, and the old one serves: {seen.why or 'another exchange has begun'}"
+    )
+    return False
 
 
 async def follow(cluster: OperatedCluster, revision: int, say: Say, clock: Clock | None = None) -> bool:
@@ -91,7 +124,7 @@ async def follow(cluster: OperatedCluster, revision: int, say: Say, clock: Clock
             view = await cluster.view()
         except Unavailable as error:
             if not away:
-                say(f"the controller is away, and what serves goes on: {error}")
+                say(f"{_AWAY}: {error}")
             away = True
             await clock.sleep(LOOK_S)
             continue

@@ -26,6 +26,7 @@ from tandem.cluster.control import AppliedChange, ClusterView
 from tandem.wire.errors import InternalError
 from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
+from tandem.wire.settings import without_defaults
 
 # What the controller has for an answer, through a router that waits for it.
 _DECIDE_S = 45.0
@@ -89,7 +90,7 @@ class HttpControl:
         return await self._act("logs", query, ClusterLogs, _DECIDE_S)
 
     async def _act(self, action: str, asked: msgspec.Struct | None, kind: type[T], timeout_s: float) -> T:
-        body = msgspec.json.encode(asked if asked is not None else {})
+        body = msgspec.json.encode(without_defaults(asked) if asked is not None else {})
         timeout = httpx.Timeout(ANSWER_S, read=timeout_s)
         answer = await asyncio.to_thread(self._api.post, f"/admin/{action}", body, timeout)
         try:

@@ -12,13 +12,26 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.cluster.commands.status import fetch_status
-from tandem.cluster.control import ClusterView, PoolView, RolloutView, RouterView, SupervisedNode
+from tandem.cluster.control import (
+    ClusterView,
+    ExchangePhase,
+    PoolView,
+    RolloutView,
+    RouterView,
+    SupervisedNode,
+)
 from tandem.cluster.describe import counted, describe_left_out, format_blocks, format_size, format_tier
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import NodeState
 
 _COLUMNS = ("node", "role", "machine", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
 _DECISIONS = 8
+_EXCHANGES = {
+    ExchangePhase.CHECKING: "another one looks whether it understands what this one keeps",
+    ExchangePhase.REPLACING: "another one takes its place",
+    ExchangePhase.RESTORING: "the old one comes back",
+    ExchangePhase.FAILED: "the old one, because another one did not take its place",
+}
 
 Fetch = Callable[[str, str | None], dict[str, Any]]
 
@@ -37,6 +50,10 @@ def show_overview(view: ClusterView, key: str | None, console: Console, fetch: F
         console.print(
             f"[yellow]rollout[/]: {escape(rollout_line(view.rollout))}", highlight=False, soft_wrap=True
         )
+    if view.exchange is not None and view.exchange.phase is not ExchangePhase.DONE:
+        why = f": {view.exchange.why}" if view.exchange.why else ""
+        line = f"{_EXCHANGES[view.exchange.phase]}{why}"
+        console.print(f"[yellow]controller[/]: {escape(line)}", highlight=False, soft_wrap=True)
     for pool in view.pools:
         console.print(_pool_line(pool), highlight=False)
     console.print(_node_table(view.nodes))

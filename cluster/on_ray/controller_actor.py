@@ -3,9 +3,15 @@ back to the nodes that it left."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import ray
 
+from tandem.cluster.config import TandemConfig
 from tandem.cluster.on_ray.deploying import RayPlatform
+from tandem.cluster.on_ray.exchange import ControllerParts, only_with
+from tandem.cluster.on_ray.runtime import CONTROLLER, HEAD_ONLY, namespace_of
 from tandem.cluster.pools.controller_host import ControllerHost
 
 
@@ -14,4 +20,18 @@ class ControllerActor(ControllerHost):
     """`place`: how and where it runs, as `cluster.on_ray.deploying.Place`."""
 
     def __init__(self, config: bytes, place: bytes) -> None:
-        super().__init__(config, RayPlatform(place))
+        super().__init__(config, RayPlatform(place, make_controller))
+
+
+def make_controller(parts: ControllerParts, name: str) -> Any:
+    """The one that is there, where two do this at once."""
+    actor: Any = ControllerActor
+    config = msgspec.msgpack.decode(parts.config, type=TandemConfig)
+    return actor.options(
+        name=CONTROLLER,
+        namespace=namespace_of(name),
+        lifetime="detached",
+        get_if_exists=True,
+        resources=HEAD_ONLY,
+        runtime_env=only_with(config.controller.env),
+    ).remote(parts.config, parts.place)

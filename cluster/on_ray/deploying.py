@@ -12,9 +12,11 @@ import ray
 from ray.exceptions import RayError
 
 from tandem.cluster.config import DEFAULT_NAME, TandemConfig
+from tandem.cluster.control import ExchangeView
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Hosts
 from tandem.cluster.models.resolved import fix_model
+from tandem.cluster.on_ray.exchange import EXCHANGE, MADE_WITH, MakeController, begin_exchange, exchange_of
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.on_ray.launcher import RayLauncher
 from tandem.cluster.on_ray.neighbours import STATE, WANTED, Neighbours, stands
@@ -49,7 +51,9 @@ def ending_store(deployment: str, name: str) -> RayStateStore:
 class RayPlatform:
     """Implements `cluster.pools.controller_host.Platform`."""
 
-    def __init__(self, place: bytes) -> None:
+    def __init__(self, place: bytes, make: MakeController) -> None:
+        self._make = make
+        self._given = place
         self._place = msgspec.msgpack.decode(place, type=DeploymentPlace)
         self.id = self._place.deployment
         self._name = self._place.name
@@ -74,6 +78,13 @@ class RayPlatform:
         launcher = RayLauncher(config.timeouts.stop_s, needs, namespace=self._namespace)
         store = RayStateStore(STATE, self._namespace)
         return Deployment(reachable(config, address), hosts, launcher, store, events, fix_model)
+
+    async def exchange(self) -> ExchangeView | None:
+        exchange = await exchange_of(self._name)
+        return None if exchange is None else exchange.view
+
+    async def begin_exchange(self, old: TandemConfig, new: TandemConfig) -> str:
+        return await begin_exchange(self._name, old, new, self._given, self._make)
 
     async def owner_ended(self) -> str:
         """Ray's control store records the end of a job when the process that it belonged to is gone."""
@@ -120,7 +131,7 @@ async def clear_away(deployment: str, but: str = "") -> None:
             continue  # it has ended meanwhile
         except RayError as error:
             logger.warning("%s could not be ended: %s", name, error)
-    for store in (STATE, MACHINES, WANTED):
+    for store in (STATE, MACHINES, WANTED, EXCHANGE, MADE_WITH):
         await RayStateStore(store, namespace).forget()
     await stands(deployment).forget()
 

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.launcher import Host, NodeHandle, RouterHandle
 from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
+from tandem.cluster.on_ray.exchange import only_with
 from tandem.cluster.on_ray.hosts import ray_nodes
 from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
@@ -28,6 +29,7 @@ from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterQueue
 from tandem.wire.progress import Report
 from tandem.wire.requests import NodeStatus
+from tandem.wire.settings import without_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +232,7 @@ class RayNode(RayHandle):
 
     async def change_role(self, config: NodeConfig, report: Report) -> NodeInfo:
         actor = await self.actor()
-        changed = actor.change_role.remote(msgspec.msgpack.encode(config))
+        changed = actor.change_role.remote(_encoded(config))
         return msgspec.msgpack.decode(await self._followed(actor, changed, report), type=NodeInfo)
 
 
@@ -301,11 +303,8 @@ class RayLauncher:
             options |= {"resources": {slot.value: 1, **needs}, "num_gpus": gpus}
             if gpus and config.engine.model.device.startswith("cuda:"):
                 config = _on_own_gpus(config)
-        if config.env:
-            options["runtime_env"] = {"env_vars": dict(config.env)}
-        create = self._creator(
-            _NODE_ACTORS[config.role], config.node_id, options, msgspec.msgpack.encode(config)
-        )
+        options["runtime_env"] = only_with(config.env)
+        create = self._creator(_NODE_ACTORS[config.role], config.node_id, options, _encoded(config))
         return RayNode(
             config.node_id,
             self._namespace,
@@ -319,9 +318,8 @@ class RayLauncher:
         self, name: str, config: RouterConfig, host: Host | None, door: str = ""
     ) -> RouterHandle:
         options: dict[str, Any] = {"resources": HEAD_ONLY} if host is None else _on_ray_node(host)
-        if config.env:
-            options["runtime_env"] = {"env_vars": dict(config.env)}
-        create = self._creator(RouterActor, name, options, msgspec.msgpack.encode(config), self._namespace)
+        options["runtime_env"] = only_with(config.env)
+        create = self._creator(RouterActor, name, options, _encoded(config), self._namespace)
         router = RayRouter(
             name,
             self._namespace,
@@ -342,6 +340,11 @@ class RayLauncher:
             **options,
         )
         return lambda: placed.remote(*given)
+
+
+def _encoded(config: NodeConfig | RouterConfig) -> bytes:
+    """A process of another version knows the settings that are named, or says which it does not."""
+    return msgspec.msgpack.encode(without_defaults(config))
 
 
 def is_same_node(running: bytes, wanted: NodeConfig) -> bool:

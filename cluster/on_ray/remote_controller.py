@@ -15,16 +15,23 @@ import ray
 
 from tandem.cluster.config import DEFAULT_NAME, ClusterTimeouts, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView
-from tandem.cluster.on_ray.controller_actor import ControllerActor
+from tandem.cluster.on_ray.controller_actor import make_controller
 from tandem.cluster.on_ray.deploying import DeploymentPlace, clear_away, ending_store, left_behind
 from tandem.cluster.on_ray.errors import answer
+from tandem.cluster.on_ray.exchange import (
+    ControllerParts,
+    is_being_exchanged,
+    parts_of,
+    refuse_while_exchanged,
+)
 from tandem.cluster.on_ray.neighbours import stands
-from tandem.cluster.on_ray.runtime import CONTROLLER, HEAD_ONLY, deployment_in, namespace_of, own_job
+from tandem.cluster.on_ray.runtime import CONTROLLER, deployment_in, namespace_of, own_job
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, NodeLost, TandemError, Unavailable
 from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
+from tandem.wire.settings import without_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +98,7 @@ async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool
     earlier deployment left is ended if its end was recorded. Otherwise its controller has been lost for good, and
     its nodes may serve: the new one takes them over."""
     deployment, name = secrets.token_hex(8), config.name
+    await refuse_while_exchanged(name)
     if not own_ray:
         if (unended := await _left_without_a_controller(name)) is not None:
             if not detach:
@@ -106,18 +114,9 @@ async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool
     # A Ray of our own ends with us; on a cluster the controller must see that we have ended.
     place = DeploymentPlace(own_ray, deployment, "" if own_ray or detach else own_job(), name)
 
-    def make() -> Any:
-        actor: Any = ControllerActor
-        placed = actor.options(
-            name=CONTROLLER,
-            namespace=namespace_of(name),
-            lifetime="detached",
-            get_if_exists=True,
-            resources=HEAD_ONLY,
-        )
-        return placed.remote(msgspec.msgpack.encode(config), msgspec.msgpack.encode(place))
-
-    return RemoteController(await asyncio.to_thread(make), name, deployment, make)
+    parts = ControllerParts(msgspec.msgpack.encode(without_defaults(config)), msgspec.msgpack.encode(place))
+    actor = await asyncio.to_thread(make_controller, parts, name)
+    return RemoteController(actor, name, deployment, parts)
 
 
 async def _left_without_a_controller(name: str) -> str | None:
@@ -145,16 +144,16 @@ async def _record_end(deployment: str, name: str, why: str) -> None:
 
 
 class RemoteController:
-    """`make` makes this deployment's controller again, for the command that the deployment belongs to."""
+    """`parts`: what the command that the deployment belongs to has made it of, and makes it again."""
 
     def __init__(
-        self, actor: Any, name: str, deployment: str = "", make: Callable[[], Any] | None = None
+        self, actor: Any, name: str, deployment: str = "", parts: ControllerParts | None = None
     ) -> None:
         self._actor = actor
         self.name = name  # the deployment's
         self._deployment = deployment
         self._followed = ""  # the id of the deployment that has told us something
-        self._make = make
+        self._parts = parts
 
     async def _ask(self, timeout_s: float, what: str, ask: Callable[[Any], Awaitable[T]]) -> T:
         """Asked again where Ray has just lost the controller: it starts another. What is asked for twice is done
@@ -166,11 +165,12 @@ class RemoteController:
             except TimeoutError as error:
                 raise DeadlineExceeded(f"the controller did not {what} within {timeout_s:.0f} s") from error
             except NodeLost:
-                if (
-                    time.monotonic() + _ASK_AGAIN_S > deadline
-                    or await asyncio.to_thread(_lookup, self.name) is None
-                ):
+                if time.monotonic() + _ASK_AGAIN_S > deadline:
                     raise
+                actor = await asyncio.to_thread(_lookup, self.name)
+                if actor is None and not await is_being_exchanged(self.name):
+                    raise
+                self._actor = actor or self._actor  # another one, after an exchange
                 await asyncio.sleep(_ASK_AGAIN_S)
 
     # --- following
@@ -182,9 +182,12 @@ class RemoteController:
 
     async def revive(self) -> None:
         actor = await asyncio.to_thread(_lookup, self.name)
-        if actor is None and self._make is not None:
+        if actor is None and self._parts is not None:
+            if await is_being_exchanged(self.name):
+                return  # another one is being made
             logger.warning("the controller is gone for good although it was not ended: another one goes on")
-            actor = await asyncio.to_thread(self._make)
+            parts = await parts_of(self.name) or self._parts
+            actor = await asyncio.to_thread(make_controller, parts, self.name)
         if actor is not None:
             self._actor = actor
 
@@ -213,7 +216,7 @@ class RemoteController:
         return (await self.configuration()).timeouts
 
     async def configure(self, config: TandemConfig) -> ConfigChange:
-        encoded = msgspec.msgpack.encode(config)
+        encoded = msgspec.msgpack.encode(without_defaults(config))
         change = await self._ask(
             _ANSWER_S, "take the configuration", lambda actor: actor.configure.remote(encoded)
         )
@@ -246,7 +249,7 @@ class RemoteController:
         )
 
     async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
-        encoded = msgspec.msgpack.encode(config)
+        encoded = msgspec.msgpack.encode(without_defaults(config))
         change = await self._ask(
             _ANSWER_S, "take the configuration", lambda actor: actor.apply.remote(encoded, dry_run)
         )

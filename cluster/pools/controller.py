@@ -350,7 +350,13 @@ class Controller:
             going += [router.name for router in self._pools.state.staying_routers]
         number = self._pools.state.revision.number
         return AppliedChange(
-            [*sizes, *found.at_once], found.nodes, found.refused, going, number, found.routers
+            [*sizes, *found.at_once],
+            found.nodes,
+            found.refused,
+            going,
+            number,
+            found.routers,
+            found.controller,
         )
 
     async def go_back(self) -> None:

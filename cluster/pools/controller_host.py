@@ -9,7 +9,7 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from tandem.cluster.admin import act
 from tandem.cluster.changes import compare, with_sizes
 from tandem.cluster.config import ClusterTimeouts, TandemConfig
-from tandem.cluster.control import AppliedChange, ClusterEnd, Control
+from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView, Control, ExchangeView
 from tandem.cluster.events import Events, LoggedEvents
 from tandem.cluster.launcher import StateStore
 from tandem.cluster.pools.event_log import EventLog, LoggedEvent
@@ -25,6 +25,7 @@ from tandem.cluster.tasks import Clock, cancel
 from tandem.wire.errors import InternalError, TandemError, Unavailable, WireError
 from tandem.wire.logs import LogsQuery
 from tandem.wire.nodes import Role
+from tandem.wire.settings import without_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,15 @@ class Platform(Protocol):
 
     def deployment(self, config: TandemConfig, events: Events) -> ServedDeployment: ...
 
+    async def exchange(self) -> ExchangeView | None:
+        """Of this controller for one with another environment: the one that is under way, or the last one."""
+        ...
+
+    async def begin_exchange(self, old: TandemConfig, new: TandemConfig) -> str:
+        """Another process ends this controller, and makes one with the new configuration's environment; the old one again, if that does
+        not serve. Returns the exchange's id. Raises Unavailable while there is one."""
+        ...
+
     async def owner_ended(self) -> str:
         """Returns when the command has ended that this deployment belongs to, and says so. A deployment that belongs
         to no command waits here for ever."""
@@ -106,11 +116,19 @@ class Platform(Protocol):
 class _Operated:
     """The cluster for `act`."""
 
-    def __init__(self, control: Control, timeouts: ClusterTimeouts, clock: Clock) -> None:
+    def __init__(
+        self,
+        control: Control,
+        timeouts: ClusterTimeouts,
+        clock: Clock,
+        view: Callable[[], Awaitable[ClusterView]],
+        apply: Callable[[TandemConfig, bool], Awaitable[AppliedChange]],
+    ) -> None:
         self._timeouts = timeouts
         self._clock = clock
         self._control = control
-        self.view = control.view
+        self._view = view
+        self._apply = apply
         self.scale = control.scale
         self.drain_node = control.drain_node
         self.evacuate = control.evacuate
@@ -129,8 +147,11 @@ class _Operated:
         changing = self._control.adapters(load, unload)
         return await self._clock.within(timeout_s, changing, "changing the adapters")
 
+    async def view(self) -> ClusterView:
+        return await self._view()
+
     async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
-        return await self._control.apply(config, dry_run=dry_run)
+        return await self._apply(config, dry_run)
 
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         changing = self._control.change_role(node_id, role)
@@ -242,7 +263,7 @@ class ControllerHost:
 
     async def configuration(self) -> bytes:
         """As it is wished for now: another one than this process was given, after `apply`."""
-        return _encode(await self._running())
+        return _encode(without_defaults(await self._running()))
 
     async def _running(self) -> TandemConfig:
         return await self._deployment.control.configuration()
@@ -257,13 +278,34 @@ class ControllerHost:
         return _encode(ConfigChange(change.at_once, refused))
 
     async def apply(self, config: bytes, dry_run: bool) -> bytes:
-        return _encode(await self._control().apply(_understood(config), dry_run=dry_run))
+        return _encode(await self._apply(_understood(config), dry_run))
+
+    async def _apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
+        """All but the controller's environment is kept first: the next one goes on with it."""
+        before = (await self._running()).controller
+        replaced = before.env != config.controller.env and not dry_run
+        under_way = await self._platform.exchange() if replaced else None
+        if under_way is not None and not under_way.is_over:
+            raise Unavailable("the controller is being replaced just now: wait for the end (`tandem status`)")
+        change = await self._control().apply(config, dry_run=dry_run)
+        if not replaced:
+            return change
+        replace = msgspec.structs.replace
+        running, wanted = await self._running(), config.controller
+        exchange = await self._platform.begin_exchange(
+            replace(running, controller=replace(wanted, env=before.env)), replace(running, controller=wanted)
+        )
+        return replace(change, exchange=exchange)
 
     async def go_back(self) -> None:
         await self._control().go_back()
 
     async def view(self) -> bytes:
-        return _encode(await self._control().view())
+        return _encode(await self._view())
+
+    async def _view(self) -> ClusterView:
+        view = await self._control().view()
+        return msgspec.structs.replace(view, exchange=await self._platform.exchange())
 
     async def scale(self, wanted: bytes) -> list[str]:
         return await self._control().scale(msgspec.msgpack.decode(wanted, type=dict[Role, int]))
@@ -295,7 +337,8 @@ class ControllerHost:
     async def act(self, action: str, body: bytes) -> bytes:
         """What an operator asks through a router, in JSON."""
         timeouts = (await self._running()).timeouts
-        return await act(_Operated(self._control(), timeouts, self._clock), action, body)
+        operated = _Operated(self._control(), timeouts, self._clock, self._view, self._apply)
+        return await act(operated, action, body)
 
     def _control(self) -> Control:
         if self._stage is ClusterStage.STOPPED:

@@ -61,6 +61,7 @@ class Reconciler:
         self._fix_model = fix_model
         self._wake = asyncio.Event()
         self.state = state.first_state(config.pools)
+        self._unknown: state.UnknownState | None = None  # what is kept is another version's
         self._contents: dict[int, str] = {}  # the model's, by revision, also while it could not be kept
         self._ready_since: dict[str, float] = {}  # of nodes that a rollout has made
         self.rollout_waits = ""  # for what
@@ -93,7 +94,11 @@ class Reconciler:
         async with self.writing:
             kept = await self._until_told(self._store.load, "what the controller before kept")
             if kept is not None:
-                self.state = state.decode(kept)
+                try:
+                    self.state = state.decode(kept)
+                except state.UnknownState as error:
+                    self._unknown = error
+                    raise
             await self._fix_the_model()
             if kept is None:
                 return
@@ -135,7 +140,7 @@ class Reconciler:
     async def _use_kept(self) -> str:
         """The configuration that is kept, from now on. Returns the commit of its model, if it has one."""
         revision, rollout = self.state.revision, self.state.rollout
-        self.config = revision.config or self._given
+        self.config = self._in_this_process(revision.config or self._given)
         fixed, commit = await self._fix_model(self.config, revision.commit)
         configs = {revision.number: fixed}
         if rollout is not None:
@@ -149,6 +154,11 @@ class Reconciler:
         self.fleet.use(fixed, configs)
         self.on_config(self.config)
         return commit
+
+    def _in_this_process(self, config: TandemConfig) -> TandemConfig:
+        """The controller's environment is the one that this process has."""
+        controller = msgspec.structs.replace(config.controller, env=self._given.controller.env)
+        return msgspec.structs.replace(config, controller=controller)
 
     async def _machines_of(self, known: ClusterState) -> list[Host]:
         """After a restart of Ray's head, the machines that nodes run on may take a while to be seen again."""
@@ -179,6 +189,8 @@ class Reconciler:
 
     async def keep(self, new: ClusterState) -> None:
         """Holding `writing`. What could not be kept has not happened."""
+        if self._unknown is not None:
+            raise self._unknown
         if new != self.state:
             await self._store.save(state.encode(new))
             self.state = new

@@ -17,7 +17,9 @@ from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import key_of
+from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
+from tandem.wire.settings import without_defaults
 
 
 class NodePlacement(msgspec.Struct, frozen=True):
@@ -221,11 +223,23 @@ def first_state(pools: PoolsConfig) -> ClusterState:
 
 
 def encode(state: ClusterState) -> bytes:
-    return msgspec.msgpack.encode(state)
+    """Without defaults: the version before this one reads it, unless it says something that only this one knows."""
+    return msgspec.msgpack.encode(without_defaults(state))
 
 
 def decode(data: bytes) -> ClusterState:
-    return msgspec.msgpack.decode(data, type=ClusterState)
+    """Raises UnknownState."""
+    try:
+        return msgspec.msgpack.decode(data, type=ClusterState)
+    except msgspec.DecodeError as error:
+        raise UnknownState(
+            f"what an earlier controller kept says something that this version of Tandem does not know ({error}): its nodes and routers "
+            "go on as they are; set `controller.env` so that the controller is of the version that kept it"
+        ) from error
+
+
+class UnknownState(Unavailable):
+    """Another version of Tandem kept it. Nothing is written in its place."""
 
 
 class Membership:

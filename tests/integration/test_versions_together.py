@@ -22,13 +22,16 @@ PROMPTS = [f"{count} little stories about the sea, one after the other: " * 6 fo
 
 @pytest.fixture(scope="module")
 def later_tandem(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This one's files, with one field more in every message and the next version's number."""
+    """This one's files, with one field more in every message and in most sections of the settings, and the next version's number."""
     place = tmp_path_factory.mktemp("later")
     shutil.copytree(ROOT / "tandem", place / "tandem", ignore=shutil.ignore_patterns("__pycache__"))
     wire = place / "tandem/wire"
     for name in MESSAGES:
         source = (wire / f"{name}.py").read_text(encoding="utf-8")
         (wire / f"{name}.py").write_text(with_a_field_more(source), encoding="utf-8")
+    for settings in ("cluster", "router", "node"):
+        file = place / f"tandem/{settings}/config.py"
+        file.write_text(with_a_field_more(file.read_text(encoding="utf-8")), encoding="utf-8")
     source = (wire / "versions.py").read_text(encoding="utf-8")
     changed = source.replace(f"\nWIRE_VERSION = {WIRE_VERSION}\n", f"\nWIRE_VERSION = {LATER}\n")
     assert changed != source
@@ -138,3 +141,83 @@ def test_a_router_of_a_later_version_takes_the_place_of_this_one_under_load(
 def routers_version(url: str) -> int:
     answer = httpx.get(f"{url}/cluster", timeout=10, trust_env=False).json()
     return int(answer["router"]["wire_version"])
+
+
+WHO = """
+import logging, ray
+ray.init(address="auto", namespace="tandem", logging_level=logging.ERROR, log_to_driver=False)
+def who(self):
+    import os, sys
+    return os.getpid(), sys.modules["tandem.wire.versions"].__file__
+for one in sorted(ray.util.list_named_actors(), key=str):
+    print(one, *ray.get(ray.get_actor(one).__ray_call__.remote(who)))
+"""
+
+
+def processes(tandem: Tandem) -> dict[str, tuple[int, Path]]:
+    """The number of each named process, and where its Tandem is."""
+    lines = [line.split() for line in tandem.python(WHO).splitlines()]
+    return {name: (int(pid), Path(file).parents[2]) for name, pid, file in lines}
+
+
+def test_a_controller_of_a_later_version_takes_the_place_of_this_one_under_load_and_gives_it_back(
+    smollm2_path: Path, later_tandem: Path, tmp_path: Path
+) -> None:
+    """Nodes and routers go on as the processes that they are, also when a version does not serve and the old one comes back."""
+    broken = tmp_path / "broken"
+    shutil.copytree(later_tandem, broken)
+    deployment = broken / "tandem/cluster/pools/deployment.py"
+    source = deployment.read_text(encoding="utf-8")
+    look = "        clock = Clock()\n"
+    assert look in source
+    changed = source.replace(look, f'        raise RuntimeError("this version is broken")\n{look}')
+    deployment.write_text(changed, encoding="utf-8")
+
+    config: dict[str, Any] = {
+        "model": "smollm2", "pools": {"aggregated": 1}, "cache": {"memory_bytes": "256MiB"},
+        "router": {"port": free_port()}, "rollout": {"settle_s": 1}, "controller": {"start_s": 60},
+    }  # fmt: skip
+    ray_nodes = RayNodes(aggregated=1)
+    try:
+        tandem = Tandem(ray_nodes.address, tmp_path)
+        tandem.url = f"http://127.0.0.1:{config['router']['port']}"
+
+        def apply(env: dict[str, str], start_s: float, status: int = 0) -> str:
+            config["controller"] = {"env": env, "start_s": start_s}
+            (tmp_path / "tandem.yaml").write_text(json.dumps(config))
+            return tandem("apply", "tandem.yaml", status=status, timeout_s=START_S)
+
+        (tmp_path / "tandem.yaml").write_text(json.dumps(config))
+        tandem("serve", "--detach", timeout_s=START_S)
+        first = processes(tandem)
+        others = {name: there for name, there in first.items() if name != "controller"}
+        assert set(others) == {"aggregated-0", "router"}
+        with Load(tandem.url, "SmolLM2-135M-Instruct") as load:
+            said = apply({"PYTHONPATH": str(later_tandem)}, 60)
+            assert "done: the controller is another one" in said
+            later = processes(tandem)
+            assert later.pop("controller")[1] == later_tandem
+            assert later == others
+
+            said = apply({"PYTHONPATH": str(broken)}, 5, status=1)
+            assert "this version is broken" in said
+            restored = processes(tandem)
+            assert restored.pop("controller")[1] == later_tandem
+            assert restored == others
+
+            no_tandem = tmp_path / "no"
+            (no_tandem / "tandem").mkdir(parents=True)
+            (no_tandem / "tandem/__init__.py").write_text("raise ImportError('this is no Tandem')\n")
+            said = apply({"PYTHONPATH": str(no_tandem)}, 60, status=1)
+            assert "the old one serves: a process with its environment does not start" in said
+            assert processes(tandem)["controller"][1] == later_tandem
+
+            apply({}, 60)
+            back = processes(tandem)
+            assert back.pop("controller")[1] == first["controller"][1]
+            assert back == others
+            done = load.finished
+            tandem.until(lambda nodes: load.finished > done + 2, "answers after all of it")
+        tandem("down")
+    finally:
+        ray_nodes.close()

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.wire.handoff import HandoffMessage
-from tandem.wire.nodes import NodeInfo
+from tandem.wire.nodes import NodeInfo, RouterInfo
 from tandem.wire.requests import Cancel, Submit, TokenBatch, TokenChunk, ToNode, ToRouter
 from tandem.wire.sampling import SamplingParams
+from tandem.wire.settings import without_defaults
 from tests.wire.struct_strategies import values_of
 
 CHANNELS = [ToNode, ToRouter, HandoffMessage, NodeInfo]
@@ -58,3 +59,17 @@ def test_what_a_node_does_not_know_is_refused_not_ignored() -> None:
 def test_a_step_for_many_requests_is_small() -> None:
     batch = TokenBatch("decode-0", 1 << 60, [TokenChunk(f"req-{i:032x}", 100, [12345]) for i in range(256)])
     assert len(msgspec.msgpack.encode(batch)) < 256 * 96
+
+
+@pytest.mark.parametrize("kept", [NodeInfo, RouterInfo, SamplingParams])
+@given(data=st.data())
+def test_what_is_kept_without_defaults_is_what_it_was(kept: Any, data: st.DataObject) -> None:
+    value = data.draw(values_of(kept))
+    without = without_defaults(value)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(without), type=kept) == value
+    at_default = {
+        field.name
+        for field in msgspec.structs.fields(kept)
+        if field.default is not msgspec.NODEFAULT and getattr(value, field.name) == field.default
+    }
+    assert not at_default & without.keys()

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from tandem.cluster.commands import apply as command
-from tandem.cluster.commands.apply import described, follow
+from tandem.cluster.commands.apply import described, follow, follow_exchange
 from tandem.cluster.commands.overview import rollout_line
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import (
     AppliedChange,
     ClusterView,
     ControllerDecision,
+    ExchangePhase,
+    ExchangeView,
     RolloutView,
     SupervisedNode,
 )
-from tandem.wire.errors import TandemError, Unavailable
+from tandem.wire.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeClock
 
@@ -109,3 +112,43 @@ def test_an_interrupt_ends_the_command_and_not_the_rollout(monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         command.apply(TandemConfig(), None, "http://router", said.append)
     assert "the rollout goes on" in said[0]
+
+
+def exchanged(*views: ExchangeView | TandemError | None) -> tuple[bool, list[str]]:
+    said: list[str] = []
+    told = [
+        one if isinstance(one, TandemError) else msgspec.structs.replace(view(None), exchange=one)
+        for one in views
+    ]
+    done = asyncio.run(follow_exchange(Told(*told), "ours", said.append, NoTime()))  # type: ignore[arg-type]
+    return done, said
+
+
+def test_it_follows_the_controllers_exchange_while_no_controller_answers() -> None:
+    before = ExchangeView("earlier", ExchangePhase.DONE)
+    done, said = exchanged(
+        ExchangeView("ours", ExchangePhase.CHECKING),
+        NodeLost("it was killed"),
+        DeadlineExceeded("no answer"),
+        ExchangeView("ours", ExchangePhase.REPLACING),
+        ExchangeView("ours", ExchangePhase.DONE),
+    )
+    assert done
+    assert said == [
+        "the controller: checking",
+        "the controller is away, and what serves goes on: it was killed",
+        "the controller: replacing",
+        "done: the controller is another one, and serves",
+    ]
+    assert exchanged(before) == (
+        False,
+        ["the controller was not replaced, and the old one serves: another exchange has begun"],
+    )
+
+
+def test_a_controller_that_was_not_replaced_says_why() -> None:
+    done, said = exchanged(ExchangeView("ours", ExchangePhase.FAILED, "it does not know `cache.colour`"))
+    assert not done
+    assert said == [
+        "the controller was not replaced, and the old one serves: it does not know `cache.colour`"
+    ]

@@ -15,6 +15,7 @@ from tandem.kvtransfer.base import TransferConfig
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role
+from tandem.wire.settings import without_defaults
 
 NODE = NodeConfig(
     node_id="prefill-0", role=Role.PREFILL, host="10.0.0.2", transfer=TransferConfig(), cores=[0, 1]
@@ -107,3 +108,17 @@ def test_a_router_whose_tokenizer_is_found_elsewhere_now_is_adopted() -> None:
     running = msgspec.msgpack.encode(config)
     assert is_same_router(running, replace(config, tokenizer_path="new"))
     assert not is_same_router(running, replace(config, port=9))
+
+
+@pytest.mark.slow
+def test_what_another_version_made_is_adopted_unless_a_setting_is_another() -> None:
+    """Slow: imports Ray. Starts nothing. A process made by the version before names no field that came later, and none at its default."""
+    import_ray()
+    from tandem.cluster.on_ray.launcher import is_same_node
+
+    tree = without_defaults(NODE)
+    assert "env" not in tree
+    assert is_same_node(msgspec.msgpack.encode(tree), NODE)
+    assert not is_same_node(msgspec.msgpack.encode({**tree, "host": "10.0.0.3"}), NODE)
+    with pytest.raises(msgspec.ValidationError, match="of_a_later_version"):
+        is_same_node(msgspec.msgpack.encode({**tree, "of_a_later_version": 8}), NODE)

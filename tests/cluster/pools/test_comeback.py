@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from tandem.cluster.config import TandemConfig
+from tandem.cluster.config import ControllerConfig, TandemConfig
+from tandem.cluster.pools.state import UnknownState
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import NodeState, Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, pools
+
+replace = msgspec.structs.replace
 
 # --- nodes that cannot start
 
@@ -261,3 +265,61 @@ async def test_a_node_whose_machine_goes_while_it_is_adopted_is_out_of_the_route
         assert rig.routed == set()
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)
+
+
+# --- a controller of another version
+
+
+@in_loop
+async def test_what_is_kept_names_no_defaults_so_that_the_version_before_reads_it() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        await rig.controller.apply(replace(rig.config, debug=True), dry_run=False)
+        await settle()
+        kept = await rig.store.load()
+        assert kept is not None
+        tree = msgspec.msgpack.decode(kept)
+        assert tree["revision"]["config"].keys() == {"timeouts", "router", "debug"}
+
+
+@in_loop
+async def test_a_controller_that_does_not_know_a_setting_names_it_and_touches_nothing() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        await rig.controller.apply(replace(rig.config, debug=True), dry_run=False)
+        await settle()
+        kept = await rig.store.load()
+        assert kept is not None
+        tree = msgspec.msgpack.decode(kept)
+        tree["revision"]["config"]["cache"] = {"of_a_later_version": 8}
+        later = msgspec.msgpack.encode(tree)
+        await rig.store.save(later)
+        before = {name: len(processes) for name, processes in rig.launcher.nodes.items()}
+
+        await rig.kill_controller()
+        with pytest.raises(UnknownState, match=r"of_a_later_version.*revision.config.cache"):
+            await rig.controller.start()
+        with pytest.raises(Unavailable, match="of_a_later_version"):
+            await rig.controller.scale({Role.DECODE: 2})
+        assert await rig.store.load() == later
+        assert {name: len(processes) for name, processes in rig.launcher.nodes.items()} == before
+
+        await rig.store.save(kept)
+        await rig.kill_controller()
+        await rig.controller.start()
+
+
+@in_loop
+async def test_the_controllers_environment_is_that_of_its_process() -> None:
+    """Not what was applied: the process that it was for may not have come up."""
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        wanted = replace(rig.config, controller=ControllerConfig(env={"PYTHONPATH": "/later"}, start_s=7))
+        change = await rig.controller.apply(wanted, dry_run=False)
+        assert (change.controller, change.at_once) == (["controller.env.PYTHONPATH"], ["controller.start_s"])
+        assert (await rig.controller.configuration()).controller == ControllerConfig(start_s=7)
+
+        rig.config = wanted  # what the next process is made with
+        await rig.kill_controller()
+        await rig.controller.start()
+        assert (await rig.controller.configuration()).controller == wanted.controller

@@ -10,8 +10,15 @@ import pytest
 
 from tandem.cluster.changes import difference
 from tandem.cluster.commands.following import Follower
-from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView, PoolView
+from tandem.cluster.config import ControllerConfig, PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.control import (
+    AppliedChange,
+    ClusterEnd,
+    ClusterView,
+    ExchangePhase,
+    ExchangeView,
+    PoolView,
+)
 from tandem.cluster.events import Events
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange, ControllerHost
 from tandem.cluster.tasks import cancel
@@ -126,6 +133,8 @@ class Rig:
         self.ended = asyncio.Event()
         self.owner: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.made: FakeDeployment
+        self.exchanges: list[tuple[dict[str, str], dict[str, str]]] = []
+        self.exchanged: ExchangeView | None = None
         self.clock = FakeClock()
         self.host = ControllerHost(encode(TandemConfig()), self, self.clock)
         self.events = RecordedEvents()
@@ -134,6 +143,13 @@ class Rig:
     def deployment(self, config: TandemConfig, events: Events) -> FakeDeployment:
         self.made = FakeDeployment(events)
         return self.made
+
+    async def exchange(self) -> ExchangeView | None:
+        return self.exchanged
+
+    async def begin_exchange(self, old: TandemConfig, new: TandemConfig) -> str:
+        self.exchanges.append((old.controller.env, new.controller.env))
+        return f"exchange {len(self.exchanges)}"
 
     async def owner_ended(self) -> str:
         return await asyncio.shield(self.owner)
@@ -293,6 +309,27 @@ async def test_what_is_asked_reaches_the_controller() -> None:
         rig.made.may_start.set()
         await rig.follower.until_serving()
         assert await rig.host.drain()
+
+
+@in_loop
+async def test_another_environment_for_the_controller_begins_an_exchange_and_one_at_a_time() -> None:
+    async with Rig() as rig:
+        wanted = TandemConfig(controller=ControllerConfig(env={"PYTHONPATH": "/later"}))
+        told = decode(await rig.host.apply(encode(wanted), True), type=AppliedChange)
+        assert (told.exchange, rig.exchanges) == ("", [])
+
+        rig.made.control.config = TandemConfig()
+        rig.exchanged = ExchangeView("another", ExchangePhase.REPLACING)
+        with pytest.raises(Unavailable, match="is being replaced"):
+            await rig.host.apply(encode(wanted), False)
+        assert rig.made.control.config == TandemConfig(), "nothing of it was applied"
+
+        rig.exchanged = ExchangeView("another", ExchangePhase.FAILED, "it did not serve")
+        told = decode(await rig.host.apply(encode(wanted), False), type=AppliedChange)
+        assert told.exchange == "exchange 1"
+        assert rig.exchanges == [({}, {"PYTHONPATH": "/later"})]
+        view = decode(await rig.host.view(), type=ClusterView)
+        assert view.exchange == rig.exchanged
 
 
 @in_loop
