@@ -205,6 +205,10 @@ class Request:
             self.stop_token_ids |= self.eos_token_ids | eos_token_ids
 
     @property
+    def has_images(self) -> bool:
+        return bool(self.media) and self.embeds is None
+
+    @property
     def room_wanted(self) -> int:
         """Tokens beyond its prompt, at most."""
         return self.sampling.max_tokens if self.pooling is None else 0

@@ -133,7 +133,7 @@ class AdmissionPhase:
                 step.held_back = (request.request_id, "no prompt tokens are left in this step")
                 return _Verdict.FULL
             num_new = budget
-        if state.encoded is not None and request.images:
+        if state.encoded is not None and request.has_images:
             encodable = state.encoded.cap(request, num_computed, num_new)
             if encodable < num_new and not (encodable and config.chunked_prefill):
                 step.held_back = (request.request_id, "no images can be encoded in this step")
@@ -143,7 +143,7 @@ class AdmissionPhase:
             step.held_back = (request.request_id, "too few free blocks")
             return _Verdict.FULL
 
-        if state.encoded is not None and request.images:
+        if state.encoded is not None and request.has_images:
             state.encoded.take(request, num_computed, num_new)
         state.waiting.take(request)
         state.running.append(request)

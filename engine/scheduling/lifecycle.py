@@ -50,7 +50,7 @@ class Lifecycle:
                 f"has {request.num_output_tokens} output tokens already",
                 "max_tokens",
             )
-        if request.images:
+        if request.has_images:
             self._check_media(request)
         if request.pooling is not None:
             self._check_pooled(request)

@@ -41,7 +41,7 @@ class RunningPhase:
                     continue
                 if not request.spec_token_ids and num_new > self._most_again:
                     step.prompt_budget -= num_new
-            elif encoded is not None and request.images and not encoded.cap(request, num_computed, 1):
+            elif encoded is not None and request.has_images and not encoded.cap(request, num_computed, 1):
                 index += 1
                 continue
             if num_computed + num_new > request.allocation_horizon:
@@ -51,7 +51,7 @@ class RunningPhase:
                     break
                 if any(blocks):
                     step.new_blocks[request.request_id] = blocks
-            if encoded is not None and request.images:
+            if encoded is not None and request.has_images:
                 encoded.take(request, num_computed, num_new)
             if request.spec_token_ids:
                 self._pack_drafts(request, num_new, step)
@@ -74,7 +74,7 @@ class RunningPhase:
         # The last position of the context is never an input, but for a vector's: no token can follow it.
         room = self._state.max_model_len - (request.pooling is None) - request.num_computed_tokens
         num_new = min(num_new, token_budget, room)
-        if self._state.encoded is not None and request.images:
+        if self._state.encoded is not None and request.has_images:
             num_new = self._state.encoded.cap(request, request.num_computed_tokens, num_new)
         return num_new
 

@@ -18,6 +18,7 @@ from tandem.engine.cache.events import CacheEvents
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.cache.residency import Residency
 from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
@@ -86,6 +87,7 @@ class Scheduler:
             checkpoint_tokens=checkpoint_tokens,
             gives_up_last_block=reads_hidden,
         )
+        kv_cache.pool.residency = Residency(num_blocks, clock)
         if not config.chunked_prefill and config.max_num_batched_tokens < kv_cache.max_request_tokens - 1:
             raise ConfigurationError(
                 "without scheduler.chunked_prefill a whole request must fit into one step: set "
@@ -297,7 +299,7 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             lora=request.lora,
             pooling=request.pooling,
-            media=request.media if request.images else (),
+            media=request.media if request.has_images else (),
             embeds=request.embeds,
         )
 
@@ -310,7 +312,7 @@ class Scheduler:
             if left > 0:
                 of_prompts += min(left, num_tokens)
             request.num_computed_tokens += num_tokens
-            if encoded is not None and request.images:
+            if encoded is not None and request.has_images:
                 encoded.passed(request)
         self._state.totals.prompt_tokens_computed += of_prompts
 

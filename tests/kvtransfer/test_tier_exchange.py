@@ -43,6 +43,7 @@ class Held(Transport):
         self.moves: dict[HandleId, Move] = {}
         self.outcomes: dict[HandleId, TransferError | None] = {}
         self.connected: list[RemoteId] = []
+        self.looks = 0  # at handles that are not done
         self.refuses = False
         self.breaks: Exception | None = None
         self.closed = False
@@ -69,6 +70,7 @@ class Held(Transport):
         if self.breaks is not None:
             raise self.breaks
         if handle not in self.outcomes:
+            self.looks += 1
             return False
         if (error := self.outcomes.pop(handle)) is not None:
             raise error
@@ -145,6 +147,8 @@ def test_what_a_request_waits_for_is_posted_before_what_a_mirror_copies(reader: 
         reader.read(number)
     held = reader.wait_for_moves(MAX_IN_FLIGHT)
     reader.read(99, urgent=True)
+    before = reader.transport.looks
+    reader.until(lambda: reader.transport.looks > before + 3 * MAX_IN_FLIGHT, "the thread has the urgent one")
     reader.transport.end(held[0])
     assert reader.until_ended(0)
     moves = reader.wait_for_moves(MAX_IN_FLIGHT + 1)
