@@ -117,7 +117,7 @@ def _speculation(values: list[str]) -> list[Assignment]:
         raise RefusedValue(f"is not a JSON object: {values[0][:80]!r}") from None
     model, count = described.pop("model", None), described.pop("num_speculative_tokens", None)
     method = described.pop("method", "draft_model" if model else "ngram")
-    if method not in ("ngram", "draft_model", "eagle"):
+    if method not in ("ngram", "draft_model", "eagle", "eagle3"):
         raise RefusedValue(
             f"guesses come by `ngram`, from a `draft_model` or an `eagle` head, not by {method!r}"
         )
@@ -247,7 +247,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(
         ("--speculative-config",),
         SettingFlag(
-            ("scheduler.num_speculative_tokens", "model.draft"), _speculation, "methods `ngram`, `draft_model` and `eagle`"
+            ("scheduler.num_speculative_tokens", "model.draft"), _speculation, "methods `ngram`, `draft_model`, `eagle` and `eagle3`"
         ),
     ),
     Flag(("--num-speculative-tokens",), sets("scheduler.num_speculative_tokens")),

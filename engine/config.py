@@ -80,7 +80,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         about(
             "a small model with the same tokenizer, as `path` is named, that guesses the next `scheduler.num_speculative_tokens` tokens "
-            "([guesses](scheduler.md#guesses)), or an EAGLE-1 head made for the model; its memory counts to the node's. Empty: they are guessed from what was said before"
+            "([guesses](scheduler.md#guesses)), or an EAGLE head made for the model; its memory counts to the node's. Empty: they are guessed from what was said before"
         ),
     ] = ""
     pooling: Annotated[

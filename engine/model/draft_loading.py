@@ -84,13 +84,22 @@ def load_draft_model(
     from tandem.engine.model.eagle_loading import is_head, load_head  # they need transformers
 
     if is_head(source):
-        return load_head(source, target, plan, guessed.vocab_size, guessed.vector_size, guessed.dtype, device)
+        return load_head(
+            source,
+            target,
+            plan,
+            guessed.vocab_size,
+            guessed.vector_size,
+            guessed.dtype,
+            device,
+            guessed.observed,
+        )
     config = read_config(source)
     for name in source.read_json("config.json").get("architectures") or ():
         if any(part in name.lower() for part in _HEADS):
             raise ConfigurationError(
                 f"model.draft names {source.name}, whose class is {name}: of heads that read another model's hidden states "
-                "EAGLE-1's are served, whose files have fc.weight. Name one, or a small model with the same tokenizer"
+                "EAGLE's are served, whose files have fc.weight. Name one, or a small model with the same tokenizer"
             )
     check_vocabularies(target, source)
     dtype = choose_dtype(model.dtype, source, config)

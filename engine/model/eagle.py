@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ from tandem.engine.model.draft_model import Drafts
 from tandem.engine.model.runner import Forward
 from tandem.engine.model.staging import on
 from tandem.engine.model.states import RequestRows
+
+if TYPE_CHECKING:
+    from tandem.engine.model.hidden_states import ObservedLayers
 
 _MOST_WAITING = 256  # rows of a request whose guesses are not wanted for a while
 
@@ -63,9 +67,13 @@ class EagleHead:
         table: int,
         block_size: int,
         max_model_len: int,
+        words: torch.Tensor | None = None,
+        observed: ObservedLayers | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`table`: of the model's block tables, the one that keeps every token."""
+        """`table`: of the model's block tables, the one that keeps every token. `words`: the model's tokens by the head's, if these are others.
+        `observed`: what it reads in the place of the last hidden states (EAGLE-3)."""
+        self._words, self.observed = words, observed
         self._forward = forward
         self._join = join
         self._device = device
@@ -88,7 +96,7 @@ class EagleHead:
         batch: Batch,
         scheduled: ScheduledTokens,
         wanted: npt.NDArray[np.bool_],
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
     ) -> None:
         """What the model came to for every row of the `wanted` requests of a step. Those of prompts are read at once: the token after each is
         known."""
@@ -100,7 +108,11 @@ class EagleHead:
                 continue
             count, end = int(counts[index]), int(ends[index])
             first = int(batch.host_context_lens[index]) - count
-            self._keep(requests, row, first, hidden[end - count : end].clone())
+            start = int(scheduled.query_start[index])
+            if self.observed is not None:
+                self._keep(requests, row, first, self.observed.states(start, start + count).flatten(1))
+            elif hidden is not None:
+                self._keep(requests, row, first, hidden[end - count : end].clone())
             if not scheduled.samples[index]:
                 reading.append(req_id)
         self._read(requests, reading)
@@ -255,7 +267,8 @@ class EagleHead:
         logits = self._forward(batch, None)
         if not guesses:
             return {}
-        best, hidden = logits.argmax(dim=-1).tolist(), self._forward.hidden.clone()
+        likeliest, hidden = logits.argmax(dim=-1), self._forward.hidden.clone()
+        best = (likeliest if self._words is None else self._words[likeliest]).tolist()
         return {
             req_id: (int(best[place]), hidden[place])
             for req_id, place in zip(scheduled.req_ids, scheduled.first_sample.tolist(), strict=True)

@@ -1,7 +1,9 @@
 """From a folder with an EAGLE head, as vLLM and SGLang take it, to one that can guess, or a sentence that says why it cannot.
 
-Its file has `fc`, which makes a row of an embedding and a hidden state, and one layer of Llama's without the norm before its attention. There is no
-norm after it, and its tokens are chosen by the model's own head. The embeddings are the model's, too, unless the file has some.
+EAGLE-1's file has `fc`, which makes a row of an embedding and a hidden state, and one layer of Llama's without the norm before its attention. There
+is no norm after it, and its tokens are chosen by the model's own head. EAGLE-3's `fc` makes one hidden state of those of three layers, its layer
+attends to that and the embedding side by side, and it has a head of its own for some of the tokens (`d2t`). The embeddings are the
+model's, unless the file has some.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.model.attention.interface import PAGED
@@ -21,6 +24,7 @@ from tandem.engine.model.attention.layers import CachePlan, plan_cache
 from tandem.engine.model.content import weight_files
 from tandem.engine.model.eagle import EagleHead
 from tandem.engine.model.general import keep_rotary_constant
+from tandem.engine.model.hidden_states import ObservedLayers
 from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.paths import ForwardShape
 from tandem.engine.model.probe import probe_attention
@@ -46,14 +50,74 @@ def is_head(source: ModelSource) -> bool:
     return any(name == "fc.weight" for name, _, _ in tensors_of(source))
 
 
+def reads_three(source: ModelSource) -> bool:
+    """Whether it is one of EAGLE-3."""
+    return any(name == "d2t" or name.startswith("midlayer.") for name, _, _ in tensors_of(source))
+
+
+def layers_read(source: ModelSource, target: Any) -> tuple[int, ...]:
+    """Which of the target's layers an EAGLE-3 head reads the inputs of; none for what is no such head."""
+    if not is_head(source) or not reads_three(source):
+        return ()
+    described, count = source.read_json("config.json"), int(target.get_text_config().num_hidden_layers)
+    said = described.get("eagle_aux_hidden_state_layer_ids") or (described.get("eagle_config") or {}).get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    found = tuple(int(number) for number in said) if said else (2, count // 2, count - 3)
+    if len(found) != 3 or not all(0 <= number <= count for number in found):
+        raise ConfigurationError(
+            f"model.draft names {source.name}, a head that reads the layers {list(found)} of a model that has {count}"
+        )
+    return found
+
+
 class _Rows(torch.nn.Module):
-    def __init__(self, embeddings: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """What the head's layer is given: of EAGLE-1 one row of an embedding and a hidden state, of EAGLE-3 both, the latter made of three."""
+
+    def __init__(
+        self, embeddings: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, third: bool
+    ) -> None:
         super().__init__()
-        self._embeddings, self._weight, self._bias = embeddings, weight, bias
+        self._embeddings, self._weight, self._bias, self._third = embeddings, weight, bias, third
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        pair = torch.cat([self._embeddings[token_ids], hidden.to(self._embeddings.dtype)], dim=-1)
-        return torch.nn.functional.linear(pair, self._weight, self._bias)
+        hidden = hidden.to(self._embeddings.dtype)
+        if self._third and hidden.shape[-1] == self._weight.shape[1]:  # and not what the head made itself
+            hidden = torch.nn.functional.linear(hidden, self._weight, self._bias)
+        pair = torch.cat([self._embeddings[token_ids], hidden], dim=-1)
+        return pair if self._third else torch.nn.functional.linear(pair, self._weight, self._bias)
+
+
+class _ThirdLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers' classes have no types here
+    """EAGLE-3's: it attends to the embedding and the hidden state side by side, and adds to the latter."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 0)
+        size = config.hidden_size
+        self.hidden_norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            made = getattr(self.self_attn, name)
+            wider = torch.nn.Linear(2 * size, made.out_features, bias=made.bias is not None)
+            setattr(self.self_attn, name, wider)
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+        embeddings, hidden = hidden_states.chunk(2, dim=-1)
+        both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+        hidden = hidden + self.self_attn(hidden_states=both, **options)[0]
+        found: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return found
+
+
+class _NoEmbeddings(torch.nn.Module):
+    """All of its rows are given. While its attention is tried out they are any that differ."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self._width, self._dtype, self._device = width, dtype, device
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(1, self._width + 1, device=self._device)
+        return torch.sin(numbers * (token_ids[..., None] + 1)).to(self._dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +129,8 @@ class LoadedHead:
     rows: _Rows
     parts: ModelParts
     plan: CachePlan
+    words: torch.Tensor | None = None  # the model's tokens by the head's, if these are others
+    observed: ObservedLayers | None = None  # what it reads, if that is not the model's last hidden states
 
     @property
     def bytes_per_block(self) -> int:
@@ -91,6 +157,8 @@ class LoadedHead:
             table=next(index for index, group in enumerate(groups) if group.keeps_every_token),
             block_size=self.plan.block_size,
             max_model_len=min(shape.max_model_len, self.model.config.max_position_embeddings),
+            words=self.words,
+            observed=self.observed,
         )
 
 
@@ -102,23 +170,26 @@ def load_head(
     hidden_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    observed: ObservedLayers | None,
 ) -> LoadedHead:
     """`target` and what follows are the model's that it guesses for. Raises ConfigurationError."""
 
     def refusal(why: str) -> ConfigurationError:
         return ConfigurationError(f"model.draft names {source.name}, a head that {why}")
 
-    described = source.read_json("config.json")
-    names = " ".join(described.get("architectures") or ())
+    described, third = source.read_json("config.json"), reads_three(source)
     own = {
-        name: tensors.get_tensor(full).to(device, dtype)
+        name.replace("midlayer.", "layers.0."): tensors.get_tensor(full).to(device)
         for name, tensors, full in tensors_of(source)
-        if tensors.get_slice(full).get_dtype() in ("F32", "F16", "BF16")
     }
-    if "eagle3" in names.lower() or "d2t" in own or any(name.startswith("midlayer.") for name in own):
-        raise refusal("reads three of the model's layers (EAGLE-3), which is not served: name one of EAGLE-1")
+    words = own.pop("d2t", None)
+    own = {name: tensor.to(dtype) for name, tensor in own.items() if tensor.is_floating_point()}
     if any(name.startswith("layers.1.") for name in own):
         raise refusal("has several layers, and one is served")
+    if described.get("norm_before_residual"):
+        raise refusal(
+            "adds its layer to the norm of its hidden state (norm_before_residual), which is not served"
+        )
     config = LlamaConfig.from_dict({**described, "model_type": "llama", "num_hidden_layers": 1})
     if (config.hidden_size, config.vocab_size) != (hidden_size, vocab_size):
         raise refusal(
@@ -130,24 +201,39 @@ def load_head(
         for _, tensors, full in tensors_of(target)
         if full in (_EMBEDDINGS, _HEAD)
     }
-    embeddings = own.get("embed_tokens.weight", theirs.get(_EMBEDDINGS))
+    embeddings = own.pop("embed_tokens.weight", theirs.get(_EMBEDDINGS))
     head = theirs.get(_HEAD, theirs.get(_EMBEDDINGS))
     if embeddings is None or head is None:
         raise refusal(f"needs the embeddings of {target.name}, which has none where a Llama has them")
-    with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=PAGED)
-    layer: Any = model.model.layers[0]
-    layer.input_layernorm = torch.nn.Identity()
-    model.model.norm = torch.nn.Identity()
+    fc, bias = own.pop("fc.weight", None), own.pop("fc.bias", None)
     weights = {f"model.{name}": own[name] for name in own if name.startswith("layers.0.")}
-    weights |= {_EMBEDDINGS: embeddings, _HEAD: head}
-    weights.pop("model.layers.0.input_layernorm.weight", None)
-    fc = own.get("fc.weight")
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=PAGED)
+        if third:
+            model.model.layers[0] = _ThirdLayer(model.config).to(dtype)
+            rows = own.get("lm_head.weight", head).shape[0]
+            norm = LlamaRMSNorm(hidden_size, config.rms_norm_eps)
+            choice = torch.nn.Linear(hidden_size, rows, bias=False)
+            model.lm_head = torch.nn.Sequential(norm, choice).to(dtype)
+    model.model.norm = torch.nn.Identity()
+    if third:
+        model.model.embed_tokens = _NoEmbeddings(2 * hidden_size, dtype, device)
+        weights["lm_head.1.weight"] = own.get("lm_head.weight", head)
+        if "norm.weight" in own:
+            weights["lm_head.0.weight"] = own["norm.weight"]
+    else:
+        model.model.layers[0].input_layernorm = torch.nn.Identity()
+        weights.pop("model.layers.0.input_layernorm.weight", None)
+        weights |= {_EMBEDDINGS: embeddings, _HEAD: head}
     wanted = {name: value.shape for name, value in model.state_dict().items()}
-    wrong = [name for name in wanted.keys() & weights.keys() if weights[name].shape != wanted[name]]
-    missing = sorted((wanted.keys() - weights.keys()) | set(wrong))
-    if missing or fc is None or fc.shape != (hidden_size, 2 * hidden_size):
+    wrong = {name for name in wanted.keys() & weights.keys() if weights[name].shape != wanted[name]}
+    missing = sorted((wanted.keys() - weights.keys()) | wrong)
+    if missing or fc is None or fc.shape != (hidden_size, (3 if third else 2) * hidden_size):
         raise refusal(f"lacks {', '.join(missing) or 'fc.weight'} in the shape that its configuration says")
+    if third:
+        words = _words(words, weights["lm_head.1.weight"].shape[0], vocab_size)
+        if words is None:
+            raise refusal("says by no d2t which of the model's tokens its own are")
     model.load_state_dict(weights, strict=False, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.eval().requires_grad_(False)
@@ -156,7 +242,19 @@ def load_head(
     return LoadedHead(
         source,
         model,
-        _Rows(embeddings, fc, own.get("fc.bias")),
+        _Rows(embeddings, fc, bias, third=third),
         parts,
         plan_cache(parts.layers, plan.block_size),
+        words,
+        observed if third else None,
     )
+
+
+def _words(differences: torch.Tensor | None, count: int, vocab_size: int) -> torch.Tensor | None:
+    """The model's tokens by the head's; None where that is not said."""
+    if differences is None:
+        differences = torch.zeros(count, dtype=torch.int64) if count == vocab_size else None
+    if differences is None or differences.shape != (count,):
+        return None
+    words = differences.to(torch.int64) + torch.arange(count, device=differences.device)
+    return words if int(words.min()) >= 0 and int(words.max()) < vocab_size else None

@@ -56,8 +56,11 @@ class ObservedLayers:
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """[tokens, layers, hidden size] of these rows of the last pass, in host memory."""
-        noted = [self._noted[number][0, begin:end] for number in self.numbers]
-        return torch.stack(noted, dim=1).cpu()
+        return self.states(begin, end).cpu()
+
+    def states(self, begin: int, end: int) -> torch.Tensor:
+        """The same, where the model is."""
+        return torch.stack([self._noted[number][0, begin:end] for number in self.numbers], dim=1)
 
     def _note_input(self, number: int) -> Any:
         def note(_module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:

@@ -78,10 +78,19 @@ def load_runner(
     if room is not None and native:
         log.info("%s is computed by transformers: scheduler.max_loras asks for adapters", source.name)
     observe = model.hidden_states_layers if model.hidden_states_folder else ()
-    if observe and native:
-        log.info(
-            "%s is computed by transformers: model.hidden_states_folder asks for hidden states", source.name
+    layers: tuple[int, ...] = ()
+    if model.draft and scheduler.num_speculative_tokens:
+        from tandem.engine.model.eagle_loading import layers_read  # it needs transformers
+
+        layers = layers_read(find_source(model.draft), config)
+    if observe and layers:
+        raise ConfigurationError(
+            f"model.draft names {model.draft}, which reads other layers than model.hidden_states_layers: leave one of them out"
         )
+    observe = observe or layers
+    if observe and native:
+        asks = "model.draft" if layers else "model.hidden_states_folder"
+        log.info("%s is computed by transformers: %s asks for hidden states", source.name, asks)
     loaded = None
     if native and own_kv and room is None and shard is None and not observe:
         loaded = load_native(source, config, dtype, device, threads, tell, headless)
@@ -145,7 +154,7 @@ def load_runner(
                 draft.bytes_per_block,
             )
     hidden_states = None
-    if loaded.observed is not None and (shard is None or shard.rank == 0):
+    if model.hidden_states_folder and loaded.observed is not None and (shard is None or shard.rank == 0):
         from tandem.engine.model.hidden_states import HiddenStates  # it needs transformers
 
         hidden_states = HiddenStates(loaded.observed, model.hidden_states_folder)

@@ -170,12 +170,13 @@ class TorchRunner:
                     batch, errors = self._images.placed(batch, scheduled)
                     started.errors |= errors
                 for_head = self._wants_guesses(scheduled)
-                if for_head is not None:
+                if self._head is not None and for_head is not None and self._head.observed is None:
                     rows = np.flatnonzero(np.repeat(for_head, np.diff(scheduled.query_start)))
                     batch = dataclasses.replace(batch, hidden_rows=to_device(rows, self._device))
                 logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
                 if self._head is not None and for_head is not None:
-                    self._head.take(self._requests, batch, scheduled, for_head, self._forward.hidden)
+                    hidden = self._forward.hidden if self._head.observed is None else None
+                    self._head.take(self._requests, batch, scheduled, for_head, hidden)
                 if self._states_wanted and self._hidden_states is not None:
                     self._hidden_states.take(self._states_wanted, batch, scheduled, self._requests)
                 if scheduled.pooled:

@@ -117,8 +117,8 @@ def test_api_keys_become_tenants() -> None:
         (["--data-parallel-size", "2"], "--prefill N and --decode N, or --aggregated N"),
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype: cache.dtype must be"),
         (
-            ["--speculative-config", '{"method": "eagle3", "model": "a/head", "num_speculative_tokens": 2}'],
-            "--speculative-config: guesses come by `ngram`, from a `draft_model` or an `eagle` head, not by 'eagle3'",
+            ["--speculative-config", '{"method": "medusa", "model": "a/head", "num_speculative_tokens": 2}'],
+            "--speculative-config: guesses come by `ngram`, from a `draft_model` or an `eagle` head, not by 'medusa'",
         ),
         (
             ["--speculative-config", '{"model": "a/b", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'],

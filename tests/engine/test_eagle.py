@@ -12,7 +12,13 @@ from tandem.engine.config import AsyncScheduling
 from tandem.engine.model.eagle import EagleHead
 from tandem.kvtransfer.base import TransferConfig
 from tandem.wire.sampling import SamplingParams
-from tests.engine.eagle_files import ReferenceHead, likely_words, save_head
+from tests.engine.eagle_files import (
+    ReferenceHead,
+    ReferenceThirdHead,
+    likely_words,
+    save_head,
+    save_third_head,
+)
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.engine.test_draft_model import (
@@ -36,9 +42,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return likely_words(tiny.save("llama", folder), folder)
 
 
-@pytest.fixture(scope="module")
-def head(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_head(llama, tmp_path_factory.mktemp("head"))
+@pytest.fixture(scope="module", params=["EAGLE-1", "EAGLE-3"])
+def head(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save = save_head if request.param == "EAGLE-1" else save_third_head
+    return save(llama, tmp_path_factory.mktemp("head"))
+
+
+def reference_of(llama: Path, head: Path) -> ReferenceHead | ReferenceThirdHead:
+    return (ReferenceThirdHead if head.name == "third" else ReferenceHead)(llama, head)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +93,7 @@ def test_with_preemptions_and_a_shared_cache(
 @pytest.mark.parametrize("native", [True, False], ids=["native", "general"])
 @pytest.mark.parametrize("piece", [3, 64])
 def test_its_guesses_are_those_of_the_whole_text(llama: Path, head: Path, native: bool, piece: int) -> None:
-    driver, reference = Driver(driven(llama, head, native)), ReferenceHead(llama, head)
+    driver, reference = Driver(driven(llama, head, native)), reference_of(llama, head)
     for name, prompt in PROMPTS.items():
         driver.add(name, prompt)
     numbers, compared = random.Random(7), 0
@@ -149,7 +160,7 @@ def test_after_a_handover_it_begins_at_the_next_block(llama: Path, head: Path) -
 
 def test_what_it_guesses_after_a_handover_follows_from_what_it_has_seen(llama: Path, head: Path) -> None:
     driver, elsewhere = Driver(driven(llama, head)), Driver(driven(llama, ""))
-    reference, prompt = ReferenceHead(llama, head), PROMPTS["r1"]
+    reference, prompt = reference_of(llama, head), PROMPTS["r1"]
     elsewhere.add("r", prompt)
     elsewhere.step({"r": len(prompt)})
     driver.adopt("r", elsewhere)
@@ -167,8 +178,10 @@ def test_what_it_guesses_after_a_handover_follows_from_what_it_has_seen(llama: P
 def test_what_does_not_fit_is_refused(llama: Path, tmp_path: Path) -> None:
     other = save_head(llama, tmp_path / "size", hidden_size=48, num_attention_heads=4)
     assert "hidden states of 48 numbers, and likely has" in refused(llama, other)
-    third = save_head(llama, tmp_path / "three", architectures=["Eagle3LlamaForCausalLM"])
-    assert "EAGLE-3" in refused(llama, third)
+    deeper = save_third_head(llama, tmp_path / "deeper", eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+    assert "reads the layers [0, 1, 3] of a model that has 2" in refused(llama, deeper)
+    before = save_third_head(llama, tmp_path / "before", norm_before_residual=True)
+    assert "norm_before_residual" in refused(llama, before)
     wider = save_head(llama, tmp_path / "wider")
     config = (wider / "config.json").read_text().replace('"intermediate_size": 48', '"intermediate_size": 64')
     (wider / "config.json").write_text(config)
