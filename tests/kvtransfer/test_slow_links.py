@@ -261,8 +261,10 @@ def test_after_a_drop_nothing_is_waited_for_much_longer_than_computing_takes(
     link.pass_time(before)
     link.blocks_per_s = after
     computing_s = blocks * BLOCK_SIZE / tokens_per_s
+    # The last blocks of a pull may all be in flight when the link drops, and as long as some arrive the rest seem near.
+    in_flight_s = 4 / after if direction is Direction.PULL and after >= 0.5 else 0.0
     waited = link.seconds_until_over(receive)
-    assert waited < computing_s + SETTINGS.patience_s + 4 * SETTINGS.pace_s
+    assert waited < computing_s + in_flight_s + SETTINGS.patience_s + 4 * SETTINGS.pace_s
     assert link.nothing_is_left()
 
 
