@@ -1,9 +1,13 @@
-"""Where a process listens."""
+"""Where a process listens, and which ones docs/security.md says do."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs/security.md"
 
 
 def listening_addresses(pid: int | str = "self") -> set[tuple[str, int]]:
@@ -23,3 +27,15 @@ def listening_addresses(pid: int | str = "self") -> set[tuple[str, int]]:
                     words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
                     found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
     return found
+
+
+def named_in_the_table() -> set[str]:
+    """The beginnings of processes' command lines."""
+    table = PAGE.read_text().partition("## Ports")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def program_of(command: str) -> str:
+    program = command.split()[0]
+    return program.partition(".")[0] if program.startswith("ray::") else Path(program).name

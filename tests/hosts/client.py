@@ -1,9 +1,11 @@
-"""Runs where the router can be reached. `client.py load URL` streams one request after another until its input ends, and
-then says how many were finished and which failed; `client.py nodes URL SECONDS N_PREFILL N_DECODE` waits for a router
+"""Runs where the router can be reached. `client.py load URL` streams one request after another from each of two clients until its input
+ends, the same few again and again, and then says how many were finished, which failed, and which were answered in two ways; `client.py nodes URL SECONDS N_PREFILL N_DECODE` waits for a router
 that sees so many ready nodes, and says which."""
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import sys
 import threading
@@ -11,6 +13,8 @@ import time
 from typing import Any
 
 import httpx
+
+CLIENTS = 2
 
 
 def ready_nodes(url: str) -> list[dict[str, Any]]:
@@ -62,15 +66,30 @@ def load(url: str) -> dict[str, Any]:
         sys.stdin.read()
         ending.set()
 
+    def ask(client: int) -> None:
+        for turn in itertools.count():
+            if ending.is_set():
+                return
+            words = (
+                f"Client {client}, request {turn % 3}: " + "the quick brown fox jumps over the lazy dog; " * 3
+            )
+            try:
+                answers[words].append(complete(url, words, 16 + 48 * client))
+            except (httpx.HTTPError, RuntimeError) as error:
+                failures.append(f"{type(error).__name__}: {error}")
+
     threading.Thread(target=until_told, daemon=True).start()
-    finished, failures = 0, []
-    while not ending.is_set():
-        try:
-            complete(url, f"Request {finished}: " + "the quick brown fox jumps over the lazy dog; " * 3, 16)
-            finished += 1
-        except (httpx.HTTPError, RuntimeError) as error:
-            failures.append(f"{type(error).__name__}: {error}")
-    return {"finished": finished, "failures": failures}
+    answers: dict[str, list[str]] = collections.defaultdict(list)
+    failures: list[str] = []
+    asking = [threading.Thread(target=ask, args=(client,)) for client in range(CLIENTS)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    failures += [
+        f"{words[:20]}: two answers: {set(texts)}" for words, texts in answers.items() if len(set(texts)) > 1
+    ]
+    return {"finished": sum(map(len, answers.values())), "failures": failures}
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ class Client:
 
     @contextmanager
     def load(self) -> Iterator[None]:
-        """One request after another for as long as the block lasts; none of them may fail."""
+        """One request after another for as long as the block lasts; none of them may fail, or be answered otherwise than before."""
         command = self._lab.laptop_command(sys.executable, str(CLIENT), "load", self._url)
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:

@@ -3,12 +3,16 @@ tests follow one another on one cluster; each leaves two hosts of each kind behi
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
-from lab import Host, Lab
+import yaml
+from lab import ROOT, Host, Lab
 from serving import Client, give_model
 from static_cluster import StaticCluster
+
+from tests.listening import named_in_the_table, program_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
 
@@ -88,9 +92,74 @@ def test_the_token_is_in_no_log(serving: StaticCluster) -> None:
         assert host.run("sh", "-c", f"grep -rl {token} /tmp/ray || true") == ""
 
 
-def test_the_router_listens_on_the_head_s_address_alone(serving: StaticCluster) -> None:
-    listening = serving.head.run("ss", "--no-header", "-ltn", "sport", "=", ":8000").splitlines()
-    assert [line.split()[3] for line in listening] == [f"{serving.head.address}:8000"]
+def test_every_host_listens_as_the_page_of_ports_says(serving: StaticCluster, client: Client) -> None:
+    """What Tandem opens is on its host's own address, the router's port on the head's. Ray has one port on every interface in each process."""
+    client.complete("Keys and values travel, so that every socket is there: " * 4)
+    names = named_in_the_table()
+    seen: set[str] = set()
+    for host in serving.lab.hosts[:5]:
+        for program, addresses in listening_on(host).items():
+            assert program in names, (
+                f"{program} listens on {host.name} at {addresses} and is not in the table"
+            )
+            seen.add(program)
+            if program in ("ray::RouterActor", "ray::PrefillActor", "ray::DecodeActor"):
+                own = [one for one in addresses if one.rpartition(":")[0] == host.address]
+                others = [one for one in addresses if one not in own]
+                assert own
+                assert len(others) == 1, f"{program} on {host.name}: {others}"
+    assert {"ray::RouterActor", "ray::PrefillActor", "ray::DecodeActor", "raylet", "gcs_server"} <= seen
+    assert f"{serving.head.address}:8000" in listening_on(serving.head)["ray::RouterActor"]
+
+
+def listening_on(host: Host) -> dict[str, list[str]]:
+    """Addresses by program, as `ss` says; sshd is the lab's own."""
+    commands = {
+        pid: command
+        for pid, _, command in (
+            line.strip().partition(" ") for line in host.run("ps", "-eo", "pid=,args=").splitlines()
+        )
+    }
+    found: dict[str, list[str]] = {}
+    for line in host.run(
+        "ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes"
+    ).splitlines():
+        pid = line.partition("pid=")[2].partition(",")[0]
+        program = program_of(commands[pid])
+        if not program.startswith("sshd"):
+            found.setdefault(program, []).append(line.split()[3])
+    return found
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_pod_that_is_evicted_loses_no_answer_and_changes_none(
+    serving: StaticCluster, client: Client, pools: dict[str, list[Host]], role: str
+) -> None:
+    """A host in a pod's place, as KubeRay ends it: the file's hook, SIGTERM to Ray, which is the container's process, and SIGKILL to all
+    that is left when its grace is over."""
+    group = next(
+        group["template"]["spec"]
+        for group in yaml.safe_load((ROOT / "manifests/kuberay/base/raycluster.yaml").read_text())["spec"][
+            "workerGroupSpecs"
+        ]
+        if group["groupName"] == role
+    )
+    hook = group["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    pod = serving.lab.hosts[5]
+    with client.load():
+        serving.up(**{**pools, role: [*pools[role], pod]})
+        client.wait_for_nodes(**{"prefill": 2, "decode": 2, role: 3}, within_s=JOIN_S)
+        ends = time.monotonic() + group["terminationGracePeriodSeconds"]
+        pod.run(
+            "env", f"POD_IP={pod.address}", "RAY_AUTH_MODE=token", *hook, timeout_s=ends - time.monotonic()
+        )
+        pod.run("pkill", "-TERM", "-x", "raylet")
+        while time.monotonic() < ends and pod.run("sh", "-c", "pgrep -f '[r]aylet|[r]ay::' || true"):
+            time.sleep(0.2)
+        pod.power_off()
+        client.wait_for_nodes(prefill=2, decode=2, within_s=NOTICE_S)
+    pod.boot()
+    serving.up(**pools)
 
 
 def test_ray_down_leaves_nothing_running(serving: StaticCluster) -> None:

@@ -6,31 +6,16 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.integration.cluster_lab import END_S, START_S, Serve
-from tests.listening import listening_addresses
+from tests.listening import listening_addresses, named_in_the_table, program_of
 
-PAGE = Path(__file__).parents[2] / "docs/security.md"
 KEYS = [{"name": "tenant", "key": "tenant-key"}, {"name": "ops", "key": "ops-key", "operator": True}]
-
-
-def named_in_the_table() -> set[str]:
-    """The beginnings of processes' command lines."""
-    table = PAGE.read_text().partition("## Ports")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-
-
-def program_of(command: str) -> str:
-    program = command.split()[0]
-    return program.partition(".")[0] if program.startswith("ray::") else Path(program).name
 
 
 def is_loopback(host: str) -> bool:
