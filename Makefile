@@ -57,13 +57,13 @@ UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ign
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rsfE --durations=10 -n 2 -m "not slow and not integration" $(UNITS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rsfE --durations=10 -n 2 --dist worksteal -m "slow and not integration" $(UNITS)
-	$(BIN)/python -m pytest -q -rsfE --durations=10 -m "integration and not own_cluster" tests/integration
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 -m "not slow and not integration" $(UNITS)
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 --dist worksteal -m "slow and not integration" $(UNITS)
+	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 -m "integration and not own_cluster" tests/integration
 
 test-clusters: install
 	@$(BIN)/tandem models fetch > /dev/null
-	$(BIN)/python -m pytest -q -rsfE --durations=10 -m own_cluster tests/integration
+	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 -m own_cluster tests/integration
 
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null
