@@ -48,6 +48,9 @@ blocks others took after its load: that has to run first.
 - *Cache*: a connector that copies blocks elsewhere reads them while their request runs. When the request ends,
   `request_finished` returns True until the copies have ended, and `finished_sending` names it then. When the request
   is preempted its blocks are free at once: `handle_preemptions` waits for the copies that read them.
+- *Reads*: what a running request gives up (a checkpoint of its states, blocks that its window has left) is free at once as
+  well. A connector that copies it names the blocks in its metadata's `reads`: nothing else uses them before `ended_reads`
+  does, once for each time.
 
 **What a cache must forget.** Everything, when `reset_cache` says so: new weights came, or a block's content turned out wrong.
 What was computed from that cannot be told by its hash. A block hash names the tokens up to the block's end
@@ -166,6 +169,11 @@ class BlockGroup(Protocol):
         """The last tokens that are read, counting the one that reads; None without a window."""
         ...
 
+    @property
+    def blocks_per_request(self) -> int:
+        """Above 0 where recurrent states are kept: a table is so many blocks, and holds what follows from all tokens so far."""
+        ...
+
 
 NULL_BLOCK_ID = 0
 """Stands in a block table where a block is not kept (a sliding window has moved on). It is never read or written."""
@@ -173,6 +181,11 @@ NULL_BLOCK_ID = 0
 
 class ConnectorMetadata:
     """What the scheduler half tells the worker half about one step. Each connector has its own subclass."""
+
+    @property
+    def reads(self) -> Sequence[int]:
+        """Blocks that are in use now, and are read from here on: see the module's docstring."""
+        return ()
 
 
 class WorkerMetadata:
@@ -210,6 +223,7 @@ class ConnectorOutput(msgspec.Struct):
     failed_recving: dict[str, LoadFailure] = msgspec.field(default_factory=dict)
     invalid_block_ids: set[int] = msgspec.field(default_factory=set)
     released_blocks: set[int] = msgspec.field(default_factory=set)  # out of quarantine
+    ended_reads: list[int] = msgspec.field(default_factory=list)  # see the module's docstring
     # Requests of a producer whose consumer no longer wants their KV: what is not computed yet need not be.
     unwanted_sending: set[str] = msgspec.field(default_factory=set)
     # For the connector's own scheduler half, which may add to this output what follows from it.
@@ -223,6 +237,7 @@ class ConnectorOutput(msgspec.Struct):
             or self.failed_recving
             or self.invalid_block_ids
             or self.released_blocks
+            or self.ended_reads
             or self.unwanted_sending
         )
 
@@ -446,6 +461,11 @@ class SchedulerConnector(abc.ABC):
         After a load that arrives later it is called again, with 0, when the request is admitted. The request's
         `num_computed_tokens` are those that need no computing: found here and, once admitted, loaded. On a producer this is where its blocks are paired with the destination's: the transfer plan.
         """
+
+    def checkpoint_kept(self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int]) -> None:
+        """The step that is planned copies the request's recurrent states, as they are after its first `num_tokens` tokens, to these
+        blocks before it computes anything: a checkpoint. They are in the order of the request's table of states, and are
+        free when the step is booked, unless `reads` of its metadata names them."""
 
     @abc.abstractmethod
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:

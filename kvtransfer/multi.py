@@ -38,6 +38,10 @@ from tandem.wire.tracing import TransferTrace
 class PartsMetadata(ConnectorMetadata):
     parts: list[ConnectorMetadata]
 
+    @property
+    def reads(self) -> Sequence[int]:
+        return [block for part in self.parts for block in part.reads]
+
 
 @dataclasses.dataclass(slots=True)
 class PartsOutput(WorkerMetadata):
@@ -98,6 +102,10 @@ class MultiScheduler(SchedulerConnector):
             elif not later:  # the others hear of the request's blocks when it is admitted
                 part.update_state_after_alloc(request, block_ids, 0)
 
+    def checkpoint_kept(self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int]) -> None:
+        for part in self._parts:
+            part.checkpoint_kept(request, num_tokens, block_ids)
+
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
         return PartsMetadata([part.build_connector_meta(step) for part in self._parts])
 
@@ -113,6 +121,7 @@ class MultiScheduler(SchedulerConnector):
     def _add(self, output: ConnectorOutput, index: int, of_part: ConnectorOutput) -> None:
         output.invalid_block_ids |= of_part.invalid_block_ids
         output.unwanted_sending |= of_part.unwanted_sending
+        output.ended_reads += of_part.ended_reads
         output.released_blocks |= self._not_postponed(of_part.released_blocks)
         for request_id in of_part.finished_sending:
             if self._let_go(output, index, request_id):

@@ -226,6 +226,11 @@ class Node:
     def _tiers(self, runner: ModelRunner) -> list[TierConfig]:
         """As configured, if this machine has the memory."""
         cache = self.config.engine.cache
+        if cache.tiers and runner.info.state_blocks and not cache.checkpoint_tokens:
+            raise ConfigurationError(
+                "cache.tiers: this model keeps recurrent states, which a tier stores where the prefix cache keeps them, and "
+                "cache.checkpoint_tokens: 0 says nowhere: set it to 256, its default, or leave cache.tiers empty"
+            )
         wanted = cache.host_bytes_of_tiers
         # A KV cache in host memory takes it only when it is used.
         kv_cache = runner.kv_cache.nbytes if wanted and runner.kv_cache.device.type == "cpu" else 0

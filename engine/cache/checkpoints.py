@@ -6,6 +6,8 @@ the pool some blocks. Two places of a prompt are worth that:
 - the last block boundary before its end: the conversation's next turn goes on from there;
 - where it parts from an earlier prompt: pages of the same tokens are cached up to there, no state is. What two prompts begin with, a
   third will, too. (A model without attention has no pages that would tell.)
+
+A third costs no step: where a connector's load ends, which the tokens after it are computed from.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from tandem.engine.cache.group_manager import GroupManager
 from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.request import Request
+from tandem.kvtransfer.base import SchedulerConnector
 
 
 class Checkpoints:
@@ -41,6 +44,12 @@ class Checkpoints:
         else:
             self._ends.pop(request.request_id, None)
 
+    def loaded(self, request: Request, num_tokens: int) -> None:
+        """A connector has brought the states after so many tokens, whole blocks of them: later prompts find them here."""
+        self.begin(request, num_tokens)
+        if num_tokens % self._alignment == 0:
+            self._ends.setdefault(request.request_id, []).insert(0, num_tokens)
+
     def _parting(self, request: Request, max_tokens: int) -> int:
         if self._pages is None:
             return 0
@@ -54,13 +63,21 @@ class Checkpoints:
                 return min(num_new, end - num_computed)
         return num_new
 
-    def keep(self, requests: dict[str, Request], num_scheduled: dict[str, int]) -> None:
-        """The step is planned, and what it left of the pool is free. Requests that it takes beyond a place leave a checkpoint there."""
+    def keep(
+        self,
+        requests: dict[str, Request],
+        num_scheduled: dict[str, int],
+        connector: SchedulerConnector | None = None,
+    ) -> None:
+        """The step is planned, and what it left of the pool is free. Requests that it takes beyond a place leave a checkpoint there,
+        which the connector hears of."""
         for request_id in [name for name in self._ends if name in num_scheduled]:
             request, ends = requests[request_id], self._ends[request_id]
-            if request.num_computed_tokens in ends:
-                self._states.keep_checkpoint(request, request.num_computed_tokens)
-            left = [end for end in ends if end > request.num_computed_tokens]
+            computed = request.num_computed_tokens
+            kept = self._states.keep_checkpoint(request, computed) if computed in ends else []
+            if kept and connector is not None:
+                connector.checkpoint_kept(request, computed, kept)
+            left = [end for end in ends if end > computed]
             if left:
                 self._ends[request_id] = left
             else:

@@ -51,6 +51,8 @@ class KVCacheManager:
         self.checkpoints = None  # without states, or without prefix caching
         if self._states is not None and checkpoint_tokens:
             self.checkpoints = Checkpoints(self.coordinator.managers, self._states, checkpoint_tokens)
+        # Blocks that a connector copies, each as often as it is copied: in use even when their requests give them up.
+        self._reads: list[int] = []
         # Blocks that were free before this step and hold its tokens now.
         self._fresh: list[int] = []
 
@@ -262,6 +264,16 @@ class KVCacheManager:
         if self._states is not None:
             self._states.release(blocks)
 
+    def begin_reads(self, blocks: Sequence[int]) -> None:
+        """A connector copies these blocks, which are in use: nothing else uses them before the copies end."""
+        self.pool.touch(blocks)
+        self._reads += blocks
+
+    def end_reads(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._reads.remove(block)
+        self.pool.release(blocks)
+
     def reset_prefix_cache(self) -> None:
         self.pool.reset()
 
@@ -272,6 +284,7 @@ class KVCacheManager:
         tables = [table for manager in managers for table in manager.tables.values()]
         if self._states is not None:
             tables.append(self._states.held)
+        tables.append(self._reads)
         self.pool.check_integrity(tables)
         for manager in managers:
             if manager.tables.keys() != owners.keys():

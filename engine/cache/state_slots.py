@@ -147,20 +147,20 @@ class StateManager(GroupManager):
 
     # --- checkpoints
 
-    def keep_checkpoint(self, request: Request, num_tokens: int) -> bool:
-        """The request's blocks hold the states after its first `num_tokens` tokens, until the step that is planned computes on. False
-        when there is one already, or there are no free blocks for it."""
+    def keep_checkpoint(self, request: Request, num_tokens: int) -> list[int]:
+        """The request's blocks hold the states after its first `num_tokens` tokens, until the step that is planned computes on. Returns
+        the checkpoint's blocks; none when there is one already, or there are no free blocks for it."""
         pool = self._pool
         block_hash = request.block_hashes[num_tokens // self.block_size * self._hashes_per_block - 1]
         if self._lookup(block_hash) is not None or pool.num_free < self._count:
-            return False
+            return []
         blocks = pool.take(self._count)
         for block, name in zip(blocks, self._names(block_hash), strict=True):
             pool.cache(self.index, block, name)
         self._copies += zip(self.tables[request.request_id], blocks, strict=True)
         self._of_copies += blocks
         self._kept.setdefault(request.request_id, []).append((num_tokens, block_hash))
-        return True
+        return blocks
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[int]]:
         """What the planned step copies, and the checkpoints' blocks among that, for `release` when it is booked."""

@@ -195,6 +195,7 @@ class Scheduler:
             self._trace.decided(state, step, output.finished_req_ids, output.preempted_req_ids)
         if state.connector is not None:
             output.connector_metadata = state.connector.build_connector_meta(output)
+            state.cache.begin_reads(output.connector_metadata.reads)
         self._advance(step)
         if self._judge is not None:
             output.draft_limits = self._judge.limits(
@@ -278,7 +279,7 @@ class Scheduler:
             num_prompt_tokens=step.num_tokens_of_prompts(),
         )
         if state.cache.checkpoints is not None:
-            state.cache.checkpoints.keep(state.requests, step.num_scheduled)
+            state.cache.checkpoints.keep(state.requests, step.num_scheduled, state.connector)
             output.state_copies, output.checkpoint_blocks = state.cache.take_state_copies()
         if state.encoded is not None:
             output.encoder_inputs, output.forgotten_media = state.encoded.take_step()

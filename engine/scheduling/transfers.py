@@ -43,6 +43,7 @@ class TransferResults:
             # In the order in which the requests ended: what is evicted next must not depend on that of a set.
             for request_id in [held for held in state.held if held in output.finished_sending]:
                 self._lifecycle.release(request_id)
+        state.cache.end_reads(output.ended_reads)
         # Last: a block may enter and leave quarantine in one output.
         state.cache.end_quarantine(output.released_blocks)
         return updates
@@ -77,6 +78,8 @@ class TransferResults:
         self._count_received(request, handoff)
         request.num_computed_tokens = handoff.num_tokens
         state.cache.cache_loaded(request)
+        if handoff.first_token is None and state.cache.checkpoints is not None:
+            state.cache.checkpoints.loaded(request, handoff.num_tokens)
         if handoff.first_token is None or handoff.num_tokens < request.num_tokens:
             self._let_run(request)
             return []

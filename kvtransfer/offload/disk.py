@@ -82,6 +82,8 @@ def identity(memory: KVCacheMemory, block_factor: int) -> str:
     tensor = memory.tensor
     parts = [memory.model, str(tensor.dtype), *tensor.shape[1:], *tensor.stride()[1:], block_factor]
     parts.append(f"version {KV_VERSION}")
+    if memory.state_blocks:
+        parts.append(f"states of {memory.state_blocks}")
     return xxhash.xxh3_128_hexdigest("|".join(map(str, parts)).encode())
 
 

@@ -1,9 +1,8 @@
 """The half that plans: which blocks are stored, and which are loaded into which.
 
-A chunk is filed under its last block's hash, in groups but the first with the group's number after it. A prefix is found when
-every group that keeps all tokens has all of it, and every group with a window has the window before its end. Blocks
-of a window are stored when their request has ended, and its blocks stay its own until they are: before that
-the window moves on, and what it has left may be written by others.
+What a prefix is made of is in `prefixes`. Blocks of a window are stored when their request has ended, and its blocks stay its own
+until they are: before that the window moves on, and what it has left may be written by others. Recurrent states are stored
+when the scheduler keeps a checkpoint of them, and with them the windows before it: nothing else uses those blocks meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from tandem.kvtransfer.base import (
-    NULL_BLOCK_ID,
     BlockGroup,
     BlockIds,
     BlockTables,
@@ -30,6 +28,7 @@ from tandem.kvtransfer.base import (
 )
 from tandem.kvtransfer.offload.manager import StoreRoom
 from tandem.kvtransfer.offload.policies import Key
+from tandem.kvtransfer.offload.prefixes import Part, Prefixes
 from tandem.kvtransfer.offload.spec import Copy, Tier
 from tandem.wire.errors import InternalError
 from tandem.wire.kv_events import BlockRemoved, BlockStored, KVEvent
@@ -47,6 +46,7 @@ class TierPlan(ConnectorMetadata):
     stores: list[Copy] = dataclasses.field(default_factory=list)  # of blocks that are computed
     stores_after: list[Copy] = dataclasses.field(default_factory=list)  # of blocks that this step computes
     preempted: list[int] = dataclasses.field(default_factory=list)  # jobs whose blocks are free now
+    reads: list[int] = dataclasses.field(default_factory=list)  # see ConnectorMetadata
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,16 +70,7 @@ class _Store:
     request_id: str
     room: StoreRoom
     offered: Sequence[Key]  # all that is there when it has ended
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
-    """Blocks of one group's table, and the keys of the chunks that they are in."""
-
-    group: int
-    first: int
-    end: int
-    keys: Sequence[Key]
+    reads: Sequence[int] = ()  # blocks that its request may give up meanwhile
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,18 +90,18 @@ class _Entry:
 
 class TierScheduler(SchedulerConnector):
     def __init__(self, groups: Sequence[BlockGroup], tier: Tier) -> None:
-        self._block_size = groups[0].block_size
+        self._prefixes = Prefixes(groups, tier.block_factor)
+        self._block_size = self._prefixes.block_size
         self._factor = tier.block_factor
         self._chunk_tokens = self._block_size * tier.block_factor
         self._chunks_per_store = max(BLOCKS_PER_STORE // tier.block_factor, 1)
-        self._whole = [index for index, group in enumerate(groups) if group.keeps_every_token]
-        self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window]
         self._names_groups = len(groups) > 1
         self._tier = tier
         self._tables: BlockTables | None = None
         self._entries: dict[str, _Entry] = {}
         self._jobs: dict[int, _Load | _Store] = {}
         self._loading: set[Key] = set()
+        self._loaded: list[Key] = []  # of these, what has come since a step was planned
         self._numbers = itertools.count()
         self._resets = 0
         self._plan = TierPlan()
@@ -135,13 +126,13 @@ class TierScheduler(SchedulerConnector):
             self._tier.sharing.turn()
         if not entry.asked:
             entry.asked = True
-            manager.touch(self._all_keys(request))
+            manager.touch(self._prefixes.all_keys(manager, request))
         first = num_computed_tokens // self._block_size
         # One token is left to compute.
         last = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         if request.skip_reading_prefix_cache or first >= last:
             return 0, False
-        end = self._end_of_prefix(request, first, last)
+        end = self._prefixes.end_of_prefix(manager, request, first, last)
         if end < last and self._fetches(entry, end):
             return None, False
         tokens = (end - first) * self._block_size
@@ -151,9 +142,9 @@ class TierScheduler(SchedulerConnector):
             self._tier.found_tokens += tokens
         if not tokens:
             return 0, False
-        wanted = (key for part in self._parts(request, first, end) for key in part.keys)
+        wanted = (key for part in self._prefixes.to_load(request, first, end) for key in part.keys)
         if not self._loading.isdisjoint(wanted):
-            # They are on the device when that load has ended: twice would take twice the blocks.
+            # They are on the device when that load has ended, and states one step later: twice would take twice the blocks.
             return None, False
         return tokens, True
 
@@ -164,66 +155,9 @@ class TierScheduler(SchedulerConnector):
             return False
         if not entry.fetched:
             entry.fetched = True
-            groups = len(self._whole)
-            missing = self._all_keys(request)[end // self._factor * groups :]
+            missing = self._prefixes.missing(self._tier.manager, request, end)
             return bool(missing) and sharing.begin_fetch(request, missing)
         return sharing.is_fetching(request.request_id)
-
-    def _end_of_prefix(self, request: TransferRequest, first: int, last: int) -> int:
-        """Which block comes after the longest prefix that is there, where the device has those before `first`."""
-        first_chunk, chunks = first // self._factor, len(request.block_hashes) // self._factor
-        end = last
-        for group in self._whole:
-            found = self._tier.manager.lookup(self._keys(request, group, first_chunk, chunks))
-            end = min((first_chunk + found) * self._factor, end)
-        while end > first:
-            missing = max(
-                (self._missing_in_window(request, group, first, end) for group, _ in self._windows),
-                default=-1,
-            )
-            if missing < 0:
-                break
-            end = missing  # a window that ends later needs it too
-        return max(end, first)
-
-    def _missing_in_window(self, request: TransferRequest, group: int, first: int, end: int) -> int:
-        """The last of the blocks before `end` that the group has to have and that is not there; -1: none is missing."""
-        for block in range(end - 1, max(self._skipped(group, end), first) - 1, -1):
-            if not self._tier.manager.lookup(self._keys(request, group, block, block + 1)):
-                return block
-        return -1
-
-    def _skipped(self, group: int, end: int) -> int:
-        """How many leading blocks of the group nothing reads that comes after block `end`."""
-        window = dict(self._windows).get(group)
-        return 0 if window is None else max(end * self._block_size - window + 1, 0) // self._block_size
-
-    def _keys(self, request: TransferRequest, group: int, first: int, last: int) -> Sequence[Key]:
-        """The keys of the request's chunks from `first` to before `last`."""
-        factor = self._factor
-        hashes = request.block_hashes[(first + 1) * factor - 1 : last * factor : factor]
-        return [_key_of(block_hash, group) for block_hash in hashes] if group else hashes
-
-    def _all_keys(self, request: TransferRequest) -> Sequence[Key]:
-        """In the order in which they are of use: the first chunk of every group, then the second."""
-        chunks = len(request.block_hashes) // self._factor
-        keys = self._keys(request, 0, 0, chunks)
-        groups = len(self._whole) + len(self._windows)
-        if groups == 1:
-            return keys
-        by_group = [self._keys(request, group, 0, chunks) for group in range(groups)]
-        return [key for chunk in zip(*by_group, strict=True) for key in chunk]
-
-    def _parts(self, request: TransferRequest, first: int, end: int) -> list[_Part]:
-        """What is to be loaded when the request's blocks from `first` to before `end` are."""
-        spans = [(group, first) for group in self._whole]
-        spans += [(group, max(self._skipped(group, end), first)) for group, _ in self._windows]
-        return [
-            _Part(
-                group, start, end, self._keys(request, group, start // self._factor, -(-end // self._factor))
-            )
-            for group, start in spans
-        ]
 
     def update_state_after_alloc(
         self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
@@ -239,7 +173,7 @@ class TierScheduler(SchedulerConnector):
         request, factor = entry.request, self._factor
         first = request.num_computed_tokens // self._block_size
         end = first + num_tokens // self._block_size
-        parts = self._parts(request, first, end)
+        parts = self._prefixes.to_load(request, first, end)
         keys = [key for part in parts for key in part.keys]
         slots = self._tier.manager.prepare_load(keys)
         blocks: list[int] = []
@@ -248,9 +182,10 @@ class TierScheduler(SchedulerConnector):
         for part in parts:
             chunk_slots = list(itertools.islice(of_part, len(part.keys)))
             first_chunk = part.first // factor
-            blocks += block_ids[part.group][part.first : end]
+            blocks += block_ids[part.group][part.first : part.end]
             places += [
-                chunk_slots[i // factor - first_chunk] * factor + i % factor for i in range(part.first, end)
+                chunk_slots[i // factor - first_chunk] * factor + i % factor
+                for i in range(part.first, part.end)
             ]
         job = next(self._numbers)
         self._jobs[job] = _Load(
@@ -286,6 +221,8 @@ class TierScheduler(SchedulerConnector):
                 request_entry = self._entries[request_id]
                 if request_entry.looked != self._step:
                     self._store_full_chunks(request_entry, count, plan)
+        self._loading.difference_update(self._loaded)
+        self._loaded.clear()
         self._step += 1
         self._carried = bool(plan.stores_after)
         return plan
@@ -309,37 +246,41 @@ class TierScheduler(SchedulerConnector):
             if self._tables is None:
                 raise InternalError("a step is planned before the block tables are known")
             tables = self._tables.block_ids(request.request_id)
-            plan.stores_after += self._store(entry, self._full_chunks(entry, full), tables, full)
+            parts = self._prefixes.to_store(request, entry.cursor, full)
+            copies = self._store(entry, parts, tables)
+            if copies is not None:
+                entry.cursor = full
+                plan.stores_after += copies
         missing = (entry.cursor + at_once) * self._chunk_tokens - right
         self._look_at(entry, self._step + max(missing, 1))
 
-    def _full_chunks(self, entry: _Entry, full: int) -> list[_Part]:
-        """What was not offered yet of the groups that keep every token."""
-        first, factor = entry.cursor, self._factor
-        return [
-            _Part(group, first * factor, full * factor, self._keys(entry.request, group, first, full))
-            for group in self._whole
-        ]
+    def checkpoint_kept(self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int]) -> None:
+        """The blocks hold the states when the step has begun, and are copied when it is over."""
+        entry, end = self._entries[request.request_id], num_tokens // self._block_size
+        group = self._prefixes.group_of_states
+        if self._tables is None or group is None:
+            raise InternalError(
+                "a checkpoint is kept before the block tables are known, or where no states are"
+            )
+        tables = list(self._tables.block_ids(request.request_id))
+        tables[group] = block_ids
+        self._tier.manager.touch(self._prefixes.state_keys(request, end))
+        parts = self._prefixes.checkpoint(request, tables, end)
+        self._plan.stores_after += self._store(entry, parts, tables, reads=True) or ()
 
-    def _last_windows(self, entry: _Entry, tables: BlockIds, full: int) -> list[_Part]:
-        """What the request still has of the groups with a window."""
-        parts = []
-        for group, _ in self._windows:
-            kept = full - next((i for i in range(full) if tables[group][full - 1 - i] == NULL_BLOCK_ID), full)
-            parts.append(_Part(group, kept, full, self._keys(entry.request, group, kept, full)))
-        return parts
-
-    def _store(self, entry: _Entry, parts: Sequence[_Part], tables: BlockIds, full: int) -> Iterable[Copy]:
-        """Offers these to the tier, which has then seen the first `full` chunks of the request."""
+    def _store(
+        self, entry: _Entry, parts: Sequence[Part], tables: BlockIds, *, reads: bool = False
+    ) -> list[Copy] | None:
+        """Offers these to the tier; None: it has no room, because all of it is being copied. `reads`: the request may give the blocks
+        up before they are copied."""
         factor = self._factor
         keys = parts[0].keys if len(parts) == 1 else [key for part in parts for key in part.keys]
         room = self._tier.manager.prepare_store(keys)
         if room is None:
-            return ()  # all of the tier is being copied; these are offered again
-        entry.cursor = full
+            return None
         if not room.keys:
             self._tell_mirror(entry.request, keys)
-            return ()
+            return []
         place_of = {
             key: (part.group, part.first + chunk * factor)
             for part in parts
@@ -352,9 +293,11 @@ class TierScheduler(SchedulerConnector):
             blocks += tables[group][start : start + factor]
             places += range(slot * factor, (slot + 1) * factor)
         job = next(self._numbers)
-        self._jobs[job] = _Store(entry.request.request_id, room, keys)
+        self._jobs[job] = _Store(entry.request.request_id, room, keys, blocks if reads else ())
+        if reads:
+            self._plan.reads += blocks
         entry.jobs.add(job)
-        return (Copy(job, blocks, places, room.keys, self._resets),)
+        return [Copy(job, blocks, places, room.keys, self._resets)]
 
     def _tell_mirror(self, request: TransferRequest, keys: Sequence[Key]) -> None:
         if self._tier.sharing is not None:
@@ -380,6 +323,7 @@ class TierScheduler(SchedulerConnector):
         entry.jobs.remove(number)
         if isinstance(job, _Store):
             self._tier.manager.complete_store(job.room, written=right)
+            output.ended_reads += job.reads
             if right and not entry.ended:
                 self._tell_mirror(entry.request, job.offered)
         else:
@@ -390,7 +334,7 @@ class TierScheduler(SchedulerConnector):
             del self._entries[job.request_id]
 
     def _end_load(self, load: _Load, right: bool, output: ConnectorOutput) -> None:
-        self._loading.difference_update(load.keys)
+        self._loaded += load.keys
         self._tier.manager.complete_load(load.slots)
         if not right:
             self._tier.manager.forget(load.keys)
@@ -409,12 +353,16 @@ class TierScheduler(SchedulerConnector):
         if self._tier.sharing is not None:
             self._tier.sharing.stop_waiting(request.request_id)
         right = min(request.num_computed_tokens, request.num_tokens) // self._chunk_tokens
-        full = min(right, len(request.block_hashes) // self._factor, len(block_ids[0]) // self._factor)
+        prefixes = self._prefixes
+        allocated = prefixes.num_blocks(block_ids) // self._factor
+        full = min(right, len(request.block_hashes) // self._factor, allocated)
         loads = any(isinstance(self._jobs[job], _Load) for job in entry.jobs)
-        if not loads and full > 0 and (self._windows or full > entry.cursor):
-            parts = self._full_chunks(entry, full) + self._last_windows(entry, block_ids, full)
-            self._plan.stores += self._store(entry, parts, block_ids, full)
-        self._tier.manager.line_up(self._all_keys(request))
+        if not loads and full > 0 and (prefixes.keeps_last_windows or full > entry.cursor):
+            parts = prefixes.to_store(request, entry.cursor, full)
+            if prefixes.keeps_last_windows:
+                parts += prefixes.last_windows(request, block_ids, full)
+            self._plan.stores += self._store(entry, parts, block_ids) or ()
+        self._tier.manager.line_up(prefixes.all_keys(self._tier.manager, request))
         if entry.jobs:
             return True
         del self._entries[request.request_id]
@@ -428,14 +376,18 @@ class TierScheduler(SchedulerConnector):
 
     def take_events(self) -> Iterable[KVEvent]:
         medium = self._tier.spec.name.upper()
-        changes = ((*_block_of(key), is_stored) for key, is_stored in self._tier.manager.take_changes())
+        named = (
+            (self._prefixes.block_of(key), is_stored) for key, is_stored in self._tier.manager.take_changes()
+        )
+        # Of states nothing is told, as of the device's: they are where blocks of tokens are.
+        changes = ((*block, is_stored) for block, is_stored in named if block is not None)
         for (group, is_stored), same in itertools.groupby(changes, lambda change: change[1:]):
             hashes = [block_hash for block_hash, *_ in same]
-            named = group if self._names_groups else None
+            group_idx = group if self._names_groups else None
             if is_stored:
-                yield BlockStored(hashes, None, [], self._chunk_tokens, medium=medium, group_idx=named)
+                yield BlockStored(hashes, None, [], self._chunk_tokens, medium=medium, group_idx=group_idx)
             else:
-                yield BlockRemoved(hashes, medium, named)
+                yield BlockRemoved(hashes, medium, group_idx)
 
     def reset_cache(self) -> None:
         self._resets += 1
@@ -446,12 +398,3 @@ class TierScheduler(SchedulerConnector):
         for job in self._jobs.values():
             if isinstance(job, _Load):
                 job.void = True
-
-
-def _key_of(block_hash: bytes, group: int) -> Key:
-    return block_hash + bytes([group]) if group else block_hash
-
-
-def _block_of(key: Key) -> tuple[bytes, int]:
-    """A hash and its group. A hash has an even number of bytes, whatever made it."""
-    return (key[:-1], key[-1]) if len(key) % 2 else (key, 0)

@@ -86,10 +86,10 @@ class TierWorker(WorkerConnector):
 
 def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, WorkerConnector]]:
     """One connector for each of `cache.tiers`, the nearest first."""
-    if context.state_blocks:
+    if context.state_blocks and any(config.block_factor > 1 for config in context.tiers):
         raise ConfigurationError(
-            "cache.tiers: this model keeps recurrent states, which are right after one token alone and are not found again "
-            "by an earlier part of a prompt: there is nothing to go on from, so leave cache.tiers empty"
+            "cache.tiers: block_factor must be 1 for this model, which keeps recurrent states: they are right after one token "
+            "alone, which lies within a larger block"
         )
     has_windows = any(group.window for group in context.groups)
     if has_windows and any(config.block_factor > 1 for config in context.tiers):
@@ -98,6 +98,11 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
             "larger block, and what lies before it in that block is gone"
         )
     shares = context.remote or context.mirror
+    if shares and context.state_blocks:
+        raise ConfigurationError(
+            "cache.remote and cache.mirror: this model keeps recurrent states, which are stored after few of a prompt's blocks: nodes "
+            "do not tell each other after which, so leave both off"
+        )
     if shares and has_windows:
         raise ConfigurationError(
             "cache.remote and cache.mirror: this model has attention windows, of which a tier keeps the last alone, and only when "

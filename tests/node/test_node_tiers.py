@@ -85,8 +85,8 @@ def wait_until_free(node: Node) -> None:
     [
         (
             "mamba2",
-            1,
-            r"cache.tiers: this model keeps recurrent states, which are right after one token alone",
+            2,
+            r"cache.tiers: block_factor must be 1 for this model, which keeps recurrent states",
         ),
         ("gemma3", 2, r"cache.tiers: block_factor must be 1 for this model, which has attention windows"),
     ],
@@ -110,11 +110,10 @@ def test_a_node_says_where_others_read_its_tier(tmp_path: Path) -> None:
             assert (there is not None and there.host == "127.0.0.1", info.mirrors) == (shares, shares)
         finally:
             node.stop()
-    node, _ = node_with([TierConfig(cpu=1 << 20)], shares=True)
-    with pytest.raises(
-        ConfigurationError, match=r"cache.remote and cache.mirror: this model has attention windows"
-    ):
-        node.start(runner=runner_of("gemma3", tmp_path / "windows"))
+    for kind, said in (("gemma3", "has attention windows"), ("mamba2", "keeps recurrent states")):
+        node, _ = node_with([TierConfig(cpu=1 << 20)], shares=True)
+        with pytest.raises(ConfigurationError, match=f"cache.remote and cache.mirror: this model {said}"):
+            node.start(runner=runner_of(kind, tmp_path / kind))
 
 
 def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
 from tandem.wire.errors import InvalidLogits
 from tests.engine.scheduling.driving import BLOCK, FULL, Driver, sliding
-from tests.engine.scheduling.model import alone
-from tests.engine.scheduling.world import EOS, LazyDevice
+from tests.engine.scheduling.model import STATE, WRONG, alone
+from tests.engine.scheduling.world import EOS, GROUPS_WITH_STATES, STATES, LazyDevice
 
 RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "40"))
 
@@ -61,11 +61,12 @@ class LateMover(Mover):
             self._device.run_until(after)
         self.loads += is_load
         for block, place in zip(job.blocks, job.places, strict=True):
-            for position in range(BLOCK):
+            # A block is of tokens or of a state: what stands in it as the other is of an earlier life.
+            for position in (*range(BLOCK), STATE):
                 if is_load:
                     self._kv[block, position] = self._tier[place, position]
                 else:
-                    self._tier[place, position] = self._kv[block, position]
+                    self._tier[place, position] = self._kv.get((block, position), WRONG)
         self._ended[job.job] = not (is_load and self.loses)
 
     def take_ended(self) -> dict[int, bool]:
@@ -375,9 +376,69 @@ def test_where_layers_have_windows_a_conversation_goes_on_from_its_last_turn(
         assert world.loaded == kept + 4 * BLOCK
 
 
-def random_world(draw: random.Random) -> TierWorld:
-    groups = draw.choice(GROUPS)
-    has_windows = any(group.window for group in groups)
+@pytest.mark.parametrize("groups", GROUPS_WITH_STATES.values(), ids=list(GROUPS_WITH_STATES))
+@pytest.mark.parametrize("ahead", [False, True])
+def test_states_are_loaded_with_the_prefix_that_they_come_after(
+    groups: Sequence[KVCacheGroup], ahead: bool
+) -> None:
+    """They are kept where a prompt's last block ends, so a conversation's next turn, and the same prompt, go on from there."""
+    world = TierWorld(groups=groups, ahead=ahead)
+    answer = world.run(PROMPT, max_tokens=3 * BLOCK)
+    for prompt in (PROMPT, [*PROMPT, *answer, 5]):
+        push_out(world)
+        loaded, computed = world.loaded, world.computed
+        world.run(prompt)
+        assert world.loaded - loaded == 6 * BLOCK
+        assert world.computed - computed == len(prompt) - 6 * BLOCK
+    assert world.tiers[0].mover.loads == 2, "attention's blocks and states came together"
+
+
+def test_a_state_that_was_given_up_shortens_the_hit_to_the_last_that_is_there() -> None:
+    world = TierWorld(groups=(FULL, STATES))
+    look = world.driver.add("look", PROMPT)
+    world.driver.abort("look")
+    world.run(PROMPT[: 3 * BLOCK + 1])
+    world.run(PROMPT)
+    manager, prefixes = world.managers[0], world.planner._prefixes
+    found = [prefixes.end_of_prefix(manager, look, 0, 6)]
+    for end in (6, 3):
+        # One of the blocks of a state is enough.
+        manager.forget(prefixes.state_keys(look, end)[1:])
+        found.append(prefixes.end_of_prefix(manager, look, 0, 6))
+    assert found == [6, 3, 0]
+
+
+def test_of_requests_that_wait_for_one_load_all_but_the_first_find_its_states_on_the_device() -> None:
+    world = TierWorld(groups=(FULL, STATES))
+    world.run(PROMPT)
+    push_out(world)
+    for tail in ([], [7], [7, 8]):
+        world.ask([*PROMPT, *tail])
+    world.finish()
+    assert (world.loaded, world.movers[0].loads) == (6 * BLOCK, 1)
+
+
+def test_a_checkpoint_that_is_being_copied_is_given_to_no_other_request() -> None:
+    """Its request has ended, and the device needs every block."""
+    world = TierWorld(groups=(FULL, STATES), num_blocks=15)
+    world.run(PROMPT[:2], max_tokens=1)
+    world.ask(PROMPT, max_tokens=2)
+    while not world.movers[0]._queue:
+        world.step()
+    for _ in range(4):
+        world.step()
+    assert world.scheduler._state.cache._reads
+    world.ask([*range(300, 300 + 5 * BLOCK)])
+    for _ in range(4):
+        world.step()
+    world.finish()
+    push_out(world)
+    world.run(PROMPT)
+    assert world.loaded == 6 * BLOCK
+
+
+def random_world(draw: random.Random, groups: Sequence[KVCacheGroup]) -> TierWorld:
+    has_windows = any(not group.keeps_every_token for group in groups)
     return TierWorld(
         num_slots=draw.choice([2, 6, 20, 100]),
         policy=draw.choice(list(EvictionPolicy)),
@@ -392,10 +453,10 @@ def random_world(draw: random.Random) -> TierWorld:
     )
 
 
-def run(number: int) -> int:
+def run(number: int, *, states: bool = False) -> int:
     """Conversations: each turn's prompt is what was said before and some more."""
     draw = random.Random(number)
-    world = random_world(draw)
+    world = random_world(draw, draw.choice(list(GROUPS_WITH_STATES.values()) if states else GROUPS))
     talks = [[draw.randrange(50) for _ in range(draw.randrange(1, 24))] for _ in range(3)]
     for _ in range(draw.choice([10, 60])):
         for _ in range(draw.choice([0, 0, 1, 2])):
@@ -424,19 +485,31 @@ def run(number: int) -> int:
     return world.loaded
 
 
-def test_random_conversations_read_only_their_own_kv() -> None:
-    loaded = sum(map(run, range(40)))
+@pytest.mark.parametrize("states", [False, True])
+def test_random_conversations_read_only_their_own_kv(states: bool) -> None:
+    loaded = sum(run(number, states=states) for number in range(40))
     assert loaded > 100
 
 
 @pytest.mark.slow
-def test_many_random_conversations() -> None:
+@pytest.mark.parametrize("states", [False, True])
+def test_many_random_conversations(states: bool) -> None:
     for number in range(40, 40 + RUNS):
         try:
-            run(number)
+            run(number, states=states)
         except BaseException as error:
             error.add_note(f"random conversation {number}")
             raise
+
+
+def test_of_states_a_tier_tells_nothing_as_the_device_does() -> None:
+    world = TierWorld(groups=(FULL, STATES))
+    world.planner.note_events()
+    world.run(PROMPT)
+    events = list(world.planner.take_events())
+    assert {(event.group_idx, event.medium) for event in events} == {(0, "LATE")}  # type: ignore[union-attr]
+    assert sum(len(event.block_hashes) for event in events) == 6  # type: ignore[union-attr]
+    assert world.managers[0].used == 6 + STATES.blocks_per_request
 
 
 def test_a_tiers_events_name_blocks_and_their_group() -> None:
