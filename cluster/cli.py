@@ -6,36 +6,19 @@ import argparse
 import io
 import logging
 import os
-import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.cluster.commands.output import add_output, print_json, wants_json
-from tandem.cluster.vllm_flags import add_flags, read_flags, translated
+from tandem.cluster.commands.parser import CommandParser, Version
+from tandem.cluster.commands.setting_options import add_settings, flags_of, read_settings
 
 if TYPE_CHECKING:
     from tandem.cluster.config import TandemConfig
-    from tandem.cluster.setting_layers import Layer
-    from tandem.cluster.settings import Settings
 
-DEFAULT_FILE = "tandem.yaml"
 DEFAULT_URL = "http://127.0.0.1:8000"
-
-# Flags that set one setting: flag -> (setting, what it shows for a value, help).
-_SETTING_FLAGS = {
-    "--model": ("model.path", "NAME", "a folder, a GGUF file, a Hugging Face name, or smollm2 (the default)"),
-    "--prefill": ("pools.prefill", "N", "nodes that read prompts (default 1)"),
-    "--decode": ("pools.decode", "N", "nodes that write answers (default 1)"),
-    "--aggregated": ("pools.aggregated", "N", "instead of the two: nodes that do both"),
-    "--host": ("router.host", "ADDRESS", "where the router listens (default 127.0.0.1)"),
-    "--name": ("name", "NAME", "of this deployment, among those on one Ray cluster (default tandem)"),
-    "--port": ("router.port", "P", "where the router listens (default 8000; 0 takes a free one)"),
-    "--dtype": ("model.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
-    "--max-model-len": ("scheduler.max_model_len", "TOKENS", "longest prompt and answer together"),
-    "--kv-memory": ("cache.memory_bytes", "SIZE", "memory for the KV cache of each node, such as 2GiB"),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,60 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
-
-
-class _CommandParser(argparse.ArgumentParser):
-    """Learns its arguments when its command is used, because describing them can take imports."""
-
-    def __init__(
-        self, *args: Any, describe: Callable[[argparse.ArgumentParser], None] | None = None, **kwargs: Any
-    ) -> None:
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
-        self._describe = describe
-
-    def described(self) -> _CommandParser:
-        if self._describe is not None:
-            describe, self._describe = self._describe, None
-            describe(self)
-        return self
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        parsed, unknown = super(_CommandParser, self.described()).parse_known_args(args, namespace)
-        for word in unknown:
-            if word.startswith("-"):
-                self.error(f"there is no {word}{self._meant(word)}")
-        return parsed, unknown
-
-    def _meant(self, word: str) -> str:
-        from tandem.cluster.setting_names import did_you_mean
-
-        meant = word.partition("=")[0].replace("_", "-")
-        if meant in self._option_string_actions:  # vLLM takes both spellings
-            return f"; did you mean {meant}?"
-        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        names = {name for action in shown for name in action.option_strings if name.startswith("--")}
-        hint = did_you_mean(meant, names)
-        if not hint and "--set" in names:
-            hint = ": `--set SETTING=VALUE` reaches every setting, and `tandem init` writes a file that explains them"
-        return hint
-
-
-class _Version(argparse.Action):
-    """Prints the versions of Tandem and of what it stands on, without importing any of it."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import PackageNotFoundError, version
-
-        def of(name: str) -> str:
-            try:
-                return version(name)
-            except PackageNotFoundError:
-                return "not installed"
-
-        parts = ", ".join(f"{name} {of(name)}" for name in ("ray", "torch", "transformers", "nixl"))
-        print(f"tandem {of('tandem-serve')} (Python {platform.python_version()}, {parts})")
-        parser.exit()
 
 
 def _describe_bench(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +73,7 @@ def _describe_why(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("request", metavar="REQUEST_ID", help="its id, or its answer's")
     _add_server(parser)
     add_costs(parser, "also say what it would have taken in other clusters, from these", required=False)
-    _add_settings(parser)
+    add_settings(parser)
     add_output(parser)
 
 
@@ -152,7 +81,7 @@ def _describe_simulate(parser: argparse.ArgumentParser) -> None:
     from tandem.simulator.command import add_arguments
 
     add_arguments(parser)
-    _add_settings(parser)
+    add_settings(parser)
     add_output(parser)
 
 
@@ -167,7 +96,7 @@ def _describe_plan(parser: argparse.ArgumentParser) -> None:
     from tandem.simulator.plan_command import add_arguments
 
     add_arguments(parser)
-    _add_settings(parser)
+    add_settings(parser)
     add_output(parser)
 
 
@@ -178,9 +107,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="tandem", description="Serve language models with prefill and decode on separate machines."
     )
     parser.add_argument("--verbose", action="store_true", help="log everything to the terminal")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of all parts")
+    parser.add_argument("--version", action=Version, nargs=0, help="print the versions of all parts")
     commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=_CommandParser
+        title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
 
     serve = commands.add_parser(
@@ -189,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="vLLM's and SGLang's commonest flags are understood, or answered: docs/from-vllm.md",
     )
     serve.add_argument("served", nargs="?", metavar="MODEL", help="the model, as with --model")
-    _add_settings(serve)
+    add_settings(serve)
     serve.add_argument(
         "--address", metavar="HOST:PORT", help="a Ray cluster's head, or auto (default: a Ray of its own)"
     )
@@ -206,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--no-wait", action="store_true", help="return when it is decided, not when it is done"
     )
     apply.add_argument("--back", action="store_true", help="take back the rollout that is under way")
-    _add_settings(apply)
+    add_settings(apply)
     add_address(apply, with_name=False)
     add_router(apply)
     add_output(apply)
@@ -257,7 +186,7 @@ def make_parser() -> argparse.ArgumentParser:
     replay.set_defaults(run=_replay)
 
     doctor = commands.add_parser("doctor", help="check this machine and say what to do about what is wrong")
-    _add_settings(doctor)
+    add_settings(doctor)
     doctor.add_argument(
         "--reach",
         action="append",
@@ -298,7 +227,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
 
     config = commands.add_parser("config", help="print the configuration that these settings make")
-    _add_settings(config)
+    add_settings(config)
     add_output(config)
     config.set_defaults(run=_config)
 
@@ -325,7 +254,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("static", "aws", "gcp", "kuberay"),
         help="the files of a cluster too: machines that you have, a cloud's, or Kubernetes'",
     )
-    _add_settings(init)
+    add_settings(init)
     add_output(init)
     init.set_defaults(run=_init)
 
@@ -336,60 +265,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    # Everything stays text here: the settings' own types say what is wrong with it, all at once.
-    parser.add_argument(
-        "--config", metavar="FILE", help=f"settings (default: {DEFAULT_FILE}, where there is one)"
-    )
-    for flag, (_, metavar, text) in _SETTING_FLAGS.items():
-        parser.add_argument(flag, metavar=metavar, help=text)
-    add_flags(parser, besides=_SETTING_FLAGS)
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="any other setting"
-    )
-
-
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         default=DEFAULT_URL,
         help=f"where the router listens (default {DEFAULT_URL})",
     )
-
-
-def read_settings(options: argparse.Namespace) -> Settings:
-    """Defaults < file < environment < flags."""
-    from tandem.cluster.setting_layers import read_environment, read_file
-    from tandem.cluster.settings import resolve
-
-    layers: list[Layer] = []
-    if options.config is not None:
-        layers.append(read_file(Path(options.config)))
-    elif Path(DEFAULT_FILE).exists():
-        layers.append(read_file(Path(DEFAULT_FILE)))
-    return resolve([*layers, read_environment(os.environ), _flags(options)])
-
-
-def _flags(options: argparse.Namespace) -> Layer:
-    from tandem.cluster.setting_layers import read_assignments
-
-    assignments, answers = read_flags(options.foreign)
-    for text in options.set:
-        name, given, value = text.partition("=")
-        assignments.append((name.strip(), value.strip() if given else None, "--set"))
-    for flag, (setting, _, _) in _SETTING_FLAGS.items():
-        value = getattr(options, flag.removeprefix("--").replace("-", "_"))
-        if value is not None:
-            meant = translated(flag, value) or [(setting, value)]
-            assignments += [(name, text, flag) for name, text in meant]
-    model = getattr(options, "served", None)
-    if model is not None:
-        if options.model not in (None, model):
-            answers.append(f"MODEL {model} and --model {options.model} name two models: leave one out")
-        assignments.append(("model.path", model, "MODEL"))
-    flags = read_assignments(assignments)
-    flags.mistakes += answers
-    return flags
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -623,7 +504,7 @@ def _init(options: argparse.Namespace) -> int:
     from tandem.cluster.setting_layers import read_file
     from tandem.cluster.settings import resolve
 
-    layers = [cluster_settings(options.cluster), _flags(options)]
+    layers = [cluster_settings(options.cluster), flags_of(options)]
     if options.config is not None:
         layers.insert(1, read_file(Path(options.config)))
     files = init(options.folder, resolve(layers), options.cluster)

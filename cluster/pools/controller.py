@@ -279,8 +279,8 @@ class Controller:
                 self._check_may_go(record)
                 await self._pools.keep(self._without_its_place(record))
                 self._pools.note(f"{node_id} is drained, as asked")
-                self._pools.begin_to_retire(node_id, timeout_s)
-            task = self._pools.retiring[node_id]
+                self._pools.departures.begin(node_id, timeout_s)
+            task = self._pools.departures.nodes[node_id]
         self._pools.wake()
         return await asyncio.shield(task)
 
@@ -297,13 +297,13 @@ class Controller:
             going = [n for n in new.nodes if n.placement is not None and n.placement.host in names]
             self._pools.note(f"{address} is evacuated, as asked: {counted(len(going), 'node')}")
             for node in going:
-                if node.node_id not in self._pools.retiring:
-                    self._pools.begin_to_retire(
+                if node.node_id not in self._pools.departures.nodes:
+                    self._pools.departures.begin(
                         node.node_id,
                         timeout_s,
                         functools.partial(self._until_others_write, node, timeout_s / 2),
                     )
-            retiring = {node.node_id: self._pools.retiring[node.node_id] for node in going}
+            retiring = {node.node_id: self._pools.departures.nodes[node.node_id] for node in going}
             routers = [r for r in self._fleet.routers.values() if r.runs_on(hosts)]
         self._pools.wake()
         finished = await asyncio.gather(*map(asyncio.shield, retiring.values()))

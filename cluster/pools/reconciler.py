@@ -18,11 +18,12 @@ from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, StateStore
 from tandem.cluster.pools import plan, rollout, state
+from tandem.cluster.pools.departures import Departures, StateChange
 from tandem.cluster.pools.fleet import Fleet
-from tandem.cluster.pools.node_supervisor import AdapterPlaces, NodeSupervisor, WantedAdapters
-from tandem.cluster.pools.router_supervisor import RouterSupervisor
+from tandem.cluster.pools.node_supervisor import AdapterPlaces, WantedAdapters
+from tandem.cluster.pools.rollout_watch import RolloutWatch
 from tandem.cluster.pools.state import ClusterState, NodeRecord
-from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase
+from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeInfo, RouterInfo
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DECISIONS_KEPT = 20
-# So many errors of a new node or router, and such a share of what it has finished, and it is not what was wished for.
-LEAST_ERRORS, MOST_ERRORS = 3, 0.05
 _LOOK_AGAIN_S = 5.0  # at the machines, although no change was announced
 
 
@@ -63,15 +62,12 @@ class Reconciler:
         self.state = state.first_state(config.pools)
         self._unknown: state.UnknownState | None = None  # what is kept is another version's
         self._contents: dict[int, str] = {}  # the model's, by revision, also while it could not be kept
-        self._ready_since: dict[str, float] = {}  # of nodes that a rollout has made
         self.rollout_waits = ""  # for what
         self.writing = asyncio.Lock()
         self.changed = Wakeup()  # anything that a view tells
         self.machines: list[Host] = []
         self._unseen: set[str] = set()  # those of them that cannot be seen, and what runs there is heard
         self.has_looked = False  # at the whole, once
-        self.retiring: dict[str, asyncio.Task[bool]] = {}
-        self._retiring_routers: set[str] = set()
         self.adapters = WantedAdapters(self._adapters_of)
         self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
         self.fleet = Fleet(
@@ -87,6 +83,10 @@ class Reconciler:
             self.adapters,
         )
         self.fleet.wake = self.wake
+        self._watch = RolloutWatch(self.fleet, clock)
+        self.departures = Departures(
+            self.fleet, clock, tasks, self.changed, lambda: self.config.timeouts, self.update, self.note
+        )
 
     async def take_over(self) -> None:
         """Routers that run are told at first what they were told last: to them nothing has happened. Whatever is
@@ -123,7 +123,7 @@ class Reconciler:
                     await self.keep(self.state.without(record.node_id))
             for record in self.state.nodes:
                 if record.leaving:
-                    self.begin_to_retire(record.node_id, self.config.timeouts.nodes.drain_s)
+                    self.departures.begin(record.node_id, self.config.timeouts.nodes.drain_s)
             if self.state.rollout is not None:
                 self._begin_rollout("goes on")
         self.note(f"took over {counted(len(self.fleet.nodes), 'node')} from an earlier controller")
@@ -183,7 +183,7 @@ class Reconciler:
 
     # --- what is kept
 
-    async def _update(self, change: Callable[[ClusterState], ClusterState]) -> None:
+    async def update(self, change: StateChange) -> None:
         async with self.writing:
             await self.keep(change(self.state))
 
@@ -221,7 +221,7 @@ class Reconciler:
             )
         self._check_tokenizer(info, number)
         try:
-            await self._update(with_info)
+            await self.update(with_info)
         except TandemError as error:
             # Until it is kept, the next controller takes it for a node that it does not know yet: a short detour.
             logger.warning("%s serves, but that could not be kept: %s", info.node_id, error)
@@ -257,7 +257,7 @@ class Reconciler:
             return current if record is None else current.with_node(record.out_of_use(reason))
 
         try:
-            await self._update(left_out)
+            await self.update(left_out)
         except TandemError as error:
             # Until it is kept, the next controller tries it again.
             logger.warning("%s is left out, but that could not be kept: %s", node_id, error)
@@ -270,7 +270,7 @@ class Reconciler:
             )
 
         try:
-            await self._update(with_info)
+            await self.update(with_info)
         except TandemError as error:
             # Until it is kept, nodes would be told by the next controller, for a moment, that it is a stranger.
             logger.warning("%s serves, but that could not be kept: %s", name, error)
@@ -360,17 +360,17 @@ class Reconciler:
             for name in [name for name in self.fleet.routers if new.router(name) is None]:
                 self._tasks.spawn(self.fleet.end_router(name), f"end {name}")
             for record in new.routers:
-                known = self.fleet.routers.keys() | self._retiring_routers
+                known = self.fleet.routers.keys() | self.departures.routers
                 if record.name not in known and not self.fleet.is_unseen(places[record.place]):
                     self.fleet.launch_router(record, places[record.place])
                     if record.leaving:
-                        self._begin_to_retire_router(record.name)
+                        self.departures.begin_router(record.name)
             for name in ending:
                 self.note(f"{name} was told to end: another router takes its place")
-                self._begin_to_retire_router(name)
+                self.departures.begin_router(name)
             for name in too_many:
                 self.note(f"{name} goes when it has finished what it has: router.processes is {wanted}")
-                self._begin_to_retire_router(name)
+                self.departures.begin_router(name)
 
     async def _until_woken(self) -> None:
         woken = self._until_told_or_late() if self._unseen else self._wake.wait()
@@ -423,7 +423,7 @@ class Reconciler:
         self.note(
             f"rollout of revision {self.state.revision.number} {how}: what reads something different is replaced, one by one"
         )
-        self._ready_since.clear()
+        self._watch.forget()
         self._tasks.spawn(self._roll_out(), "roll out")
 
     async def _roll_out(self) -> None:
@@ -439,13 +439,14 @@ class Reconciler:
         async with self.writing:
             if self.state.rollout is None:
                 return
-            step = rollout.next_step(self.config.rollout, self.state, self.machines, self._rollout_facts())
+            facts = self._watch.facts(self.state, self.config)
+            step = rollout.next_step(self.config.rollout, self.state, self.machines, facts)
             self.rollout_waits = step.why if isinstance(step, rollout.Wait) else ""
             match step:
                 case rollout.Replace(node):
                     await self.keep(self.state.with_node(msgspec.structs.replace(node, leaving=True)))
                     self.note(f"{node.node_id} goes: it is replaced")
-                    self.begin_to_retire(node.node_id, self.config.timeouts.nodes.drain_s)
+                    self.departures.begin(node.node_id, self.config.timeouts.nodes.drain_s)
                 case rollout.AddRouter(old):
                     host = self.fleet.router_places(self.machines).get(old.place)
                     new = self.fleet.new_router(old.place, host, self.state.routers)
@@ -455,9 +456,9 @@ class Reconciler:
                 case rollout.ReplaceRouter(old):
                     await self.keep(self.state.with_router(msgspec.structs.replace(old, leaving=True)))
                     self.note(f"{old.name} goes when it has finished what it has: it is replaced")
-                    self._begin_to_retire_router(old.name)
+                    self.departures.begin_router(old.name)
                 case rollout.GoBack(why):
-                    self._ready_since.clear()
+                    self._watch.forget()
                     await self.go_back(why)
                 case rollout.RolloutEnd():
                     back = self.state.rollout.going_back
@@ -467,51 +468,6 @@ class Reconciler:
                 case rollout.Wait():
                     pass
         self.wake()
-
-    def _rollout_facts(self) -> rollout.RolloutFacts:
-        now, number = self._clock.now(), self.state.revision.number
-        ready: set[str] = set()
-        idle: set[str] = set()
-        failed: dict[str, str] = {}
-        for record in self.state.nodes:
-            node = self.fleet.nodes.get(record.node_id)
-            if record.leaving:
-                continue
-            # One that was announced may serve, also when this controller has not found it yet.
-            if node is None or record.info is None or node.restarts >= MAX_START_FAILURES:
-                idle.add(record.node_id)
-            if node is None:
-                continue
-            if node.phase is not ProcessPhase.READY:
-                self._ready_since.pop(record.node_id, None)
-            elif (
-                record.revision != number
-                or now - self._ready_since.setdefault(record.node_id, now) >= self.config.rollout.settle_s
-            ):
-                ready.add(record.node_id)
-            if record.revision == number and (why := _why_failed(node)):
-                failed[record.node_id] = why
-        outdated = {record.name for record in self.state.staying_routers if self.fleet.is_outdated(record)}
-        places = {record.place for record in self.state.staying_routers if record.name in outdated}
-        for new in self.state.staying_routers:
-            router = self.fleet.routers.get(new.name)
-            if router is None or new.place not in places or new.name in outdated:
-                continue
-            if router.phase is not ProcessPhase.READY or not router.load.accepts:
-                self._ready_since.pop(router.name, None)
-            elif now - self._ready_since.setdefault(router.name, now) >= self.config.rollout.settle_s:
-                ready.add(router.name)
-            if why := _why_failed_router(router):
-                failed[router.name] = why
-        return rollout.RolloutFacts(
-            ready,
-            idle - ready,
-            outdated,
-            failed,
-            self.fleet.longest_wait_s(),
-            self.config.slo.ttft_s,
-            self.fleet.config.router.processes,
-        )
 
     def _rank(self, record: NodeRecord) -> int:
         supervisor = self.fleet.nodes.get(record.node_id)
@@ -524,103 +480,10 @@ class Reconciler:
                 host = next(host for host in self.machines if host.name == placement.host)
                 self.fleet.launch_node(node, placement, host)
             case plan.RetireNode(node):
-                self.begin_to_retire(node.node_id, self.config.timeouts.nodes.drain_s)
+                self.departures.begin(node.node_id, self.config.timeouts.nodes.drain_s)
             case plan.LoseNode(node):
                 address = node.placement.address if node.placement else ""
                 self.note(f"{node.node_id} is lost: its machine {address} is gone")
                 self._tasks.spawn(self.fleet.end_node(node.node_id), f"end {node.node_id}")
             case plan.AddNode():
                 pass  # it gets a machine with the next change, or waits for one
-
-    # --- nodes and routers that go
-
-    def begin_to_retire(
-        self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None = None
-    ) -> asyncio.Task[bool]:
-        """`wait`: what it still serves for. It is part of the limit."""
-        task = self._tasks.spawn(self._retire(node_id, limit_s, wait), f"retire {node_id}")
-        self.retiring[node_id] = task
-        task.add_done_callback(lambda _: self.retiring.pop(node_id, None))
-        return task
-
-    def _begin_to_retire_router(self, name: str) -> None:
-        self._retiring_routers.add(name)
-        self._tasks.spawn(self._retire_router(name), f"retire {name}")
-
-    async def _retire_router(self, name: str) -> None:
-        router = self.fleet.routers.get(name)
-        if router is not None:
-            await first_of(self._until_another_accepts(router), self._until_none_comes(router))
-        finished = router is None or await router.leave()
-        await self.fleet.end_router(name)
-        await self._until_kept(lambda current: current.without_router(name), name)
-        self._retiring_routers.discard(name)
-        self.note(f"{name} is gone" + ("" if finished else "; what it had not finished has failed"))
-
-    async def _until_another_accepts(self, leaving: RouterSupervisor) -> None:
-        while not any(
-            other.phase is ProcessPhase.READY and other.load.accepts for other in self._beside(leaving)
-        ):
-            await self.changed.wait()
-
-    async def _until_none_comes(self, leaving: RouterSupervisor) -> None:
-        """One that starts in its place is waited for as long as it progresses."""
-        limit_s = self.config.timeouts.start_s
-        began = self._clock.now()
-        while True:
-            starting = [other for other in self._beside(leaving) if other.phase is ProcessPhase.STARTING]
-            waited_s = min([self._clock.now() - began, *(other.progress.silent_s for other in starting)])
-            if waited_s >= limit_s:
-                return
-            await self._clock.sleep(max(limit_s - waited_s, self.config.timeouts.heartbeat_s))
-
-    def _beside(self, router: RouterSupervisor) -> list[RouterSupervisor]:
-        return [
-            other
-            for other in self.fleet.routers.values()
-            if other is not router and other.place == router.place
-        ]
-
-    async def _until_kept(self, change: Callable[[ClusterState], ClusterState], name: str) -> None:
-        while True:
-            try:
-                return await self._update(change)
-            except TandemError as error:
-                logger.warning("%s is gone, but that could not be kept: %s", name, error)
-                await self._clock.sleep(self.config.timeouts.heartbeat_s)
-
-    async def _retire(self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None) -> bool:
-        deadline = self._clock.now() + limit_s
-        if wait is not None:
-            await wait()
-        limit_s = max(0.0, deadline - self._clock.now())
-        supervisor = self.fleet.nodes.get(node_id)
-        finished = supervisor is None or await supervisor.leave(limit_s)
-        await self.fleet.end_node(node_id)
-        await self._until_kept(lambda current: current.without(node_id), node_id)
-        self.note(f"{node_id} is gone" + ("" if finished else "; what it had not finished goes on elsewhere"))
-        self._wake.set()
-        return finished
-
-
-def _why_failed(node: NodeSupervisor) -> str:
-    """What a new node does not do that it should; "" while it does all of it."""
-    if node.phase is ProcessPhase.LEFT_OUT or node.restarts >= MAX_START_FAILURES:
-        return f"it is {node.phase.value}: {node.detail}"
-    finished = node.status.counters.requests_finished if node.status is not None else {}
-    errors = finished.get("error", 0)
-    if _too_many(errors, sum(finished.values())):
-        return f"{errors} of {sum(finished.values())} requests ended there with an error"
-    return ""
-
-
-def _why_failed_router(router: RouterSupervisor) -> str:
-    if router.phase is ProcessPhase.LEFT_OUT or router.restarts >= MAX_START_FAILURES:
-        return f"it is {router.phase.value}: {router.detail}"
-    if _too_many(router.load.errors, router.load.answers):
-        return f"{router.load.errors} of its {router.load.answers} answers were errors of its own"
-    return ""
-
-
-def _too_many(errors: int, of: int) -> bool:
-    return errors >= LEAST_ERRORS and errors > MOST_ERRORS * of

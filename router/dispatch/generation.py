@@ -28,11 +28,12 @@ class ReadableLife(Protocol):
     spec: SequenceSpec
     ledger: TokenLedger
     prompt_logprobs: list[TokenLogprobs | None] | None
-    cached_tokens: int | None
     finish: FinishReason | None
     error: TandemError | None
     ended: bool
 
+    @property
+    def cached_tokens(self) -> int | None: ...
     def stop(self) -> None: ...
     def fail(self, error: TandemError) -> None: ...
 

@@ -11,9 +11,9 @@ from tandem.router.dispatch.attempt import Attempt, TokenSource
 from tandem.router.dispatch.ledger import MergedChunk, TokenLedger
 from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.spec import SequenceSpec
+from tandem.router.dispatch.timings import RequestTimings
 from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
-from tandem.router.recent import RequestAccount
 from tandem.wire.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -52,7 +52,6 @@ class RequestLife:
         """`came`: when it began to wait for a place."""
         self._placement = placement
         self._metrics = placement.metrics
-        self.longest_gap_s = 0.0  # between two reports of its tokens
         self._timeouts = placement.config.timeouts
         self._loop = asyncio.get_running_loop()
         self._clock = placement.clock
@@ -61,12 +60,8 @@ class RequestLife:
         self.spec = spec
         self._hashes = hashes
         self.ledger = TokenLedger(wants_logprobs=spec.sampling.logprobs is not None)
+        self.timings = RequestTimings(placement.metrics, placement.clock, spec, came)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.cached_tokens: int | None = None
-        self.router_wait_s = 0.0  # for a place
-        self.node_wait_s = 0.0  # in the line of the node that read the prompt
-        self.handover_s = 0.0
-        self.preemptions = 0
         self.vector: bytes | None = None  # where `spec.pooling` asks for one, once it has ended well
         self.attempt: Attempt | None = None
         self.decisions: list[RoutingDecision] = []
@@ -75,13 +70,6 @@ class RequestLife:
         self.finish: FinishReason | None = None
         self.error: TandemError | None = None
         self.ended = False
-        self.started_at = self._clock()
-        self._came = self.started_at if came is None else came
-        self.submitted_at: float | None = None  # the first time
-        self.arrived_at = self.started_at if spec.arrived is None else spec.arrived
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
-        self.ended_at: float | None = None
         self._avoid: set[str] = set()
         self._content: str | None = None  # of the model on the nodes that have it, or had it last
         self._mirror: NodeInfo | None = None  # of the decode node that failed it last
@@ -89,6 +77,11 @@ class RequestLife:
         self._last_failure: TandemError | None = None
         self._broke_a_node = False
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Of its prompt; None: no node has said."""
+        return self.timings.cached_tokens
 
     # --- its course -------------------------------------------------------------------------------------------
 
@@ -167,11 +160,11 @@ class RequestLife:
         if source is TokenSource.DECODE:
             if not attempt.decode_started:
                 attempt.decode_started = True
-                self.handover_s = self._placement.on_decode_started(attempt)
+                self.timings.handover_s = self._placement.on_decode_started(attempt)
         elif not attempt.prefill_reported:
             attempt.prefill_reported = True
             self._placement.on_prefill_reported(attempt)
-        self.preemptions += chunk.preemptions
+        self.timings.preemptions += chunk.preemptions
         if chunk.cached_tokens is None and chunk.prompt_logprobs is None:
             return
         # After a handover the decode node has none of the prompt's log-probabilities, and its cache tells nothing.
@@ -179,36 +172,21 @@ class RequestLife:
             self.prompt_logprobs = chunk.prompt_logprobs
         if source is TokenSource.PREFILL or attempt.prefill is None or attempt.prefill_gave_up:
             if self.cached_tokens is None:
-                self.node_wait_s = chunk.queue_s
+                self.timings.node_wait_s = chunk.queue_s
             self._take_cached(chunk.cached_tokens)
         elif attempt.decode_cached is None:
             attempt.decode_cached = chunk.cached_tokens
 
     def _take_cached(self, cached_tokens: int | None) -> None:
         if self.cached_tokens is None:
-            self.cached_tokens = cached_tokens
+            self.timings.cached_tokens = cached_tokens
 
     def _note_tokens(self, attempt: Attempt, count: int) -> None:
-        now = self._clock()
-        if self.spec.reads_ahead:
-            self.first_token_at = self.last_token_at = attempt.alive_at = now
-            return
-        self._metrics.generation_tokens.inc(count)
-        if self.last_token_at is not None:
-            gap = now - self.last_token_at
-            self._metrics.inter_token_latency.observe(gap)
-            if gap > self.longest_gap_s:
-                self.longest_gap_s = gap
-        else:
-            self.first_token_at = now
-            self._metrics.time_to_first_token.observe(now - self.arrived_at)
-            self._metrics.queue_time.observe(self.router_wait_s + self.node_wait_s)
-            self._metrics.prompt_tokens.inc(len(self.spec.prompt_token_ids))
-        self.last_token_at = attempt.alive_at = now
-        if attempt.first_token_at is None:
+        attempt.alive_at = now = self.timings.tokens(count)
+        if attempt.first_token_at is None and not self.spec.reads_ahead:
             attempt.first_token_at = now
             computed = len(self.spec.prompt_token_ids) + attempt.base - (self.cached_tokens or 0)
-            self._placement.on_first_token(attempt, computed, self.node_wait_s)
+            self._placement.on_first_token(attempt, computed, self.timings.node_wait_s)
 
     # --- failures ---------------------------------------------------------------------------------------------
 
@@ -374,9 +352,7 @@ class RequestLife:
         attempt = Attempt(decision, len(self.ledger.tokens), self._clock(), number=len(self.request_ids) + 1)
         self.attempt = attempt
         self._content = attempt.nodes[0].content
-        if self.submitted_at is None:
-            self.submitted_at = attempt.submitted_at
-            self.router_wait_s = max(attempt.submitted_at - self._came, 0.0)
+        self.timings.submitted(attempt.submitted_at)
         self.decisions.append(decision)
         self.request_ids.append(attempt.request_id)
         self._waiting_since = None
@@ -402,7 +378,7 @@ class RequestLife:
         deadlines = [(self.spec.deadline, "total")]
         attempt = self.attempt
         if attempt is None:
-            since = self._waiting_since or self.started_at
+            since = self._waiting_since or self.timings.started_at
             deadlines.append((since + self._timeouts.failover_wait, "failover_wait"))
         else:
             # First the nodes are asked whether they still have it. A request that waits in a node's line is listed.
@@ -481,7 +457,6 @@ class RequestLife:
             return
         self.ended = True
         self.finish, self.error = finish, error
-        self.ended_at = self._clock()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -489,59 +464,15 @@ class RequestLife:
         self._abandon_attempt(ended_at, leaves=leaves)
         self._placement.stop_waiting(self)
         self._placement.on_ended(last, self.spec, self._hashes, self.ledger.tokens)
-        self._note_end(self.ended_at, finish)
+        self._note_end(finish)
         self._on_end(self)
         self._on_news(self)
 
-    def _note_end(self, now: float, finish: FinishReason) -> None:
-        if self.spec.reads_ahead:
-            return  # no answer, so none of the figures of answers
-        metrics, tokens = self._metrics, len(self.ledger.tokens)
-        metrics.requests_finished.labels(finish.value).inc()
-        metrics.request_prompt_tokens.observe(len(self.spec.prompt_token_ids))
-        metrics.request_generation_tokens.observe(tokens)
-        metrics.request_max_tokens.observe(self.spec.sampling.max_tokens)
-        if self.preemptions:
-            metrics.requests_preempted.inc()
-        self._placement.recent.ended(self._account(now, finish))
-        if self.first_token_at is None or self.last_token_at is None:
-            return
-        metrics.decode_time.observe(now - self.first_token_at)
-        if self.submitted_at is not None:
-            metrics.inference_time.observe(max(now - self.submitted_at - self.node_wait_s, 0.0))
-        if tokens > 1:
-            metrics.time_per_output_token.observe((self.last_token_at - self.first_token_at) / (tokens - 1))
-
-    def _account(self, now: float, finish: FinishReason) -> RequestAccount:
-        submitted = now if self.submitted_at is None else self.submitted_at
-        first = now if self.first_token_at is None else self.first_token_at
-        prefill_s = max(first - submitted, 0.0)
-        node_wait_s = min(self.node_wait_s, prefill_s)
-        handover_s = min(self.handover_s, now - first)
-        decision = self.decisions[-1] if self.decisions else None
-        spec = self.spec
-        return RequestAccount(
-            request_id=spec.label,
-            ended_at=self._placement.time_of_day(),
-            reading_s=max(self._came - self.arrived_at, 0.0),
-            router_wait_s=max(submitted - self._came, 0.0),
-            node_wait_s=node_wait_s,
-            prefill_s=prefill_s - node_wait_s,
-            handover_s=handover_s,
-            decode_s=now - first - handover_s,
-            prompt_tokens=len(spec.prompt_token_ids),
-            cached_tokens=self.cached_tokens or 0,
-            output_tokens=len(self.ledger.tokens),
-            longest_gap_s=self.longest_gap_s,
-            prefill_node=decision.prefill.node_id
-            if decision is not None and decision.prefill is not None
-            else "",
-            decode_node=decision.decode.node_id
-            if decision is not None and decision.decode is not None
-            else "",
-            decision=decision.reason if decision is not None else "",
-            preemptions=self.preemptions,
-            failovers=self.failovers,
-            finish=finish.value,
-            traced=spec.trace is not None,
-        )
+    def _note_end(self, finish: FinishReason) -> None:
+        tokens = len(self.ledger.tokens)
+        self.timings.ended(finish, tokens)
+        if not self.spec.reads_ahead:
+            decision = self.decisions[-1] if self.decisions else None
+            time_of_day = self._placement.time_of_day()
+            account = self.timings.account(time_of_day, finish, tokens, decision, self.failovers)
+            self._placement.recent.ended(account)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli import main, make_parser, read_settings
+from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands.ready_lines import curl_line, own_command
+from tandem.cluster.commands.setting_options import read_settings
 
 HEAVY = ["ray", "torch", "transformers", "httpx", "rich", "yaml", "msgspec"]
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.cluster.cli import main, make_parser, read_settings
+from tandem.cluster.cli import main, make_parser
+from tandem.cluster.commands.setting_options import read_settings
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.setting_names import dotted, known_settings
 from tandem.cluster.settings import SettingsError

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tandem.cluster.cli import main, make_parser, read_settings
+from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands.init import CLUSTERS
+from tandem.cluster.commands.setting_options import read_settings
 from tandem.cluster.config import DERIVED, TandemConfig
 from tandem.cluster.setting_layers import read_file
 from tandem.cluster.setting_names import known_settings

@@ -1,0 +1,62 @@
+"""The parser of a subcommand: what is not one of its arguments is answered with what was meant."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Callable
+from typing import Any
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Learns its arguments when its command is used, because describing them can take imports."""
+
+    def __init__(
+        self, *args: Any, describe: Callable[[argparse.ArgumentParser], None] | None = None, **kwargs: Any
+    ) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+        self._describe = describe
+
+    def described(self) -> CommandParser:
+        if self._describe is not None:
+            describe, self._describe = self._describe, None
+            describe(self)
+        return self
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = super(CommandParser, self.described()).parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                self.error(f"there is no {word}{self._meant(word)}")
+        return parsed, unknown
+
+    def _meant(self, word: str) -> str:
+        from tandem.cluster.setting_names import did_you_mean
+
+        meant = word.partition("=")[0].replace("_", "-")
+        if meant in self._option_string_actions:  # vLLM takes both spellings
+            return f"; did you mean {meant}?"
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        names = {name for action in shown for name in action.option_strings if name.startswith("--")}
+        hint = did_you_mean(meant, names)
+        if not hint and "--set" in names:
+            hint = ": `--set SETTING=VALUE` reaches every setting, and `tandem init` writes a file that explains them"
+        return hint
+
+
+class Version(argparse.Action):
+    """Prints the versions of Tandem and of what it stands on, without importing any of it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        def of(name: str) -> str:
+            try:
+                return version(name)
+            except PackageNotFoundError:
+                return "not installed"
+
+        parts = ", ".join(f"{name} {of(name)}" for name in ("ray", "torch", "transformers", "nixl"))
+        print(f"tandem {of('tandem-serve')} (Python {platform.python_version()}, {parts})")
+        parser.exit()

@@ -1,0 +1,95 @@
+"""What is seen of the processes while a configuration is rolled out: which of them serve, and which do not do what they should."""
+
+from __future__ import annotations
+
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.pools.fleet import Fleet
+from tandem.cluster.pools.node_supervisor import NodeSupervisor
+from tandem.cluster.pools.rollout import RolloutFacts
+from tandem.cluster.pools.router_supervisor import RouterSupervisor
+from tandem.cluster.pools.state import ClusterState
+from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase
+from tandem.cluster.tasks import Clock
+
+# So many errors of a new node or router, and such a share of what it has finished, and it is not what was wished for.
+LEAST_ERRORS, MOST_ERRORS = 3, 0.05
+
+
+class RolloutWatch:
+    def __init__(self, fleet: Fleet, clock: Clock) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._ready_since: dict[str, float] = {}  # of nodes and routers that the rollout has made
+
+    def forget(self) -> None:
+        """Another rollout begins, or this one is taken back."""
+        self._ready_since.clear()
+
+    def facts(self, state: ClusterState, config: TandemConfig) -> RolloutFacts:
+        """`config`: as an operator wishes it."""
+        now, number = self._clock.now(), state.revision.number
+        ready: set[str] = set()
+        idle: set[str] = set()
+        failed: dict[str, str] = {}
+        for record in state.nodes:
+            node = self._fleet.nodes.get(record.node_id)
+            if record.leaving:
+                continue
+            # One that was announced may serve, also when this controller has not found it yet.
+            if node is None or record.info is None or node.restarts >= MAX_START_FAILURES:
+                idle.add(record.node_id)
+            if node is None:
+                continue
+            if node.phase is not ProcessPhase.READY:
+                self._ready_since.pop(record.node_id, None)
+            elif (
+                record.revision != number
+                or now - self._ready_since.setdefault(record.node_id, now) >= config.rollout.settle_s
+            ):
+                ready.add(record.node_id)
+            if record.revision == number and (why := _why_failed(node)):
+                failed[record.node_id] = why
+        outdated = {record.name for record in state.staying_routers if self._fleet.is_outdated(record)}
+        places = {record.place for record in state.staying_routers if record.name in outdated}
+        for new in state.staying_routers:
+            router = self._fleet.routers.get(new.name)
+            if router is None or new.place not in places or new.name in outdated:
+                continue
+            if router.phase is not ProcessPhase.READY or not router.load.accepts:
+                self._ready_since.pop(router.name, None)
+            elif now - self._ready_since.setdefault(router.name, now) >= config.rollout.settle_s:
+                ready.add(router.name)
+            if why := _why_failed_router(router):
+                failed[router.name] = why
+        return RolloutFacts(
+            ready,
+            idle - ready,
+            outdated,
+            failed,
+            self._fleet.longest_wait_s(),
+            config.slo.ttft_s,
+            self._fleet.config.router.processes,
+        )
+
+
+def _why_failed(node: NodeSupervisor) -> str:
+    """What a new node does not do that it should; "" while it does all of it."""
+    if node.phase is ProcessPhase.LEFT_OUT or node.restarts >= MAX_START_FAILURES:
+        return f"it is {node.phase.value}: {node.detail}"
+    finished = node.status.counters.requests_finished if node.status is not None else {}
+    errors = finished.get("error", 0)
+    if _too_many(errors, sum(finished.values())):
+        return f"{errors} of {sum(finished.values())} requests ended there with an error"
+    return ""
+
+
+def _why_failed_router(router: RouterSupervisor) -> str:
+    if router.phase is ProcessPhase.LEFT_OUT or router.restarts >= MAX_START_FAILURES:
+        return f"it is {router.phase.value}: {router.detail}"
+    if _too_many(router.load.errors, router.load.answers):
+        return f"{router.load.errors} of its {router.load.answers} answers were errors of its own"
+    return ""
+
+
+def _too_many(errors: int, of: int) -> bool:
+    return errors >= LEAST_ERRORS and errors > MOST_ERRORS * of
