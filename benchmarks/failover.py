@@ -1,11 +1,13 @@
 """A long conversation whose decode node is killed: how long its stream stands still, and how much is computed again.
 
-    python -m benchmarks.failover [--model NAME] [--tokens 7000] [--ranks N] [--json FILE]
+    python -m benchmarks.failover [--model NAME] [--tokens 7000] [--ranks N] [--url URL] [--json FILE]
 
 `tandem serve` with one prefill node and two decode nodes, with `cache.mirror` and without. A prompt of so many tokens is answered; in the
 middle of the answer the process of its decode node is killed. All on one machine: the KV goes over its memory.
 
-With `--ranks`, two nodes of so many ranks that do both: one rank of the node that answers is killed, which ends its node.
+With `--ranks`, two nodes of so many ranks that do both: one rank of the node that answers is killed, which ends its node. With `--url`, a
+cluster that serves with `cache.mirror` already, whose processes this machine sees: `python tests/hosts/failover_on_hosts.py` makes one of
+hosts with a link of 10 Gbit between them, and runs this on it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -96,16 +99,22 @@ def until_ready(client: httpx.Client, count: int) -> None:
 
 
 def listener(endpoint: str) -> int:
-    """The process that listens there."""
-    wanted = f":{int(endpoint.rpartition(':')[2]):04X}"
-    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    inodes = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(wanted) and row[3] == "0A"}
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+    """The process that listens there, in whichever network of this machine."""
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    wanted = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{int(port):04X}"
+    networks: dict[str, set[str]] = {}  # the sockets that listen there, by network
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if os.readlink(descriptor) in inodes:
-                return int(descriptor.parts[2])
+            network = os.readlink(process / "ns" / "net")
+            if network not in networks:
+                rows = [row.split() for row in (process / "net" / "tcp").read_text().splitlines()[1:]]
+                networks[network] = {
+                    f"socket:[{row[9]}]" for row in rows if row[1] == wanted and row[3] == "0A"
+                }
+            if any(os.readlink(file) in networks[network] for file in (process / "fd").iterdir()):
+                return int(process.name)
         except OSError:
-            continue  # it was closed meanwhile
+            continue  # it ended meanwhile
     raise LookupError(f"no process listens at {endpoint}")
 
 
@@ -121,62 +130,65 @@ def rank_of(node: int) -> int:
     raise LookupError(f"process {node} has started no rank")
 
 
-def measure(model: str, tokens: int, *, mirror: bool = False, ranks: int = 1) -> Failover:
+def served(model: str, tokens: int, *, mirror: bool = False, ranks: int = 1) -> Failover:
     if ranks > 1:
         what, settings, pools = "a rank", WIDE_SETTINGS.format(ranks=ranks), {"aggregated": 2}
     else:
         what, settings = "mirror" if mirror else "no mirror", SETTINGS.format(mirror=str(mirror).lower())
         pools = {"prefill": 1, "decode": 2}
     with serving(model, settings, pools) as client:
-        draw = random.Random(1)
-        name = client.get("/v1/models").json()["data"][0]["id"]
-        body = {
-            "model": name, "prompt": [draw.randrange(1000, 40_000) for _ in range(tokens)], "max_tokens": ANSWER,
-            "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
-        }  # fmt: skip
-        arrived: list[float] = []
-        killed_at, killed_unix_s, killed, survivors, answer_id = 0.0, 0.0, "", {}, ""
-        headers = {"x-tandem-trace": "1"}
-        with client.stream("POST", "/v1/completions", json=body, headers=headers) as events:
-            for line in events.iter_lines():
-                if not answer_id and line.startswith("data: {"):
-                    answer_id = json.loads(line[6:])["id"]
-                choices = json.loads(line[6:])["choices"] if line.startswith("data: {") else []
-                new = len(choices[0].get("token_ids", [])) if choices else 0
-                arrived += [time.monotonic()] * new
-                if len(arrived) >= KILLED_AT and not killed:
-                    (target,) = [
-                        node for node in nodes(client) if node["role"] != "prefill" and node["running"]
-                    ]
-                    killed = target["node_id"]
-                    survivors = {node["node_id"]: node for node in nodes(client) if node["node_id"] != killed}
-                    pid = listener(target["request_endpoint"])
-                    pid = rank_of(pid) if ranks > 1 else pid
-                    killed_at, killed_unix_s = time.monotonic(), time.time()
-                    os.kill(pid, signal.SIGKILL)
-        if len(arrived) != ANSWER:
-            raise RuntimeError(f"{len(arrived)} of {ANSWER} tokens came")
-        # What the node had sent before it died may still arrive: the next token of its successor is after the longest gap.
-        after = [moment for moment in arrived if moment > killed_at]
-        gaps = [(later - earlier, earlier) for earlier, later in itertools.pairwise([killed_at, *after])]
-        _, began = max(gaps)
-        still_s = max(gaps)[0] + (began - killed_at if began > killed_at else 0.0)
-        had = tokens + sum(moment <= began for moment in arrived)
-        time.sleep(1.0)  # until every node has reported
-        loaded = computed = 0
-        for node in nodes(client):
-            before = survivors.get(node["node_id"], {"counters": {}})["counters"]
-            computed += node["counters"]["prompt_tokens_computed"] - before.get("prompt_tokens_computed", 0)
-            if mirror and node["node_id"] not in (killed, "prefill-0"):
-                tier = node["tiers"][0]
-                loaded = tier["found_tokens"]
-        between = sorted(later - earlier for earlier, later in itertools.pairwise(arrived[:KILLED_AT]))
-        again = had - loaded if mirror else computed + had - tokens
-        trace = client.get(f"/traces/{answer_id}").raise_for_status().json()
-        offset = trace["began_unix_s"] - trace["began"] - killed_unix_s
-        begun = [part["spans"][0][1] + offset for part in trace["nodes"] if part["spans"]]
-        elsewhere_s = min(after for after in begun if after > 0)
-        return Failover(what, still_s, elsewhere_s, between[len(between) // 2], again, had)
+        return measure(client, what, tokens, mirror=mirror, ranks=ranks)
+
+
+def measure(
+    client: httpx.Client, what: str, tokens: int, *, mirror: bool = False, ranks: int = 1
+) -> Failover:
+    draw = random.Random(1)
+    name = client.get("/v1/models").json()["data"][0]["id"]
+    body = {
+        "model": name, "prompt": [draw.randrange(1000, 40_000) for _ in range(tokens)], "max_tokens": ANSWER,
+        "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
+    }  # fmt: skip
+    arrived: list[float] = []
+    killed_at, killed_unix_s, killed, survivors, answer_id = 0.0, 0.0, "", {}, ""
+    headers = {"x-tandem-trace": "1"}
+    with client.stream("POST", "/v1/completions", json=body, headers=headers) as events:
+        for line in events.iter_lines():
+            if not answer_id and line.startswith("data: {"):
+                answer_id = json.loads(line[6:])["id"]
+            choices = json.loads(line[6:])["choices"] if line.startswith("data: {") else []
+            new = len(choices[0].get("token_ids", [])) if choices else 0
+            arrived += [time.monotonic()] * new
+            if len(arrived) >= KILLED_AT and not killed:
+                (target,) = [node for node in nodes(client) if node["role"] != "prefill" and node["running"]]
+                killed = target["node_id"]
+                survivors = {node["node_id"]: node for node in nodes(client) if node["node_id"] != killed}
+                pid = listener(target["request_endpoint"])
+                pid = rank_of(pid) if ranks > 1 else pid
+                killed_at, killed_unix_s = time.monotonic(), time.time()
+                os.kill(pid, signal.SIGKILL)
+    if len(arrived) != ANSWER:
+        raise RuntimeError(f"{len(arrived)} of {ANSWER} tokens came")
+    # What the node had sent before it died may still arrive: the next token of its successor is after the longest gap.
+    after = [moment for moment in arrived if moment > killed_at]
+    gaps = [(later - earlier, earlier) for earlier, later in itertools.pairwise([killed_at, *after])]
+    _, began = max(gaps)
+    still_s = max(gaps)[0] + (began - killed_at if began > killed_at else 0.0)
+    had = tokens + sum(moment <= began for moment in arrived)
+    time.sleep(1.0)  # until every node has reported
+    loaded = computed = 0
+    for node in nodes(client):
+        before = survivors.get(node["node_id"], {"counters": {}})["counters"]
+        computed += node["counters"]["prompt_tokens_computed"] - before.get("prompt_tokens_computed", 0)
+        if mirror and node["node_id"] != killed and node["role"] != "prefill":
+            loaded = max(loaded, node["tiers"][0]["found_tokens"])
+    between = sorted(later - earlier for earlier, later in itertools.pairwise(arrived[:KILLED_AT]))
+    again = had - loaded if mirror else computed + had - tokens
+    trace = client.get(f"/traces/{answer_id}").raise_for_status().json()
+    offset = trace["began_unix_s"] - trace["began"] - killed_unix_s
+    begun = [part["spans"][0][1] + offset for part in trace["nodes"] if part["spans"]]
+    elsewhere_s = min(after for after in begun if after > 0)
+    return Failover(what, still_s, elsewhere_s, between[len(between) // 2], again, had)
 
 
 def main() -> int:
@@ -184,12 +196,16 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=7000)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--url", help="of a cluster that serves already, with cache.mirror")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if arguments.ranks > 1:
-        found = [measure(arguments.model, arguments.tokens, ranks=arguments.ranks)]
+    if arguments.url is not None:
+        with httpx.Client(base_url=arguments.url, timeout=PATIENCE_S, trust_env=False) as client:
+            found = [measure(client, "mirror", arguments.tokens, mirror=True)]
+    elif arguments.ranks > 1:
+        found = [served(arguments.model, arguments.tokens, ranks=arguments.ranks)]
     else:
-        found = [measure(arguments.model, arguments.tokens, mirror=mirror) for mirror in (True, False)]
+        found = [served(arguments.model, arguments.tokens, mirror=mirror) for mirror in (True, False)]
     table = Table(box=None)
     for column in ("", "stream stands still", "until another node has it", "usually", "computed again"):
         table.add_column(column)

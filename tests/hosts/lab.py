@@ -271,6 +271,11 @@ def in_netns(host: Host, *words: str, check: bool = True) -> str:
     return _in_named_netns(host.netns, *words, check=check)
 
 
+def in_laptops_network(*words: str) -> list[str]:
+    """What runs `words` with the laptop's network and all else of this machine: it sees the processes of all hosts."""
+    return ["ip", "netns", "exec", f"{_PREFIX}_cli", *words]
+
+
 def on_bridge(*words: str, check: bool = True) -> str:
     return _in_named_netns(_LAN, *words, check=check)
 
