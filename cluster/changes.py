@@ -107,7 +107,11 @@ def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
         },
     )
     pools = {
-        role.value: replace(wanted.pools.of(role), resources=running.pools.of(role).resources)
+        role.value: replace(
+            wanted.pools.of(role),
+            resources=running.pools.of(role).resources,
+            label_selector=running.pools.of(role).label_selector,
+        )
         for role in Role
     }
     return replace(

@@ -52,6 +52,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "what Ray sets aside for each node, such as `{GPU: 1}`, besides a place. On a Ray cluster only"
         ),
     ] = {}
+    label_selector: Annotated[
+        dict[str, str],
+        about(
+            "labels of the machines that this pool's nodes run on, as in Ray: `{ray.io/accelerator-type: H100}`, and `!VALUE`, "
+            "`in(A, B)`, `!in(A, B)`. On a Ray cluster only"
+        ),
+    ] = {}
     env: Annotated[
         dict[str, str],
         about(

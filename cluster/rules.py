@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from tandem.cluster.config import OF_ALL_POOLS, AutoscalingConfig, PoolConfig, TandemConfig
+from tandem.cluster.labels import wrong_in
 from tandem.cluster.setting_names import Path
 from tandem.node.config import refused_with_ranks
 from tandem.wire.adapters import MOST_ADAPTERS, check_name
@@ -103,6 +104,8 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
             otherwise = _SET_OTHERWISE[name].format(pool=role.value)
             yield ("pools", role.value, "env"), f"has {name}, which Tandem sets: {otherwise}"
         yield from _transfer_options(role, pool)
+        for wrong in wrong_in(pool.label_selector):
+            yield ("pools", role.value, "label_selector"), wrong
 
 
 # What Tandem or Ray sets in a node's process, and what says the same.

@@ -30,7 +30,6 @@ from tandem.cluster.models.store import Model, local_model, name_to_serve, prepa
 from tandem.cluster.on_ray.runtime import (
     connect_to_ray,
     own_address,
-    ray_resources,
     ray_version,
     start_ray,
     stop_ray,
@@ -206,11 +205,12 @@ class _Serving:
     async def _on_ray(self, config: TandemConfig) -> int:
         # Imported here, when Ray is running already: it takes a while, and not every command needs it.
         from tandem.cluster.commands.following import Follower
+        from tandem.cluster.on_ray.hosts import offer_of, ray_nodes
         from tandem.cluster.on_ray.remote_controller import create_controller, find_controller
 
         own_ray = self._where.address is None
         if not own_ray:
-            for sentence in lacking(config, ray_resources()):
+            for sentence in lacking(config, [offer_of(node) for node in ray_nodes() if node["Alive"]]):
                 self._display.trouble("machines", sentence)
         controller = None if own_ray else find_controller(config.name)
         is_new = controller is None

@@ -19,7 +19,7 @@ from tandem.cluster.models.resolved import fix_model
 from tandem.cluster.on_ray.exchange import EXCHANGE, MADE_WITH, MakeController, begin_exchange, exchange_of
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.on_ray.launcher import RayLauncher
-from tandem.cluster.on_ray.neighbours import STATE, WANTED, Neighbours, stands
+from tandem.cluster.on_ray.neighbours import STATE, WANTED, WANTED_LABELS, Neighbours, stands
 from tandem.cluster.on_ray.runtime import CONTROLLER, has_job_ended, namespace_of
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.deployment import Deployment
@@ -75,7 +75,8 @@ class RayPlatform:
                 neighbours=Neighbours(self._name),
             )
         )
-        launcher = RayLauncher(config.timeouts.stop_s, needs, namespace=self._namespace)
+        resources = {role: need.resources for role, need in needs.items()}
+        launcher = RayLauncher(config.timeouts.stop_s, resources, namespace=self._namespace)
         store = RayStateStore(STATE, self._namespace)
         return Deployment(reachable(config, address), hosts, launcher, store, events, fix_model)
 
@@ -131,7 +132,7 @@ async def clear_away(deployment: str, but: str = "") -> None:
             continue  # it has ended meanwhile
         except RayError as error:
             logger.warning("%s could not be ended: %s", name, error)
-    for store in (STATE, MACHINES, WANTED, EXCHANGE, MADE_WITH):
+    for store in (STATE, MACHINES, WANTED, WANTED_LABELS, EXCHANGE, MADE_WITH):
         await RayStateStore(store, namespace).forget()
     await stands(deployment).forget()
 

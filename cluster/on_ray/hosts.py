@@ -15,7 +15,7 @@ import msgspec
 from tandem.cluster.launcher import Host, StateStore
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, joined_ray
 from tandem.cluster.pools.placement import MachineFacts, share_cores, this_machine
-from tandem.cluster.pools.room import ROLES, Needs, needed_by, places
+from tandem.cluster.pools.room import ROLES, Needs, Offer, needed_by, places
 from tandem.cluster.pools.state import NodePlacement
 from tandem.cluster.tasks import cancel
 from tandem.wire.errors import TandemError, Unavailable
@@ -45,8 +45,8 @@ class KnownHost(msgspec.Struct, frozen=True):
 class RayHosts:
     """`cluster.launcher.Hosts` for a cluster: every Ray node that offers a role's resource.
 
-    `needs` is what one node of a role takes besides that, such as {"GPU": 1}: a place without it is none. Places and cores
-    that nodes of other deployments have are not offered.
+    `needs` is what one node of a role takes besides that, such as {"GPU": 1}, and which labels its machine has: a place without
+    them is none. Places and cores that nodes of other deployments have are not offered.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RayHosts:
         needs: Needs,
         nodes: Callable[[], list[dict[str, Any]]] | None = None,
         find_out: FindOut | None = None,
-        request: Callable[[list[dict[str, float]]], None] | None = None,
+        request: Callable[[list[Offer]], None] | None = None,
         look_again_s: float = LOOK_AGAIN_S,
         ask_again_s: float = _ASK_AGAIN_S,
         wait_for_new_s: float = _WAIT_FOR_NEW_S,
@@ -80,7 +80,7 @@ class RayHosts:
         self._ask_after: dict[str, float] = {}
         self._complaints: dict[str, str] = {}  # said once
         self._returned: frozenset[str] = frozenset()
-        self._wanted: list[dict[str, float]] | None = None
+        self._wanted: list[Offer] | None = None
 
     async def present(self) -> list[Host]:
         there = await self._look()
@@ -156,7 +156,7 @@ class RayHosts:
                 address=node["NodeManagerAddress"],
                 slots={
                     role: left
-                    for role, room in places(node["Resources"], self._needs).items()
+                    for role, room in places(offer_of(node), self._needs).items()
                     if (left := room - taken[node["NodeID"], role]) > 0
                 },
                 head=any(name in node["Resources"] for name in HEAD_ONLY),
@@ -194,6 +194,11 @@ class RayHosts:
             logger.warning("the autoscaler cannot be asked for machines: %s", error)
         else:
             self._wanted = bundles
+
+
+def offer_of(node: Mapping[str, Any]) -> Offer:
+    """What a machine offers, as Ray describes it."""
+    return Offer(node["Resources"], node.get("Labels", {}))
 
 
 def ray_nodes() -> list[dict[str, Any]]:
@@ -235,7 +240,11 @@ def look_around() -> bytes:
     return msgspec.msgpack.encode(MachineFacts(boot, machine.cores, machine.gpus, machine.quota))
 
 
-def _request_resources(bundles: Sequence[Mapping[str, float]]) -> None:
+def _request_resources(bundles: Sequence[Offer]) -> None:
     from ray.autoscaler.sdk import request_resources
 
-    request_resources(bundles=[dict(bundle) for bundle in bundles])
+    labels = [bundle.labels for bundle in bundles]
+    request_resources(
+        bundles=[bundle.resources for bundle in bundles],
+        bundle_label_selectors=labels if any(labels) else None,
+    )

@@ -12,12 +12,14 @@ import msgspec
 
 from tandem.cluster.on_ray.runtime import NAMESPACE, namespace_of
 from tandem.cluster.on_ray.state_store import RayStateStore, kept_under
+from tandem.cluster.pools.room import Offer
 from tandem.cluster.pools.state import NodePlacement
 
 logger = logging.getLogger(__name__)
 
 STATE = "controller"  # what a deployment's controller keeps, in its namespace
 WANTED = "wanted"  # what its nodes take of machines, in its namespace
+WANTED_LABELS = "wanted-labels"  # and the labels of each of those machines; not every version keeps them
 _STANDS = (
     "stands-"  # with a name: that deployment has been started, and has not ended; in the default namespace
 )
@@ -26,7 +28,8 @@ _PLACING = RayStateStore("placing", NAMESPACE)
 _LONGEST_S = 30.0
 _ASK_AGAIN_S = 0.1
 
-Bundles = list[dict[str, float]]
+Resources = list[dict[str, float]]
+Selectors = list[dict[str, str]]
 
 
 class _Node(msgspec.Struct, frozen=True):
@@ -63,15 +66,19 @@ class Neighbours:
             found += [node.placement for node in nodes if node.placement is not None]
         return found
 
-    async def with_wanted(self, own: Bundles) -> Bundles:
+    async def with_wanted(self, own: list[Offer]) -> list[Offer]:
         """What all deployments together ask machines for, now that this one asks for `own`: Ray's autoscaler knows one wish."""
-        mine, encoded = RayStateStore(WANTED, namespace_of(self._name)), msgspec.msgpack.encode(own)
-        if await mine.load() != encoded:
-            await mine.save(encoded)
+        namespace = namespace_of(self._name)
+        for key, wish in (
+            (WANTED, [one.resources for one in own]),
+            (WANTED_LABELS, [one.labels for one in own]),
+        ):
+            mine, encoded = RayStateStore(key, namespace), msgspec.msgpack.encode(wish)
+            if await mine.load() != encoded:
+                await mine.save(encoded)
         every = list(own)
         for name in await self.names():
-            kept = await RayStateStore(WANTED, namespace_of(name)).load()
-            every += msgspec.msgpack.decode(kept, type=Bundles) if kept else []
+            every += await _wanted_by(name)
         return every
 
     @contextlib.asynccontextmanager
@@ -95,6 +102,17 @@ class Neighbours:
         finally:
             if await _PLACING.load() == mine:
                 await _PLACING.forget()
+
+
+async def _wanted_by(name: str) -> list[Offer]:
+    wanted, labelled = [
+        await RayStateStore(key, namespace_of(name)).load() for key in (WANTED, WANTED_LABELS)
+    ]
+    resources = msgspec.msgpack.decode(wanted, type=Resources) if wanted else []
+    labels = msgspec.msgpack.decode(labelled, type=Selectors) if labelled else []
+    if len(labels) != len(resources):  # they are being written, or never were
+        labels = [{} for _ in resources]
+    return [Offer(*both) for both in zip(resources, labels, strict=True)]
 
 
 def _age_s(held: bytes) -> float:

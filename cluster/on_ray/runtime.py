@@ -258,10 +258,5 @@ def has_job_ended(job: str) -> bool:
     return any(bool(info.is_dead) for id, info in jobs.items() if id.hex() == job)
 
 
-def ray_resources() -> list[dict[str, float]]:
-    """The resources of each machine in the cluster that this process has joined."""
-    return [node["Resources"] for node in joined_ray().nodes() if node["Alive"]]
-
-
 def ray_version() -> str:
     return importlib.metadata.version("ray")

@@ -10,8 +10,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted, format_size
+from tandem.cluster.labels import matches
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
@@ -105,44 +108,58 @@ def _rounded_down(size: int) -> str:
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 
-Needs = Mapping[Role, Mapping[str, float]]
+
+class Offer(msgspec.Struct, frozen=True):
+    """What Ray knows of a machine, or what one node takes of one: then the labels are a selector's."""
+
+    resources: dict[str, float]
+    labels: dict[str, str] = {}
+
+
+Needs = Mapping[Role, Offer]
 """What one node of a role takes besides one of the role's own resource, such as {"GPU": 1}."""
 
 
-def needs_of(config: TandemConfig) -> dict[Role, dict[str, float]]:
-    return {role: config.pools.of(role).resources for role in Role}
+def needs_of(config: TandemConfig) -> dict[Role, Offer]:
+    pools = config.pools
+    return {role: Offer(pools.of(role).resources, pools.of(role).label_selector) for role in Role}
 
 
-def needed_by(role: Role, needs: Needs) -> dict[str, float]:
-    return {role.value: 1.0, **needs.get(role, {})}
+def needed_by(role: Role, needs: Needs) -> Offer:
+    need = needs.get(role, Offer({}))
+    return Offer({role.value: 1.0, **need.resources}, need.labels)
 
 
-def places(resources: Mapping[str, float], needs: Needs) -> dict[Role, int]:
-    """How many nodes of each role a machine with these resources has room for. One that lacks something has none."""
+def places(machine: Offer, needs: Needs) -> dict[Role, int]:
+    """How many nodes of each role a machine has room for. One that lacks something has none."""
     found = {}
     for role in ROLES:
         wanted = needed_by(role, needs)
-        room = min(int(resources.get(name, 0) // amount) for name, amount in wanted.items())
-        if room:
+        room = min(int(machine.resources.get(name, 0) // amount) for name, amount in wanted.resources.items())
+        if room and matches(machine.labels, wanted.labels):
             found[role] = room
     return found
 
 
-def lacking(config: TandemConfig, machines: Iterable[Mapping[str, float]]) -> list[str]:
+def lacking(config: TandemConfig, machines: Iterable[Offer]) -> list[str]:
     """A sentence for each pool that the machines which are there now are too few for."""
     needs = needs_of(config)
     offered: Counter[Role] = Counter()
-    for resources in machines:
-        offered.update(places(resources, needs))
+    for machine in machines:
+        offered.update(places(machine, needs))
     sentences = []
     for role in ROLES:
         pool = config.pools.of(role)
         wanted = 1 if pool.nodes is None else pool.nodes
         if offered[role] < wanted and (pool.nodes is not None or role is Role.DECODE):
-            offer = json.dumps({name: round(amount) for name, amount in needed_by(role, needs).items()})
+            needed = needed_by(role, needs)
+            offer = json.dumps({name: round(amount) for name, amount in needed.resources.items()})
+            labels = ", ".join(f"{key}: {condition}" for key, condition in needed.labels.items())
+            labelled = f", with the labels {{{labels}}}" if labels else ""
             room = f"room for {offered[role]}" if offered[role] else "no room for any"
             sentences.append(
                 f"pools.{role.value} wants {counted(wanted, 'node')}, and the cluster's machines have {room}: waiting "
-                f"for machines that offer {offer} (ray start --resources '{offer}', or an autoscaler)"
+                f"for machines that offer {offer}{labelled} (ray start --resources '{offer}'"
+                f"{' --labels KEY=VALUE' if labels else ''}, or an autoscaler)"
             )
     return sentences

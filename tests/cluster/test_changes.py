@@ -20,7 +20,7 @@ def test_each_setting_is_read_by_nodes_or_applied_at_once_or_refused() -> None:
         rollout=RolloutConfig(surge=2),
         pools=PoolsConfig(
             prefill=PoolConfig(nodes=3, threads=2),
-            decode=PoolConfig(nodes=None, max=4, resources={"GPU": 1}),
+            decode=PoolConfig(nodes=None, max=4, resources={"GPU": 1}, label_selector={"zone": "a"}),
             nodes_per_core=9,
         ),
         router=replace(CONFIG.router, port=9, tokenizer_path="other", max_failovers=9),
@@ -31,7 +31,7 @@ def test_each_setting_is_read_by_nodes_or_applied_at_once_or_refused() -> None:
     assert found.nodes == ["debug", "model.path", "pools.prefill.threads", "timeouts.nodes.drain_s"]
     assert found.at_once == ["pools.decode.max", "pools.nodes_per_core", "rollout.surge", "timeouts.start_s"]
     assert found.routers == ["router.max_failovers"]
-    assert found.refused == ["pools.decode.resources.GPU", "router.port"]
+    assert found.refused == ["pools.decode.label_selector.zone", "pools.decode.resources.GPU", "router.port"]
     kept = applied(CONFIG, wanted)
     assert kept.router == replace(CONFIG.router, tokenizer_path="other", max_failovers=9)
     assert kept.pools.decode == PoolConfig(nodes=None, max=4)

@@ -457,7 +457,8 @@ def test_the_hubs_token_is_a_secret_that_must_be_there(tmp_path: Path) -> None:
 @needs_kubectl
 def test_rdma_adds_one_right_and_a_device_to_nodes_alone(tmp_path: Path) -> None:
     """Locking memory is the right: a device reads and writes it without the kernel, so it must stay where it is."""
-    head, *nodes = containers(with_components(tmp_path, BASE, "rdma")["RayCluster"])
+    made = with_components(tmp_path, BASE, "rdma")
+    head, *nodes = containers(made["RayCluster"])
     assert head["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert not any(name.startswith("rdma/") for name in head["resources"]["limits"])
     for container in nodes:
@@ -465,6 +466,8 @@ def test_rdma_adds_one_right_and_a_device_to_nodes_alone(tmp_path: Path) -> None
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         device = {name: n for name, n in container["resources"]["limits"].items() if name.startswith("rdma/")}
         assert device == {"rdma/hca_shared_devices_a": "1"}
+        (told,) = container["envFrom"]
+        assert told["configMapRef"]["name"] == "tandem-ucx"
         assert device.items() <= container["resources"]["requests"].items()
 
 

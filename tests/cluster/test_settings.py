@@ -213,6 +213,15 @@ MISTAKES = [
         "FILE: pools.decode.env has CUDA_VISIBLE_DEVICES, which Tandem sets: Ray chooses GPUs by pools.decode.resources: {GPU: 1}",
     ),
     (
+        "pools: {decode: {label_selector: {zone: in(a}}}",
+        "FILE: pools.decode.label_selector has 'in(a' for zone, and knows `VALUE`, `!VALUE`, `in(A, B)` and `!in(A, B)`",
+    ),
+    (
+        "pools: {decode: {label_selector: {'zone of mine': a}}}",
+        "FILE: pools.decode.label_selector has 'zone of mine', which no label can be called: letters, digits, '.', '_' and '-', "
+        "perhaps after DOMAIN/",
+    ),
+    (
         "pools: {prefill: {env: {RAY_worker_niceness: '0'}}}",
         "FILE: pools.prefill.env has RAY_worker_niceness, which Ray reads when it starts: set it where `ray start` is typed",
     ),

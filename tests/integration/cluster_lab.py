@@ -59,11 +59,13 @@ class RayNodes:
             os.environ.pop(name)
         self.address: str = self._cluster.address
 
-    def add_machine(self, **places: int) -> int:
+    def add_machine(self, labels: Mapping[str, str] | None = None, **places: int) -> int:
         """Returns its raylet's process."""
         os.environ.update(self._environment)
         try:
-            node = self._cluster.add_node(resources=dict(places), **self._small)
+            node = self._cluster.add_node(
+                resources=dict(places), labels=dict(labels or {}), **self._small
+            )
         finally:
             for name in self._environment:
                 os.environ.pop(name)

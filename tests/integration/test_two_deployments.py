@@ -1,4 +1,5 @@
-"""Two deployments on one Ray cluster, started at the same moment: they share its places, and the end of one is not felt by the other."""
+"""Two deployments on one Ray cluster, started at the same moment: they share its places, and the end of one is not felt by the other.
+Then one whose nodes may run on machines with a label alone."""
 
 from __future__ import annotations
 
@@ -64,3 +65,24 @@ def test_one_goes_down_and_the_other_serves_on(
         assert chat.nodes()["aggregated-0"]["incarnation"] == before
     assert "everything was finished" in chat("down")
     assert ray_nodes.processes("ray::ControllerActor") == {}
+
+
+def test_nodes_run_only_where_the_labels_are_that_their_pool_wants(
+    ray_nodes: RayNodes, tmp_path: Path
+) -> None:
+    ray_nodes.add_machine({"zone": "far"}, aggregated=1)
+    tandem = Tandem(ray_nodes.address, tmp_path)
+    settings = tmp_path / "zoned.yaml"
+    settings.write_text("pools: {aggregated: {nodes: 1, label_selector: {zone: far}}}\n")
+    said = tandem(
+        "serve", "--detach", "--config", str(settings), "--model", MODEL, "--port", str(free_port()),
+        "--kv-memory", "256MiB", timeout_s=START_S,
+    )  # fmt: skip
+    try:
+        (tandem.url,) = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)
+        tandem("scale", "aggregated=2")
+        assert "1 node without a machine" in tandem("status"), "both other machines' places are free"
+        ray_nodes.add_machine({"zone": "far"}, aggregated=1)
+        tandem.until_roles(aggregated=2)
+    finally:
+        tandem("down", "--now", status=None)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.config import DEFAULT_NAME
 from tandem.cluster.on_ray.runtime import NAMESPACE, deployment_in, import_ray, namespace_of
 from tandem.cluster.pools import state
+from tandem.cluster.pools.room import Offer
 from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
@@ -23,7 +25,7 @@ from tests.cluster.pools.helpers import in_loop
 import_ray()  # its environment is set first, or other tests of this run could not set it
 
 from tandem.cluster.on_ray import neighbours, remote_controller, state_store  # noqa: E402
-from tandem.cluster.on_ray.neighbours import STATE, Neighbours, stands  # noqa: E402
+from tandem.cluster.on_ray.neighbours import STATE, WANTED, Neighbours, stands  # noqa: E402
 from tandem.cluster.on_ray.state_store import RayStateStore  # noqa: E402
 
 
@@ -88,10 +90,17 @@ async def test_a_deployment_sees_the_others_nodes_and_not_its_own() -> None:
 async def test_what_all_ask_for_is_summed_up() -> None:
     for name in ("chat", "code"):
         await stands(name).save(b"id")
-    assert await Neighbours("chat").with_wanted([{"decode": 1.0}]) == [{"decode": 1.0}]
-    both = await Neighbours("code").with_wanted([{"prefill": 1.0}])
-    assert both == [{"prefill": 1.0}, {"decode": 1.0}]
-    assert await Neighbours("chat").with_wanted([]) == [{"prefill": 1.0}]
+    decode, prefill = Offer({"decode": 1.0}, {"zone": "!a"}), Offer({"prefill": 1.0})
+    assert await Neighbours("chat").with_wanted([decode]) == [decode]
+    assert await Neighbours("code").with_wanted([prefill]) == [prefill, decode]
+    assert await Neighbours("chat").with_wanted([]) == [prefill]
+
+
+@in_loop
+async def test_a_neighbour_that_keeps_no_labels_is_understood() -> None:
+    await stands("old").save(b"id")
+    await RayStateStore(WANTED, namespace_of("old")).save(msgspec.msgpack.encode([{"decode": 1.0}]))
+    assert await Neighbours("new").with_wanted([]) == [Offer({"decode": 1.0})]
 
 
 @in_loop

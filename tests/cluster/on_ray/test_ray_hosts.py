@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.pools.placement import MachineFacts
+from tandem.cluster.pools.room import Offer
 from tandem.cluster.pools.state import NodePlacement
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
@@ -14,8 +15,11 @@ from tests.cluster.pools.helpers import in_loop, settle
 from tests.cluster.pools.memory_store import MemoryStore
 
 
-def ray_node(name: str, address: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
-    return {"NodeID": name, "NodeManagerAddress": address, "Alive": alive, "Resources": resources}
+def ray_node(
+    name: str, address: str, *, alive: bool = True, labels: dict[str, str] | None = None, **resources: float
+) -> dict[str, Any]:
+    described = {"NodeID": name, "NodeManagerAddress": address, "Alive": alive, "Resources": resources}
+    return described | {"Labels": labels or {}}
 
 
 class OneNeighbour:
@@ -27,8 +31,8 @@ class OneNeighbour:
     async def placements(self) -> list[NodePlacement]:
         return self.nodes
 
-    async def with_wanted(self, own: list[dict[str, float]]) -> list[dict[str, float]]:
-        return own + [{node.slot.value: 1.0} for node in self.nodes]
+    async def with_wanted(self, own: list[Offer]) -> list[Offer]:
+        return own + [Offer({node.slot.value: 1.0}) for node in self.nodes]
 
 
 class World:
@@ -44,6 +48,7 @@ class World:
         self.refuses = False
         self.asked: list[str] = []
         self.requested: list[list[dict[str, float]]] = []
+        self.labels: list[list[dict[str, str]]] = []  # of each that is requested
         self.store = MemoryStore()
 
     async def find_out(self, name: str) -> MachineFacts:
@@ -54,8 +59,10 @@ class World:
             raise Unavailable(f"{name} says nothing")
         return self.machines.get(name, MachineFacts(name, (0, 1)))
 
-    def hosts(self, neighbours: OneNeighbour | None = None, **needs: dict[str, float]) -> RayHosts:
-        wanted = {Role(role): amounts for role, amounts in needs.items()}
+    def hosts(self, neighbours: OneNeighbour | None = None, **needs: dict[str, float] | Offer) -> RayHosts:
+        wanted = {
+            Role(role): need if isinstance(need, Offer) else Offer(need) for role, need in needs.items()
+        }
         return RayHosts(
             self.store,
             wanted,
@@ -69,10 +76,11 @@ class World:
             neighbours=neighbours,  # type: ignore[arg-type]  # its like
         )
 
-    def request(self, bundles: list[dict[str, float]]) -> None:
+    def request(self, bundles: list[Offer]) -> None:
         if self.refuses:
             raise RuntimeError("it is being started")
-        self.requested.append(bundles)
+        self.requested.append([bundle.resources for bundle in bundles])
+        self.labels.append([bundle.labels for bundle in bundles])
 
 
 HEAD = ray_node("head", "10.0.0.1", **{"node:__internal_head__": 1.0})
@@ -100,6 +108,19 @@ async def test_a_place_without_what_a_node_needs_is_none() -> None:
     hosts = {host.name: host for host in await world.hosts(decode={"GPU": 4}, prefill={"GPU": 1}).present()}
     assert hosts["d"].slots == {Role.DECODE: 1}
     assert "p" not in hosts
+
+
+@in_loop
+async def test_labels_choose_the_machines_of_a_pool_and_its_autoscaler_hears_of_them() -> None:
+    near = ray_node("near", "10.0.0.4", labels={"zone": "a"}, decode=1.0, prefill=1.0)
+    far = ray_node("far", "10.0.0.5", labels={"zone": "b"}, decode=1.0, prefill=1.0)
+    world = World(near, far)
+    hosts = world.hosts(decode=Offer({}, {"zone": "!a"}))
+    found = {host.name: host.slots for host in await hosts.present()}
+    assert found == {"near": {Role.PREFILL: 1}, "far": {Role.PREFILL: 1, Role.DECODE: 1}}
+    await hosts.want({Role.PREFILL: 1, Role.DECODE: 2})
+    assert world.requested == [[{"prefill": 1.0}, {"decode": 1.0}, {"decode": 1.0}]]
+    assert world.labels == [[{}, {"zone": "!a"}, {"zone": "!a"}]]
 
 
 @in_loop

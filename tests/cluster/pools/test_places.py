@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.pools.room import lacking, places
+from tandem.cluster.pools.room import Offer, lacking, places
 from tandem.wire.nodes import Role
 
 
@@ -12,23 +12,39 @@ def config(prefill: PoolConfig, decode: PoolConfig) -> TandemConfig:
 
 
 def test_a_machine_has_as_many_places_as_its_scarcest_resource_allows() -> None:
-    offers = {"prefill": 1.0, "decode": 3.0, "GPU": 4.0}
+    offers = Offer({"prefill": 1.0, "decode": 3.0, "GPU": 4.0})
     assert places(offers, {}) == {Role.PREFILL: 1, Role.DECODE: 3}
-    assert places(offers, {Role.DECODE: {"GPU": 2}}) == {Role.PREFILL: 1, Role.DECODE: 2}
-    assert places({"decode": 1.0}, {Role.DECODE: {"GPU": 1}}) == {}
+    assert places(offers, {Role.DECODE: Offer({"GPU": 2})}) == {Role.PREFILL: 1, Role.DECODE: 2}
+    assert places(Offer({"decode": 1.0}), {Role.DECODE: Offer({"GPU": 1})}) == {}
+
+
+def test_a_machine_without_the_labels_that_a_pool_wants_has_no_place_for_it() -> None:
+    needs = {Role.DECODE: Offer({}, {"zone": "in(a, b)"})}
+    both = {"prefill": 1.0, "decode": 1.0}
+    assert places(Offer(both, {"zone": "b"}), needs) == {Role.PREFILL: 1, Role.DECODE: 1}
+    assert places(Offer(both, {"zone": "c"}), needs) == {Role.PREFILL: 1}
+    assert places(Offer(both), needs) == {Role.PREFILL: 1}
 
 
 def test_enough_machines_are_nothing_to_speak_of() -> None:
     one = PoolConfig(nodes=1)
-    assert lacking(config(one, one), [{"prefill": 1.0}, {"decode": 2.0}]) == []
+    assert lacking(config(one, one), [Offer({"prefill": 1.0}), Offer({"decode": 2.0})]) == []
 
 
 def test_what_no_machine_offers_is_said_with_how_to_offer_it() -> None:
     wanted = config(PoolConfig(nodes=2), PoolConfig(nodes=1, resources={"GPU": 1}))
-    prefill, decode = lacking(wanted, [{"prefill": 1.0, "decode": 4.0}])
+    prefill, decode = lacking(wanted, [Offer({"prefill": 1.0, "decode": 4.0})])
     assert "pools.prefill wants 2 nodes, and the cluster's machines have room for 1" in prefill
     assert "no room for any" in decode
     assert """ray start --resources '{"decode": 1, "GPU": 1}'""" in decode
+
+
+def test_labels_that_no_machine_has_are_said() -> None:
+    one = PoolConfig(nodes=1)
+    wanted = config(one, PoolConfig(nodes=1, label_selector={"zone": "!a"}))
+    (said,) = lacking(wanted, [Offer({"prefill": 1.0, "decode": 1.0}, {"zone": "a"})])
+    assert said.startswith("pools.decode wants 1 node, and the cluster's machines have no room for any")
+    assert "with the labels {zone: !a} (ray start --resources '{\"decode\": 1}' --labels KEY=VALUE" in said
 
 
 def test_a_pool_that_follows_the_machines_needs_one_that_writes_answers() -> None:
