@@ -63,9 +63,7 @@ class RayNodes:
         """Returns its raylet's process."""
         os.environ.update(self._environment)
         try:
-            node = self._cluster.add_node(
-                resources=dict(places), labels=dict(labels or {}), **self._small
-            )
+            node = self._cluster.add_node(resources=dict(places), labels=dict(labels or {}), **self._small)
         finally:
             for name in self._environment:
                 os.environ.pop(name)

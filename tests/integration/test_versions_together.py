@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +163,30 @@ def processes(tandem: Tandem) -> dict[str, tuple[int, Path]]:
     return {name: (int(pid), Path(file).parents[2]) for name, pid, file in lines}
 
 
+class Killing:
+    """Kills processes with this title as they appear, each once, until it has killed so many."""
+
+    def __init__(self, ray_nodes: RayNodes, title: str, times: int) -> None:
+        self._ray_nodes, self._title, self._times = ray_nodes, title, times
+        self.killed: set[int] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._kill)
+
+    def __enter__(self) -> Killing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _kill(self) -> None:
+        while len(self.killed) < self._times and not self._over.wait(0.05):
+            for process in self._ray_nodes.processes(self._title).keys() - self.killed:
+                os.kill(process, signal.SIGKILL)
+                self.killed.add(process)
+
+
 def test_a_controller_of_a_later_version_takes_the_place_of_this_one_under_load_and_gives_it_back(
     smollm2_path: Path, later_tandem: Path, tmp_path: Path
 ) -> None:
@@ -177,7 +204,7 @@ def test_a_controller_of_a_later_version_takes_the_place_of_this_one_under_load_
         "model": "smollm2", "pools": {"aggregated": 1}, "cache": {"memory_bytes": "256MiB"},
         "router": {"port": free_port()}, "rollout": {"settle_s": 1}, "controller": {"start_s": 60},
     }  # fmt: skip
-    ray_nodes = RayNodes(aggregated=1)
+    ray_nodes = RayNodes(aggregated=2)
     try:
         tandem = Tandem(ray_nodes.address, tmp_path)
         tandem.url = f"http://127.0.0.1:{config['router']['port']}"
@@ -212,10 +239,16 @@ def test_a_controller_of_a_later_version_takes_the_place_of_this_one_under_load_
             assert "the old one serves: a process with its environment does not start" in said
             assert processes(tandem)["controller"][1] == later_tandem
 
-            apply({}, 60)
+            # A rollout begins with it, which the next controller goes on with; and what makes that is killed on the way.
+            config["debug"] = True
+            with Killing(ray_nodes, "ray::Exchanger", times=2) as killing:
+                apply({}, 60)
+            assert len(killing.killed) == 2
             back = processes(tandem)
             assert back.pop("controller")[1] == first["controller"][1]
-            assert back == others
+            assert back.pop("router") == others["router"]
+            assert len(back) == 1
+            assert not back.items() & others.items(), "the node is another one"
             done = load.finished
             tandem.until(lambda nodes: load.finished > done + 2, "answers after all of it")
         tandem("down")
