@@ -160,6 +160,13 @@ class FaultCluster:
                 raise NotMended(f"after {within_s:.0f} s still not: {what}; the router sees {seen}")
             time.sleep(_LOOK_EVERY_S)  # the router announces no changes
 
+    def apply(self, settings: dict[str, Any], timeout_s: float) -> str:
+        """These in place of what was set besides before."""
+        self._settings = settings
+        file = self.lab.folder / "tandem.yaml"
+        file.write_text(yaml.safe_dump(self._configuration()), encoding="utf-8")
+        return self.tandem("apply", str(file), timeout_s=timeout_s)
+
     def limit_links(self, rate: str | None = None) -> None:
         """Limits every host but the router's to this rate; without one, to the rate before."""
         self._rate = rate or self._rate

@@ -16,6 +16,9 @@ from lab import Lab
 
 from tandem.kernels.build import library_path
 
+Answers = dict[str, list[str]]
+"""The different answers that a prompt had."""
+
 CLIENT = Path(__file__).with_name("client.py")
 
 
@@ -60,8 +63,9 @@ class Client:
         return json.loads(self._lab.on_laptop(*words, timeout_s=timeout_s))
 
     @contextmanager
-    def load(self) -> Iterator[None]:
-        """One request after another for as long as the block lasts; none of them may fail, or be answered otherwise than before."""
+    def load(self, answers: Answers | None = None, contents: int = 1) -> Iterator[None]:
+        """One request after another for as long as the block lasts; none of them may fail, or be answered in more ways than
+        models serve. `answers` has them all after the block."""
         command = self._lab.laptop_command(sys.executable, str(CLIENT), "load", self._url)
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
@@ -73,3 +77,7 @@ class Client:
         outcome = json.loads(said)
         assert outcome["failures"] == []
         assert outcome["finished"] > 0
+        said_of: Answers = outcome["answers"]
+        assert {words: texts for words, texts in said_of.items() if len(texts) > contents} == {}
+        if answers is not None:
+            answers |= said_of

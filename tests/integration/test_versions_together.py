@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import shutil
@@ -16,40 +15,14 @@ import pytest
 
 from tandem.wire.versions import WIRE_VERSION
 from tests.integration.cluster_lab import END_S, START_S, Load, RayNodes, Tandem, free_port
+from tests.later_tandem import LATER, ROOT, make_later_tandem
 
-ROOT = Path(__file__).parents[2]
-LATER = WIRE_VERSION + 1
-MESSAGES = ("handoff", "images", "lines", "nodes", "pooling", "requests", "sampling", "sharing", "tracing")
 PROMPTS = [f"{count} little stories about the sea, one after the other: " * 6 for count in range(8)]
 
 
 @pytest.fixture(scope="module")
 def later_tandem(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This one's files, with one field more in every message and in most sections of the settings, and the next version's number."""
-    place = tmp_path_factory.mktemp("later")
-    shutil.copytree(ROOT / "tandem", place / "tandem", ignore=shutil.ignore_patterns("__pycache__"))
-    wire = place / "tandem/wire"
-    for name in MESSAGES:
-        source = (wire / f"{name}.py").read_text(encoding="utf-8")
-        (wire / f"{name}.py").write_text(with_a_field_more(source), encoding="utf-8")
-    for settings in ("cluster", "router", "node"):
-        file = place / f"tandem/{settings}/config.py"
-        file.write_text(with_a_field_more(file.read_text(encoding="utf-8")), encoding="utf-8")
-    source = (wire / "versions.py").read_text(encoding="utf-8")
-    changed = source.replace(f"\nWIRE_VERSION = {WIRE_VERSION}\n", f"\nWIRE_VERSION = {LATER}\n")
-    assert changed != source
-    (wire / "versions.py").write_text(changed, encoding="utf-8")
-    return place
-
-
-def with_a_field_more(source: str) -> str:
-    lines = source.splitlines()
-    classes = [part for part in ast.parse(source).body if isinstance(part, ast.ClassDef)]
-    for struct in reversed(classes):
-        fields = [part for part in struct.body if isinstance(part, ast.AnnAssign)]
-        if fields and any("Struct" in ast.unparse(base) for base in struct.bases):
-            lines.insert(fields[-1].end_lineno or 0, "    of_a_later_version: int = 7")
-    return "\n".join(lines) + "\n"
+    return make_later_tandem(tmp_path_factory.mktemp("later"))
 
 
 @pytest.mark.parametrize("later", ["decode nodes", "all but the decode nodes"])
