@@ -29,7 +29,8 @@ REPEATS = 5
 STEPS = 40  # of each measured batch
 MOST_TOKENS = 1024  # of an answer, where a batch's last one begins late
 FEWEST_TOGETHER = 4  # steps of a whole batch that say what one takes
-FEWEST_BESIDE = 64  # of a prompt's tokens in a step that also writes
+FEWEST_TOKENS = 32  # of a prompt, in a step that also writes
+BESIDE = 128  # tokens of the answer's prompt beside which others are read
 _TRACE_WITHIN_S = 5.0
 _ASK_AGAIN_S = 0.05
 _ANSWER_S = 600.0
@@ -129,21 +130,40 @@ class ProfileClient:
         self._model = facts.router.model
         return facts.nodes
 
-    async def ask(self, prompt: Sequence[int], tokens: int, *, traced: bool = True) -> ProfiledRequest | None:
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        traced: bool = True,
+        stream: bool = False,
+        begun: asyncio.Event | None = None,
+    ) -> ProfiledRequest | None:
+        """`stream`: as users do, which takes the router's and the client's time for each token, on a node's own machine its own. `begun` is
+        set with the first token, or when there will be none."""
         body = {
             "model": self._model,
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,
             "ignore_eos": True,
+            "stream": stream,
         }
         headers = {"x-tandem-trace": "1"} if traced else {}
         began = time.perf_counter()
-        answer = await self._send("POST", "/v1/completions", json=body, headers=headers)
+        if stream:
+            try:
+                content = await self._streamed("/v1/completions", body, headers, begun or asyncio.Event())
+            finally:
+                if begun is not None:
+                    begun.set()
+        else:
+            answer = await self._send("POST", "/v1/completions", json=body, headers=headers)
+            content = answer.content
         seconds = time.perf_counter() - began
         if not traced:
             return None
-        name = msgspec.json.decode(answer.content, type=_Completion).id
+        name = msgspec.json.decode(content, type=_Completion).id
         return ProfiledRequest(await self._trace(name), seconds)
 
     async def asked(self, prompt: Sequence[int], tokens: int) -> ProfiledRequest:
@@ -163,6 +183,29 @@ class ProfileClient:
             if time.monotonic() > deadline:
                 raise Unavailable(f"{', '.join(record.missing)} did not tell of its part in {name}")
             await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _streamed(
+        self, path: str, body: dict[str, Any], headers: dict[str, str], begun: asyncio.Event
+    ) -> bytes:
+        """Its first event, when all have come."""
+        first, last = b"", ""
+        try:
+            async with self._http.stream("POST", path, json=body, headers=headers) as answer:
+                if answer.is_error:
+                    text = (await answer.aread()).decode(errors="replace")
+                    raise Unavailable(f"{self.url}{path} answered {answer.status_code}: {text[:200]}")
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        first = first or line.removeprefix("data: ").encode()
+                        begun.set()
+                    last = line or last
+        except httpx.HTTPError as error:
+            raise Unavailable(
+                f"{self.url} does not answer ({error}): is `tandem serve` running there?"
+            ) from error
+        if last != "data: [DONE]":
+            raise Unavailable(f"{self.url}{path} ended its stream with {last[:200]!r}")
+        return first
 
     async def _send(self, method: str, path: str, **what: Any) -> httpx.Response:
         try:
@@ -304,7 +347,7 @@ class Profiler:
         while True:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._client.ask(prompt, tokens, traced=not index))
+                    group.create_task(self._client.ask(prompt, tokens, traced=not index, stream=True))
                     for index, prompt in enumerate(prompts[:batch])
                 ]
             asked = tasks[0].result()
@@ -327,17 +370,29 @@ class Profiler:
     # --- both
 
     async def _measure_mixed(self, prefill: CostTable, decode: CostTable) -> tuple[float, FitError]:
-        """A stream, and prompts that come beside it."""
+        """Prompts that come beside a stream, in pieces. What a step takes less than both would apart: weights are read once, say."""
         self._say("reads prompts beside an answer", 0.92)
-        stream = asyncio.create_task(self._client.asked(self._prompt(64), 400))
-        for size in (128, 256, 512) * 2:
-            await self._client.ask(self._prompt(size), 1, traced=False)
-        mixed = [step for step in (await stream).steps if not step.reads and step.beside >= FEWEST_BESIDE]
-        saved = [prefill.at(step.beside, 0) + decode.at(1, 200) - step.seconds for step in mixed]
+        apart: list[tuple[float, float]] = []  # both apart, and the step
+        for size in (256, 512, 1024, 2048):
+            if size + 2 > self._longest:
+                continue
+            begun = asyncio.Event()
+            stream = asyncio.create_task(
+                self._client.ask(
+                    self._prompt(BESIDE), STEPS + size // 4, traced=False, stream=True, begun=begun
+                )
+            )
+            await begun.wait()
+            asked = await self._client.asked(self._prompt(size), 1)
+            await stream
+            context = 0
+            for step in (step for step in asked.steps if step.reads):
+                if step.beside and step.tokens >= FEWEST_TOKENS:
+                    apart.append((prefill.at(step.tokens, context) + decode.at(1, BESIDE), step.seconds))
+                context += step.tokens
+        saved = [both - seconds for both, seconds in apart]
         less = max(0.0, statistics.median(saved)) if saved else 0.0
-        return less, FitError.of(
-            (max(prefill.at(step.beside, 0) + decode.at(1, 200) - less, 1e-9), step.seconds) for step in mixed
-        )
+        return less, FitError.of((max(both - less, 1e-9), seconds) for both, seconds in apart)
 
     # --- sending
 

@@ -13,12 +13,13 @@ import pytest
 
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.simulator.costs import CostModel, read_costs
-from tandem.simulator.profile import ProfileClient, Profiler, line_through
+from tandem.simulator.profile import BESIDE, ProfileClient, Profiler, line_through
 from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
 from tests.simulator.worlds import node_costs
 
-TRUE = node_costs(blocks=20_000, max_model_len=8192)
+TRUE = msgspec.structs.replace(node_costs(blocks=20_000, max_model_len=8192), mixed_saved_s=0.003)
+PIECE = 100  # of a prompt that is read beside an answer
 
 
 class TracedCluster:
@@ -27,12 +28,12 @@ class TracedCluster:
     def __init__(self, *roles: str, alone: int = 0) -> None:
         self.roles = roles
         self.alone = alone  # steps of an answer before the rest of its batch has begun
-        self.asked: dict[
-            str, tuple[list[int], int, int]
-        ] = {}  # prompts, tokens that are cached, tokens of an answer
+        # prompts, tokens that are cached, tokens of an answer, whether another answer is written meanwhile
+        self.asked: dict[str, tuple[list[int], int, int, bool]] = {}
         self.batch = 1  # that is written together next: so many prompts were read one after another
         self.reads = False
         self.cached: dict[tuple[int, ...], int] = {}
+        self.writes = False  # an answer, while the next prompt is read
         self._names = (f"cmpl-{number}" for number in itertools.count())
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -55,17 +56,26 @@ class TracedCluster:
         prompt, tokens = body["prompt"], body["max_tokens"]
         # One token is always computed; of a prompt that was there as it is, no more than that is cached.
         found = self.cached.get(tuple(prompt[:64]), 0) if len(prompt) > 64 else 0
-        self.asked[name] = prompt, min(found, (len(prompt) - 1) // 16 * 16), tokens
+        self.asked[name] = prompt, min(found, (len(prompt) - 1) // 16 * 16), tokens, self.writes
+        self.writes = body["stream"] and len(prompt) == BESIDE
         if tokens == 2:
             self.batch = self.batch + 1 if self.reads else 1
         self.reads = tokens == 2
         self.cached[tuple(prompt[:64])] = len(prompt) // 16 * 16
+        if body["stream"]:
+            return httpx.Response(
+                200, text=f'data: {{"id": "{name}"}}\n\ndata: {{"id": "{name}"}}\n\ndata: [DONE]\n\n'
+            )
         return httpx.Response(200, json={"id": name})
 
-    def trace(self, prompt: list[int], known: int, tokens: int) -> TraceRecord:
+    def trace(self, prompt: list[int], known: int, tokens: int, beside: bool) -> TraceRecord:
         now = TRUE.request.arrive_s
-        end = now + TRUE.step_s([(len(prompt) - known, known)])
-        reading = pair(now, end, len(prompt) - known, 0, reads=True)
+        reading: list[Span] = []
+        for begin in range(known, len(prompt), PIECE if beside else len(prompt)):
+            piece = min(PIECE, len(prompt) - begin) if beside else len(prompt) - begin
+            end = now + TRUE.step_s([(piece, begin)], int(beside), BESIDE)
+            reading += pair(now, end, piece, int(beside), reads=True)
+            now = end
         split = len(self.roles) == 2
         now = end + (TRUE.transfer.handover_s + TRUE.transfer_s(len(prompt) - known) if split else 0.0)
         writing: list[Span] = []
@@ -129,6 +139,10 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
     assert costs.request.arrive_s == pytest.approx(TRUE.request.arrive_s)
     assert costs.fit["prefill"].worst < 1e-6
     assert costs.fit["decode"].worst < 0.05
+    if len(roles) == 1:
+        assert costs.mixed_saved_s == pytest.approx(TRUE.mixed_saved_s, rel=0.05)
+        assert costs.fit["mixed"].points > 30
+        assert costs.fit["mixed"].worst < 0.01
     if len(roles) == 2:
         assert costs.transfer.handover_s == pytest.approx(TRUE.transfer.handover_s, rel=1e-3)
         assert costs.transfer_s(1000) == pytest.approx(TRUE.transfer_s(1000), rel=1e-3)
