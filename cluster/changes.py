@@ -23,6 +23,7 @@ _WHERE_ROUTERS_ARE = ("router.host", "router.port", "router.inbox_host", "router
 _OF_POOLS = {
     "threads": True,
     "tensor_parallel": True,
+    "pipeline_parallel": True,
     "env": True,
     "transfer_options": True,
     "cache": True,

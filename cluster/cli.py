@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.cluster.commands.output import add_output, print_json, wants_json
-from tandem.cluster.commands.parser import CommandParser, Version
+from tandem.cluster.commands.parser import CommandParser, VersionAction
 from tandem.cluster.commands.setting_options import add_settings, flags_of, read_settings
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="tandem", description="Serve language models with prefill and decode on separate machines."
     )
     parser.add_argument("--verbose", action="store_true", help="log everything to the terminal")
-    parser.add_argument("--version", action=Version, nargs=0, help="print the versions of all parts")
+    parser.add_argument("--version", action=VersionAction, nargs=0, help="print the versions of all parts")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )

@@ -46,6 +46,12 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "`resources: {GPU: 2}`, and there in `pools.aggregated` alone: [ranks](ranks.md)"
         ),
     ] = 1
+    pipeline_parallel: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_RANKS)],
+        about(
+            "stages of each node, each with some of the model's layers: it has `tensor_parallel` times as many ranks. On CPUs: [ranks](ranks.md)"
+        ),
+    ] = 1
     resources: Annotated[
         dict[str, Annotated[float, Meta(gt=0)]],
         about(
@@ -85,6 +91,11 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=1, le=MOST_NODES)] | None,
         about("never more nodes; with it the pool is scaled by its load"),
     ] = None
+
+    @property
+    def ranks(self) -> int:
+        """Of each node."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def first_size(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from tandem.cluster.config import OF_ALL_POOLS, AutoscalingConfig, PoolConfig, TandemConfig
+from tandem.cluster.config import MOST_RANKS, OF_ALL_POOLS, AutoscalingConfig, PoolConfig, TandemConfig
 from tandem.cluster.labels import wrong_in
 from tandem.cluster.setting_names import Path
 from tandem.node.config import refused_with_ranks
@@ -139,19 +139,31 @@ def _environment(setting: Path, env: Mapping[str, str]) -> Iterator[Broken]:
 
 
 def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
-    size = config.pools.of(role).tensor_parallel
-    if size == 1:
+    pool = config.pools.of(role)
+    if pool.ranks == 1:
         return
-    setting = ("pools", role.value, "tensor_parallel")
+    name = "tensor_parallel" if pool.pipeline_parallel == 1 else "pipeline_parallel"
+    setting, size = ("pools", role.value, name), getattr(pool, name)
     serving = [config.pools.of(other) for other in Role if config.pools.of(other).last_size]
-    if not config.pools.of(role).last_size and all(pool.tensor_parallel == 1 for pool in serving):
+    if not pool.last_size and all(other.ranks == 1 for other in serving):
         yield setting, f"is {size}, but pools.{role.value}.nodes is 0: set it to at least 1"
+    if pool.ranks > MOST_RANKS:
+        yield (
+            setting,
+            f"is {size}, and tensor_parallel {pool.tensor_parallel}: a node of {pool.ranks} ranks, and {MOST_RANKS} are the most",
+        )
+    if pool.pipeline_parallel > 1 and config.model.device.startswith("cuda"):
+        yield (
+            setting,
+            f"is {size}, but stages share one KV cache, which ranks have on CPUs alone: set tensor_parallel higher instead",
+        )
+        return
     if role is not Role.AGGREGATED and config.model.device.startswith("cuda"):
         yield (
             setting,
             f"is {size}, but each rank keeps its KV on a GPU of its own, and a transfer would move one rank's: use pools.aggregated",
         )
-    for reason in refused_with_ranks(config.engine):
+    for reason in refused_with_ranks(config.engine, pool.pipeline_parallel):
         yield setting, f"is {size}, but {reason}"
 
 

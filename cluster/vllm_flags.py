@@ -135,10 +135,11 @@ _RUNNER = (
     "a model generates, and makes vectors where its files or model.pooling say how; nothing is classified"
 )
 _OTHER_WAYS = (
-    "several devices share a model by `--tensor-parallel-size N`: for more throughput give a pool more nodes, "
+    "several devices share a model by `--tensor-parallel-size N` and `--pipeline-parallel-size N`: for more throughput give a pool more nodes, "
     "with --prefill N and --decode N, or --aggregated N"
 )
 _WIDTHS = tuple(f"pools.{pool}.tensor_parallel" for pool in ("prefill", "decode", "aggregated"))
+_STAGES = tuple(f"pools.{pool}.pipeline_parallel" for pool in ("prefill", "decode", "aggregated"))
 _POOLS = "give each pool its nodes: --prefill N and --decode N, or --aggregated N for nodes that do both"
 _SAMPLING = {"auto": "model", "vllm": "openai"}
 # The parsers' names there, where the format has another name here.
@@ -286,7 +287,7 @@ VLLM: tuple[Flag, ...] = (
     ),
     # devices and machines
     Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), sets_all(_WIDTHS)),
-    Flag(("--pipeline-parallel-size", "-pp", "--pp-size"), StandingFlag(_OTHER_WAYS, ("1",))),
+    Flag(("--pipeline-parallel-size", "-pp", "--pp-size"), sets_all(_STAGES)),
     Flag(("--data-parallel-size", "-dp", "--dp-size"), StandingFlag(_POOLS, ("1",))),
     Flag(("--enable-dp-attention",), UnsupportedFlag(_POOLS), 0),
     Flag(("--ep-size", "--ep"), StandingFlag(_OTHER_WAYS, ("1",))),

@@ -49,15 +49,22 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeouts: NodeTimeouts = NodeTimeouts()
     answers: AnswersConfig = AnswersConfig()
     logs: LogsConfig = LogsConfig()
-    tensor_parallel: AtLeastOne = 1  # ranks, which share the model between them
+    tensor_parallel: AtLeastOne = 1  # ranks, which share each layer between them
+    pipeline_parallel: AtLeastOne = 1  # stages, which share the layers between them
     env: dict[
         str, str
     ] = {}  # of its process, which has it before it loads a library; here so that another one is seen
     cores: list[int] = []  # bind what computes to these, unless a quota counts; empty: wherever it may run
 
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
-def refused_with_ranks(engine: EngineConfig) -> Iterator[str]:
+
+def refused_with_ranks(engine: EngineConfig, stages: int) -> Iterator[str]:
     """What does not go together with several ranks yet, each in words that follow "but"."""
+    if stages > 1 and engine.model.hidden_states_folder:
+        yield "model.hidden_states_folder asks for layers that other stages compute: leave it out"
     if engine.scheduler.max_loras:
         yield "scheduler.max_loras asks for adapters, whose matrices are not cut: set it to 0"
     if engine.model.draft:

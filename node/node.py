@@ -84,7 +84,7 @@ class Node:
             # the same end.
             config = msgspec.structs.replace(config, cores=[])
         self._whole = config
-        self.config = _of_first_rank(config) if config.tensor_parallel > 1 else config
+        self.config = _of_first_rank(config) if config.ranks > 1 else config
         self.epoch = new_epoch()
         self._rules = rules
         self._open_channel = open_channel
@@ -266,7 +266,7 @@ class Node:
             model = msgspec.structs.replace(model, adapters=dict(adapters))
         if draft_folder is not None:
             model = msgspec.structs.replace(model, draft=draft_folder)
-        if config.tensor_parallel > 1:
+        if config.ranks > 1:
             runner = self._load_together(model, mailbox, progress)
         else:
             runner = load_runner(model, config.engine.cache, config.engine.scheduler, progress)
@@ -281,21 +281,22 @@ class Node:
         from tandem.engine.model.loading import load_runner
 
         config = self._whole
-        _refuse_beside_ranks(config, refused_with_ranks(config.engine))
+        _refuse_beside_ranks(config, refused_with_ranks(config.engine, config.pipeline_parallel))
         engine = msgspec.structs.replace(config.engine, model=model)
         self._ranks = ranks = Ranks(
             config.node_id,
-            config.tensor_parallel,
+            config.ranks,
             engine,
-            shares_of(config.cores, config.engine.model.threads, config.tensor_parallel),
+            shares_of(config.cores, config.engine.model.threads, config.ranks),
             config.logs,
+            stages=config.pipeline_parallel,
             silence_s=config.timeouts.rank_silence_s,
             lost=lambda why: mailbox.put(RanksLost(why)),
             report=progress,
         )
         try:
             if progress is not None:
-                progress(f"starting {config.tensor_parallel} ranks", 0.0)
+                progress(f"starting {config.ranks} ranks", 0.0)
             shard = ranks.start()
             if shard.kv_memory is None:
                 _refuse_beside_ranks(config, refused_with_devices(config))
@@ -394,7 +395,7 @@ class Node:
 
 def _of_first_rank(config: NodeConfig) -> NodeConfig:
     """What is left for the node's own process."""
-    share = shares_of(config.cores, config.engine.model.threads, config.tensor_parallel)[0]
+    share = shares_of(config.cores, config.engine.model.threads, config.ranks)[0]
     model = msgspec.structs.replace(config.engine.model, threads=share.threads)
     engine = msgspec.structs.replace(config.engine, model=model)
     return msgspec.structs.replace(config, cores=share.cores, engine=engine)
@@ -403,4 +404,4 @@ def _of_first_rank(config: NodeConfig) -> NodeConfig:
 def _refuse_beside_ranks(config: NodeConfig, reasons: Iterator[str]) -> None:
     """What rank 0 alone would do, and the others would have to do as well."""
     if (reason := next(reasons, None)) is not None:
-        raise ConfigurationError(f"tensor_parallel is {config.tensor_parallel}, but {reason}")
+        raise ConfigurationError(f"a node of {config.ranks} ranks is asked for, but {reason}")

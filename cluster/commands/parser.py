@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
         return hint
 
 
-class Version(argparse.Action):
+class VersionAction(argparse.Action):
     """Prints the versions of Tandem and of what it stands on, without importing any of it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:

@@ -526,13 +526,14 @@ class Controller:
             ("cache", "a node keeps the blocks that it started with"),
             ("scheduler", "a node keeps room for the steps that it started with"),
             ("tensor_parallel", "a node keeps the ranks that it started with"),
+            ("pipeline_parallel", "a node keeps the stages that it started with"),
         ):
             if getattr(self._config.pools.of(before), name) != getattr(self._config.pools.of(after), name):
                 raise ConfigurationError(
                     f"pools.{before.value}.{name} and pools.{after.value}.{name} differ, and {what}: scale {before.value} down and "
                     f"{after.value} up, or make the two the same with `tandem apply`"
                 )
-        if (ranks := self._config.pools.of(before).tensor_parallel) > 1:
+        if (ranks := self._config.pools.of(before).ranks) > 1:
             raise ConfigurationError(
                 f"nodes of {ranks} ranks keep their role: scale {before.value} down and {after.value} up"
             )

@@ -98,7 +98,7 @@ def _place_on(
     cores = _choose_cores(host.cores, seats, taken, role, config.pools.of(role).threads)
     if cores is None:
         return None
-    width = config.pools.of(role).tensor_parallel  # a node has the devices from its own on
+    width = config.pools.of(role).ranks  # a node has the devices from its own on
     devices = [
         _device_for(index * width, config.model.device, host.gpus) for index in range(max(1, len(seats)))
     ]
@@ -222,6 +222,7 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
         answers=config.answers,
         logs=config.logs,
         tensor_parallel=pool.tensor_parallel,
+        pipeline_parallel=pool.pipeline_parallel,
         cores=list(placement.cores),
         env=pool.env,
     )

@@ -53,12 +53,17 @@ def load_model(
         options |= loading.loading_options(config, quantized)
     part: AbstractContextManager[dict[str, Any]] = nullcontext({})
     if shard is not None:
-        from tandem.engine.model.wide import cut
+        from tandem.engine.model.wide import cut, stages
 
         _refuse_to_cut(source, config, quantized is not None)
-        part = cut.loading_part(source, shard, device)
+        whole_layers = shard.width == 1
+        part = cut.loading_stage() if whole_layers else cut.loading_part(source, shard.of_stage(), device)
+    loader: Any = loader_of(config) or AutoModelForCausalLM
+    if shard is not None and shard.stages > 1:
+        stages.check_device(device)
+        loader, options["config"] = stages.class_of_stage(source, shard)
     load = functools.partial(
-        (loader_of(config) or AutoModelForCausalLM).from_pretrained,
+        loader.from_pretrained,
         source.folder,
         dtype=dtype,
         device_map={"": str(device)} if device.type != "cpu" and shard is None else None,
@@ -85,15 +90,21 @@ def load_model(
     if absent:
         some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
         raise ConfigurationError(f"{source.name} cannot be served: its checkpoint lacks {some}")
-    refuse_leftovers(source.name, report["unexpected_keys"], model.config)
+    unexpected = report["unexpected_keys"]
+    if shard is not None and shard.stages > 1:
+        total = model.config.get_text_config().num_hidden_layers
+        unexpected = [key for key in unexpected if not stages.is_elsewhere(key, total, shard)]
+    refuse_leftovers(source.name, unexpected, model.config)
     if source.gguf_file is not None:
         finish_loading(source, model)
     if quantized is not None:
         loading.finish_loading(source, model, dtype, device)
     model.eval()
     model.requires_grad_(False)
-    if shard is not None:
-        cut.join_parts(source.name, model, shard)
+    if shard is not None and shard.width > 1:
+        cut.join_parts(source.name, model, shard.of_stage())
+    if shard is not None and shard.stages > 1:
+        stages.finish_stage(model, shard)
     keep_rotary_constant(model)
     take_states_out(model)
     return model

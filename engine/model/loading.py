@@ -74,6 +74,11 @@ def load_runner(
     own_kv = cache.dtype == "auto"
     pooling = find_pooling(model.pooling, source, config)
     headless = pooling is not None
+    if shard is not None and shard.stages > 1 and pooling is not None:
+        raise ConfigurationError(
+            f"{source.name} makes vectors, which rank 0 reads below the model's head, and that is another stage's. Set "
+            "pools.<pool>.pipeline_parallel to 1"
+        )
     room = AdapterRoom(scheduler.max_loras, model.max_lora_rank) if scheduler.max_loras else None
     if room is not None and native:
         log.info("%s is computed by transformers: scheduler.max_loras asks for adapters", source.name)

@@ -180,7 +180,11 @@ def load_general(
         if shard.kv_memory is not None:
             from tandem.engine.model.wide.cut import place_heads
 
-            layers = place_heads(source.name, model, layers, shard)
+            layers = place_heads(source.name, model, layers, shard.of_stage())
+        if shard.stages > 1:
+            from tandem.engine.model.wide.stages import layers_of_all
+
+            layers = layers_of_all(layers, shard)
     # Where a layer attends by its own code, or reads another's keys, the pieces cannot be tried with all of them together. Those of a
     # GPU want a step's rows in one sequence, and mixers take them apart.
     alone = bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)

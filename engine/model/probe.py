@@ -36,6 +36,7 @@ from tandem.engine.model.caches import attending_layer, cache_parameter
 from tandem.engine.model.check import checked
 from tandem.engine.model.recurrent.mixers import NotingCache, wrap
 from tandem.engine.model.transformers_forward import ModelParts
+from tandem.engine.model.wide.stages import elsewhere
 from tandem.wire.errors import ConfigurationError, TandemError
 
 _PROBE_TOKENS = 8
@@ -100,7 +101,8 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
     mixers = noting.mixers() if noting is not None else None
     if mixers is not None and not mixers.found:
         mixers = None
-    layers = recorder.layers(besides=set(range(config.num_hidden_layers)) if mixers is not None else ())
+    everything = set(range(config.num_hidden_layers)) if mixers is not None else elsewhere(model)
+    layers = recorder.layers(besides=everything)
     if layers and not takes_positions:
         raise _counts_by_itself(config)
     parts = ModelParts(layers, recorder.own_layers(), mixers, recorder.expansions())

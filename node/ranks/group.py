@@ -46,7 +46,23 @@ class GroupCollectives:
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._group.broadcast([tensor], 0).wait()
 
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        self._group.send([tensor], rank, 0).wait()
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        self._group.recv([tensor], rank, 0).wait()
+
     def abort(self) -> None:
         """From another thread: what waits in it raises. Gloo notices by itself that a rank has ended."""
         if not self._notices_ends:
             self._group.abort()
+
+
+def group_of_stage(
+    rank: int, size: int, stages: int, rendezvous: str, device: torch.device
+) -> GroupCollectives | None:
+    """The ranks of this one's stage among themselves; None where it is alone there, or there is one stage."""
+    width = size // stages
+    if stages == 1 or width == 1:
+        return None
+    return GroupCollectives(rank % width, width, f"{rendezvous}-of-stage-{rank // width}", device)

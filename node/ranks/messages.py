@@ -20,6 +20,7 @@ class RankOrders(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig
     logs: LogsConfig
     cores: list[int]
+    stages: int = 1
 
 
 class RankHere(msgspec.Struct, frozen=True, tag=True):

@@ -68,12 +68,21 @@ def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory, kv_
     from tandem.engine.model.loading import load_runner
     from tandem.engine.model.wide.forward import follow
     from tandem.engine.model.wide.shard import Shard
-    from tandem.node.ranks.group import GroupCollectives
+    from tandem.node.ranks.group import GroupCollectives, group_of_stage
 
     device = choose_device(orders.model.device)
     _tell(control, RankHere())
     collectives = GroupCollectives(orders.rank, orders.size, orders.rendezvous, device)
-    shard = Shard(orders.rank, orders.size, collectives, device=str(device), kv_memory=kv_memory)
+    of_stage = group_of_stage(orders.rank, orders.size, orders.stages, orders.rendezvous, device)
+    shard = Shard(
+        orders.rank,
+        orders.size,
+        collectives,
+        device=str(device),
+        kv_memory=kv_memory,
+        stages=orders.stages,
+        within_stage=of_stage,
+    )
     runner = load_runner(
         orders.model,
         orders.cache,

@@ -98,6 +98,7 @@ class Ranks:
         shares: Sequence[RankShare],
         logs: LogsConfig,
         *,
+        stages: int = 1,
         silence_s: float,
         lost: Callable[[str], None],
         report: Report | None = None,
@@ -106,6 +107,7 @@ class Ranks:
         there too, with how far the other ranks' loads have come."""
         self._name = name
         self._size = size
+        self._stages = stages
         self._engine = engine
         self._shares = shares
         self._logs = logs
@@ -125,6 +127,7 @@ class Ranks:
         self._kv_fd: int | None = None  # on a CPU: the KV cache of all ranks, as long as rank 0 makes it
         self._folder = tempfile.mkdtemp(prefix="tandem-ranks-")
         self._group: GroupCollectives | None = None
+        self._of_stage: GroupCollectives | None = None  # rank 0's, where a stage has several
         self._thread = threading.Thread(target=self._run, name="rank-supervisor", daemon=True)
 
     # --- the thread that loads and steps
@@ -133,7 +136,7 @@ class Ranks:
         """Returns when all ranks have found each other: then each loads its part."""
         from tandem.engine.model.checkpoint import choose_device
         from tandem.engine.model.wide.shard import Shard
-        from tandem.node.ranks.group import GroupCollectives
+        from tandem.node.ranks.group import GroupCollectives, group_of_stage
 
         device = choose_device(self._engine.model.device)
         _check_devices(self._engine.model.device, self._size)
@@ -144,9 +147,10 @@ class Ranks:
         rendezvous = os.path.join(self._folder, "meeting")
         try:
             self._group = GroupCollectives(0, self._size, rendezvous, device)
+            self._of_stage = group_of_stage(0, self._size, self._stages, rendezvous, device)
         except RuntimeError as error:
             raise self.cause_of(error) from error
-        return Shard(0, self._size, self._group, self, str(device), self._kv_fd)
+        return Shard(0, self._size, self._group, self, str(device), self._kv_fd, self._stages, self._of_stage)
 
     def await_ready(self) -> None:
         """Returns when every rank has loaded its part: this one has."""
@@ -251,6 +255,7 @@ class Ranks:
                 self._engine.scheduler,
                 self._logs,
                 share.cores,
+                self._stages,
             )
             with contextlib.suppress(OSError):  # it has ended: seen below
                 ours.send(_encode(orders))
@@ -390,6 +395,6 @@ def _check_devices(device: str, size: int) -> None:
     last = device_of_rank(device, size - 1)
     if last != "cpu" and torch.device(last).index >= torch.cuda.device_count():
         raise ConfigurationError(
-            f"pools.<pool>.tensor_parallel is {size}, and of {torch.cuda.device_count()} CUDA devices here {size} do not follow one "
+            f"a node has {size} ranks (pools.<pool>.tensor_parallel times pipeline_parallel), and of {torch.cuda.device_count()} CUDA devices here {size} do not follow one "
             f"another from {device_of_rank(device, 0)} on: give each node so many, on a Ray cluster with resources: {{GPU: {size}}}"
         )

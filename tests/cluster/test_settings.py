@@ -136,6 +136,19 @@ MISTAKES = [
         "FILE: pools.aggregated.tensor_parallel is 2, but pools.aggregated.nodes is 0: set it to at least 1",
     ),
     (
+        "{pools: {decode: {nodes: 1, pipeline_parallel: 2}}, model: {device: 'cuda:0'}}",
+        "FILE: pools.decode.pipeline_parallel is 2, but stages share one KV cache, which ranks have on CPUs alone: set tensor_parallel "
+        "higher instead",
+    ),
+    (
+        "pools: {decode: {nodes: 1, tensor_parallel: 8, pipeline_parallel: 4}}",
+        "FILE: pools.decode.pipeline_parallel is 4, and tensor_parallel 8: a node of 32 ranks, and 16 are the most",
+    ),
+    (
+        "{pools: {decode: {nodes: 1, pipeline_parallel: 2}}, model: {hidden_states_folder: /tmp/x}}",
+        "FILE: pools.decode.pipeline_parallel is 2, but model.hidden_states_folder asks for layers that other stages compute: leave it out",
+    ),
+    (
         "{pools: {aggregated: {nodes: 1, tensor_parallel: 2}}, scheduler: {max_loras: 2}}",
         "FILE: pools.aggregated.tensor_parallel is 2, but scheduler.max_loras asks for adapters, whose matrices are not cut: set it to 0",
     ),

@@ -69,6 +69,10 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
         ["-tp", "2"],
         {f"pools.{pool}.tensor_parallel": 2 for pool in ("prefill", "decode", "aggregated")},
     ),
+    (
+        ["-pp", "2"],
+        {f"pools.{pool}.pipeline_parallel": 2 for pool in ("prefill", "decode", "aggregated")},
+    ),
     (["-tp", "1", "--tensor-parallel-size", "1", "--distributed-executor-backend", "ray"], {}),
     (["--tool-call-parser", "qwen3_xml"], {"router.tool_format": "qwen3_coder"}),
     (["--reasoning-parser", "deepseek_r1"], {"router.reasoning_format": "think"}),
@@ -111,8 +115,8 @@ def test_api_keys_become_tenants() -> None:
     ("arguments", "sentence"),
     [
         (
-            ["-pp", "2"],
-            "-pp 2: several devices share a model by `--tensor-parallel-size N`",
+            ["--ep-size", "2"],
+            "--ep-size 2: several devices share a model by `--tensor-parallel-size N`",
         ),
         (["--trust-remote-code"], "--trust-remote-code: code that comes with a checkpoint is never run"),
         (["--data-parallel-size", "2"], "--prefill N and --decode N, or --aggregated N"),
@@ -146,7 +150,7 @@ def test_what_cannot_be_taken_is_answered(arguments: list[str], sentence: str) -
 
 def test_all_answers_come_at_once_beside_other_mistakes() -> None:
     with pytest.raises(SettingsError) as raised:
-        config_of("-pp", "2", "--trust-remote-code", "--port", "x", "--set", "router.prot=1")
+        config_of("--ep-size", "2", "--trust-remote-code", "--port", "x", "--set", "router.prot=1")
     assert len(raised.value.mistakes) == 4
 
 

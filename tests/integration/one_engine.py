@@ -57,9 +57,11 @@ class OneEngine:
         num_blocks: int | None = None,
         draft: Path | str = "",
         width: int = 1,
+        stages: int = 1,
         hidden_states: Path | str = "",
     ) -> OneEngine:
-        """`shares`: its tier in host memory reads those of others, and mirrors. `width`: ranks, which are threads here."""
+        """`shares`: its tier in host memory reads those of others, and mirrors. `width`: ranks, which are threads here, in so many
+        `stages`."""
         woken, epoch = threading.Event(), next(epochs)
         cache = CacheConfig(
             block_size=block_size,
@@ -80,7 +82,7 @@ class OneEngine:
         )
         ranks = contextlib.ExitStack()
         runner = ranks.enter_context(
-            ranks_here(width, lambda shard: load_runner(config, cache, scheduler, shard=shard))
+            ranks_here(width, lambda shard: load_runner(config, cache, scheduler, shard=shard), stages)
         )
         info = runner.info
         scheduler_half, worker_half = None, None

@@ -43,13 +43,13 @@ def engine_of(path: Path) -> EngineConfig:
 class WideNode:
     """As much of a node as its ranks need."""
 
-    def __init__(self, path: Path, width: int = WIDTH) -> None:
+    def __init__(self, path: Path, width: int = WIDTH, stages: int = 1) -> None:
         engine = engine_of(path)
         self.lost = threading.Event()
         self.why: list[str] = []
         self.said: list[str] = []  # of other ranks' loads
         self.ranks = Ranks(
-            "wide", width, engine, shares_of([], 1, width), LogsConfig(), silence_s=2.0, lost=self._lost,
+            "wide", width, engine, shares_of([], 1, width), LogsConfig(), stages=stages, silence_s=2.0, lost=self._lost,
             report=lambda what, share: self.said.append(what),
         )  # fmt: skip
         shard = self.ranks.start()
@@ -62,8 +62,8 @@ class WideNode:
 
 
 @contextlib.contextmanager
-def wide_node(path: Path) -> Iterator[WideNode]:
-    node = WideNode(path)
+def wide_node(path: Path, width: int = WIDTH, stages: int = 1) -> Iterator[WideNode]:
+    node = WideNode(path, width, stages)
     try:
         yield node
     finally:
@@ -78,10 +78,13 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def test_processes_say_what_one_says_and_end_when_they_are_stopped(tiny_llama: Path) -> None:
+@pytest.mark.parametrize(("width", "stages"), [(2, 1), (2, 2), (4, 2)])
+def test_processes_say_what_one_says_and_end_when_they_are_stopped(
+    tiny_llama: Path, width: int, stages: int
+) -> None:
     prompt = [7, 3, 5] * 7
     (answer,) = tiny.reference(tiny_llama, [prompt], 8)
-    with wide_node(tiny_llama) as node:
+    with wide_node(tiny_llama, width, stages) as node:
         assert any(said.startswith("rank 1: ") for said in node.said), "its load is progress of the node's"
         driver = Driver(node.runner)
         driver.add("r", prompt)
@@ -92,9 +95,10 @@ def test_processes_say_what_one_says_and_end_when_they_are_stopped(tiny_llama: P
     assert not node.why
 
 
+@pytest.mark.parametrize("stages", [1, 2], ids=["a part of each layer", "some of the layers"])
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_rank_that_is_gone_or_hangs_ends_all(tiny_llama: Path, sign: signal.Signals) -> None:
-    with wide_node(tiny_llama) as node:
+def test_a_rank_that_is_gone_or_hangs_ends_all(tiny_llama: Path, sign: signal.Signals, stages: int) -> None:
+    with wide_node(tiny_llama, stages=stages) as node:
         driver = Driver(node.runner)
         driver.add("r", [7, 3, 5])
         driver.generate(2)

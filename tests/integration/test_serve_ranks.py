@@ -23,7 +23,7 @@ cache: {memory_bytes: 96MiB}
 scheduler: {max_model_len: 1024}
 """
 HANDING_OVER = """
-pools: {prefill: {nodes: 1, tensor_parallel: 3}, decode: {nodes: 1}}
+pools: {prefill: {nodes: 1, tensor_parallel: 3}, decode: {nodes: 1, pipeline_parallel: 2}}
 model: {dtype: float32}
 scheduler: {max_model_len: 1024}
 router: {local_prefill: never}
@@ -61,7 +61,7 @@ def received(http: httpx.Client) -> int:
     return sum(node["counters"]["transfer_bytes_received"] for node in nodes if node["role"] == "decode")
 
 
-def test_three_ranks_hand_over_to_one(serve: Any, tmp_path: Path) -> None:
+def test_three_ranks_hand_over_to_two_stages(serve: Any, tmp_path: Path) -> None:
     """And when one of them is killed, the prompt that they read is answered all the same."""
     settings = tmp_path / "tandem.yaml"
     settings.write_text(HANDING_OVER)
@@ -75,13 +75,14 @@ def test_three_ranks_hand_over_to_one(serve: Any, tmp_path: Path) -> None:
     until_true(lambda: received(http) > 0, "its status says what the decode node received")
 
     ranks = ranks_of(command)
-    assert len(ranks) == 2
+    assert len(ranks) == 2 + 1, "besides the nodes' own processes"
     with ThreadPoolExecutor(1) as asking:
         pending = asking.submit(answer_of, http, model)
-        os.kill(min(ranks), signal.SIGKILL)
+        killed = min(ranks)
+        os.kill(killed, signal.SIGKILL)
         assert pending.result() == first
-    until_true(lambda: not ranks_of(command) & ranks, "no rank of the node before is left")
-    until_true(lambda: len(ranks_of(command)) == 2, "the node was replaced")
+    until_true(lambda: killed not in ranks_of(command), "its node has ended")
+    until_true(lambda: len(ranks_of(command)) == 3, "the node was replaced")
     before = received(http)
 
     def handed_over() -> bool:

@@ -19,10 +19,12 @@ from tests.integration.one_engine import OneEngine, hand_over
 NEW_TOKENS = 8
 CHUNK = 24  # tokens of a step: longer prompts are read in several
 LENGTHS = (5, 24, 61, 130)
+Width = int | tuple[int, int]
+"""Ranks of a node, or ranks and the stages that they make."""
 
 
 def start(
-    model: Path, name: str, width: int, block_size: int = 4, transfer: TransferConfig | None = None
+    model: Path, name: str, width: Width, block_size: int = 4, transfer: TransferConfig | None = None
 ) -> OneEngine:
     return OneEngine.start(
         model,
@@ -32,7 +34,8 @@ def start(
         scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
         memory_bytes=4 << 20,
         prefix_caching=transfer is not None,
-        width=width,
+        width=width if isinstance(width, int) else width[0],
+        stages=1 if isinstance(width, int) else width[1],
     )
 
 
@@ -60,7 +63,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 @contextlib.contextmanager
 def pair(
-    model: Path, widths: tuple[int, int], blocks: tuple[int, int], transfer: TransferConfig
+    model: Path, widths: tuple[Width, Width], blocks: tuple[int, int], transfer: TransferConfig
 ) -> Iterator[tuple[OneEngine, OneEngine]]:
     with contextlib.ExitStack() as both:
         engines = []
@@ -71,7 +74,7 @@ def pair(
 
 
 # Two heads of keys and values: four ranks keep each of them twice. Phi 3 has all heads on every rank, Gemma 3 windows.
-CASES = [
+CASES: list[tuple[str, tuple[Width, Width], str, tuple[int, int]]] = [
     ("llama", (1, 2), "push", (4, 4)),
     ("llama", (1, 4), "pull", (4, 4)),
     ("llama", (2, 1), "pull", (4, 4)),
@@ -86,6 +89,11 @@ CASES = [
     ("phi3", (2, 1), "push", (4, 4)),
     ("phi3", (1, 2), "pull", (4, 4)),
     ("mixtral", (4, 2), "push", (4, 4)),
+    ("llama", ((2, 2), 1), "push", (4, 4)),
+    ("llama", (1, (2, 2)), "pull", (4, 4)),
+    ("llama", ((4, 2), (2, 2)), "push", (4, 8)),
+    ("gemma3", (2, (4, 2)), "push", (4, 4)),
+    ("mixtral", ((4, 2), 1), "pull", (4, 4)),
 ]
 
 
@@ -93,7 +101,7 @@ CASES = [
 def test_the_tokens_are_those_of_generate(
     answers: Callable[[str], tuple[Path, list[list[int]]]],
     model: str,
-    widths: tuple[int, int],
+    widths: tuple[Width, Width],
     direction: str,
     blocks: tuple[int, int],
 ) -> None:

@@ -27,10 +27,18 @@ from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.wide import plan
 from tandem.engine.model.wide.shard import Shard, heads_of_rank
+from tandem.engine.model.wide.stages import EmptyPart
 from tandem.wire.errors import ConfigurationError, InternalError
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _loading = threading.Lock()  # transformers asks for the process's one group
+
+
+@contextmanager
+def loading_stage() -> Iterator[dict[str, Any]]:
+    """As `loading_part`, for a rank that has whole layers."""
+    with _loading:
+        yield {}
 
 
 @contextmanager
@@ -69,7 +77,8 @@ def join_parts(name: str, model: PreTrainedModel, shard: Shard) -> None:
         if style is None:
             continue
         module.__dict__.pop("forward", None)
-        _join(module, style, shard)
+        if not isinstance(module, EmptyPart):
+            _join(module, style, shard)
     _keep_heads(name, model, styles, shard)
 
 

@@ -10,7 +10,7 @@ import torch
 from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.runner import Forward, LayerHooks
 from tandem.engine.model.staging import on, to_device_together
-from tandem.engine.model.wide.shard import Lead, Shard
+from tandem.engine.model.wide.shard import Lead, Shard, exchange_logits
 from tandem.wire.errors import InternalError
 
 _FIXED = 6  # arrays before those of groups
@@ -68,6 +68,7 @@ class _HooksOfAll:
     def __init__(self, hooks: LayerHooks) -> None:
         self._hooks = hooks
         self._waiting: int | None = None
+        self._saved: set[int] = set()
 
     def wait_for_layer_load(self, layer: int) -> None:
         self.save_waiting()
@@ -78,7 +79,15 @@ class _HooksOfAll:
     def save_waiting(self) -> None:
         if self._waiting is not None:
             layer, self._waiting = self._waiting, None
+            self._saved.add(layer)
             self._hooks.save_kv_layer(layer)
+
+    def save_all(self, layers: Sequence[int]) -> None:
+        """At the end. Later stages' layers are written when their logits have come."""
+        self.save_waiting()
+        for layer in layers:
+            if layer not in self._saved:
+                self._hooks.save_kv_layer(layer)
 
 
 class LeadingForward:
@@ -87,6 +96,7 @@ class LeadingForward:
     def __init__(self, forward: Forward, shard: Shard, lead: Lead, layers: Sequence[int]) -> None:
         """`layers`: those that have keys and values of their own, in order."""
         self._forward = forward
+        self._shard = shard
         self._collectives = shard.collectives
         self._lead = lead
         self._layers = layers
@@ -101,9 +111,12 @@ class LeadingForward:
             self._lead.send(arrays_of(batch))
             if batch.token_ids.device.type != "cpu":
                 self._collectives.broadcast(batch.token_ids)
-            logits = self._forward(batch, together)
+            with self._shard.link:
+                logits = self._forward(batch, together)
+            if self._shard.stages > 1:
+                logits = exchange_logits(logits, self._shard)
             if together is not None:
-                together.save_waiting()
+                together.save_all(self._layers)
             return logits
         except Exception as error:
             cause = self._lead.cause_of(error)
@@ -128,4 +141,7 @@ def follow(
             batch = batch_of(arrays, device)
             if device.type != "cpu":
                 shard.collectives.broadcast(batch.token_ids)
-            forward(batch, None)
+            with shard.link:
+                logits = forward(batch, None)
+            if shard.stages > 1:
+                exchange_logits(logits, shard)

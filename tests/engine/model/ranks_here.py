@@ -15,7 +15,7 @@ import torch
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.forward import follow
 from tandem.engine.model.wide.shard import Shard
-from tandem.node.ranks.group import GroupCollectives
+from tandem.node.ranks.group import GroupCollectives, group_of_stage
 
 CPU = torch.device("cpu")
 Load = Callable[[Shard | None], TorchRunner]
@@ -40,8 +40,8 @@ class _Queues:
 
 
 @contextlib.contextmanager
-def ranks_here(width: int, load: Load) -> Iterator[TorchRunner]:
-    """Rank 0's runner; the others follow until the end. A width of 1 is a model that is whole."""
+def ranks_here(width: int, load: Load, stages: int = 1) -> Iterator[TorchRunner]:
+    """Rank 0's runner; the others follow until the end. A width of 1 is a model that is whole. `width`: of all stages together."""
     if width == 1:
         yield load(None)
         return
@@ -52,7 +52,16 @@ def ranks_here(width: int, load: Load) -> Iterator[TorchRunner]:
 
         def shard(rank: int) -> Shard:
             group = GroupCollectives(rank, width, f"{folder}/meeting", CPU)
-            return Shard(rank, width, group, lead if rank == 0 else None, kv_memory=memory)
+            within = group_of_stage(rank, width, stages, f"{folder}/meeting", CPU)
+            return Shard(
+                rank,
+                width,
+                group,
+                lead if rank == 0 else None,
+                kv_memory=memory,
+                stages=stages,
+                within_stage=within,
+            )
 
         def other(rank: int) -> None:
             try:

@@ -1,0 +1,204 @@
+"""Pipeline stages: the ranks of a stage hold some of the layers, one after another, and pass what these make of a step to the next stage.
+
+The first stage has the embedding, the last one the final norm and the head; its first rank gives rank 0 the logits. Every other layer of the
+model is taken out before its weights are read, and an empty one stands in its place, so the model's own code runs as it is. The empty layer
+before a stage's first one receives, the one after its last one sends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+
+from tandem.engine.model.attention.layers import AttentionLayer
+from tandem.engine.model.source import ModelSource
+from tandem.engine.model.wide.shard import Shard
+from tandem.wire.errors import ConfigurationError
+
+_SETTING = "pools.<pool>.pipeline_parallel"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def layers_of_stage(total: int, stage: int, stages: int) -> range:
+    """Equal shares, in order; where that is not possible, the middle ones have one more: the ends have the embedding and the head."""
+    each, more = divmod(total, stages)
+    order = sorted(range(stages), key=lambda number: (number in (0, stages - 1), number))
+    sizes = [each + (order.index(number) < more) for number in range(stages)]
+    return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+
+
+def class_of_stage(source: ModelSource, shard: Shard) -> tuple[type[PreTrainedModel], Any]:
+    """A class that makes this stage's part of the model, and the configuration to make it with. Raises ConfigurationError for a model that
+    cannot be cut so."""
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    text = config.get_text_config()
+    _refuse(source.name, text, shard.stages)
+    whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    class OneStage(whole):  # type: ignore[misc,valid-type]  # one of transformers' classes
+        def __init__(self, config: Any, *given: Any, **options: Any) -> None:
+            super().__init__(config, *given, **options)
+            _take_out_layers(self, shard)
+            if not text.tie_word_embeddings:
+                _take_out_ends(self, shard)
+
+    # Transformers looks for some things by these.
+    OneStage.__name__, OneStage.__module__ = whole.__name__, whole.__module__
+    return OneStage, config
+
+
+def _refuse(name: str, text: Any, stages: int) -> None:
+    plan = getattr(text, "base_model_pp_plan", None) or {}
+    if plan.get("layers", ((), ()))[1] != ["hidden_states"]:
+        raise ConfigurationError(
+            f"{name} cannot be served in {stages} stages: transformers does not say what the layers of a model of type {text.model_type} "
+            f"pass on (`base_model_pp_plan`). Set {_SETTING} to 1"
+        )
+    if text.num_hidden_layers < stages:
+        raise ConfigurationError(
+            f"{name} cannot be served in {stages} stages: it has {text.num_hidden_layers} layers. Set {_SETTING} to "
+            f"{text.num_hidden_layers} at most"
+        )
+
+
+def finish_stage(model: PreTrainedModel, shard: Shard) -> None:
+    """After loading. A matrix that is both embedding and head could not be taken out before."""
+    if model.config.get_text_config().tie_word_embeddings:
+        _take_out_ends(model, shard)
+
+
+def is_elsewhere(key: str, total: int, shard: Shard) -> bool:
+    """Whether a checkpoint's key belongs to a part of the model that another stage has."""
+    found = _LAYER.search(key)
+    if found is not None:
+        return int(found[1]) not in layers_of_stage(total, shard.stage, shard.stages)
+    return (shard.stage > 0 and "embed_tokens" in key) or (
+        not shard.is_last_stage and key.startswith("lm_head")
+    )
+
+
+def _take_out_layers(model: PreTrainedModel, shard: Shard) -> None:
+    total = model.config.get_text_config().num_hidden_layers
+    (layers,) = [
+        module
+        for module in model.base_model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == total
+    ][:1]
+    own = layers_of_stage(total, shard.stage, shard.stages)
+    for number in range(total):
+        if number not in own:
+            receives = number == own.start - 1
+            sends = number == own.stop
+            layers[number] = _EmptyLayer(layers[number], shard, receives=receives, sends=sends)
+    layers[own.stop - 1].register_forward_hook(_check_output)
+
+
+def elsewhere(model: PreTrainedModel) -> set[int]:
+    """The layers that other stages have."""
+    found: set[int] = set()
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList):
+            found |= {number for number, layer in enumerate(module) if isinstance(layer, EmptyPart)}
+    return found
+
+
+def _check_output(module: nn.Module, _given: Any, output: Any) -> None:
+    if not isinstance(output, torch.Tensor):
+        raise ConfigurationError(
+            f"{type(module).__name__} passes on more than one tensor, so its model cannot be cut into stages. Set {_SETTING} to 1"
+        )
+
+
+def _take_out_ends(model: PreTrainedModel, shard: Shard) -> None:
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    keeps_head = shard.is_last_stage
+    if shard.stage > 0:
+        weight = embedding.weight
+        model.set_input_embeddings(_EmptyEmbedding(int(weight.shape[1]), weight.dtype, shard))
+    if not keeps_head:
+        (name,) = [name for name, module in model.named_children() if module is head]
+        setattr(model, name, _EmptyHead(int(head.out_features)))
+
+
+class EmptyPart(nn.Module):
+    """Stands where another stage has a part of the model."""
+
+
+class _EmptyLayer(EmptyPart):
+    """Another stage's. Models read a layer's kind from it."""
+
+    def __init__(self, other: nn.Module, shard: Shard, *, receives: bool, sends: bool) -> None:
+        super().__init__()
+        for name, value in vars(other).items():
+            if isinstance(value, str | int | float) and name not in self.__dict__:
+                setattr(self, name, value)
+        self._shard = shard
+        self._receives, self._sends = receives, sends
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        shard = self._shard
+        if shard.link.is_on and self._receives:
+            hidden_states = torch.empty_like(hidden_states)
+            shard.collectives.receive(hidden_states, shard.rank - shard.width)
+        elif shard.link.is_on and self._sends:
+            shard.collectives.send(hidden_states.contiguous(), shard.rank + shard.width)
+        return hidden_states
+
+
+class _EmptyEmbedding(EmptyPart):
+    """What comes of it nothing reads, but for the checks of the stage by itself: those need different tokens to differ."""
+
+    def __init__(self, size: int, dtype: torch.dtype, shard: Shard) -> None:
+        super().__init__()
+        self.embedding_dim = size
+        self._dtype = dtype
+        self._shard = shard
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._shard.link.is_on:
+            return torch.zeros(
+                *token_ids.shape, self.embedding_dim, dtype=self._dtype, device=token_ids.device
+            )
+        places = torch.arange(self.embedding_dim, device=token_ids.device)
+        return torch.sin(token_ids[..., None] * 0.7 + places * 1.3).to(self._dtype)
+
+
+class _EmptyHead(EmptyPart):
+    """As wide as the head, and as different as its rows are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out_features = width
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        missing = self.out_features - hidden_states.shape[-1]
+        return nn.functional.pad(hidden_states, (0, missing))  # a negative one cuts
+
+
+def layers_of_all(own: Sequence[AttentionLayer], shard: Shard) -> tuple[AttentionLayer, ...]:
+    """Each layer as its own stage found it: all ranks lay out one cache."""
+    found: dict[int, AttentionLayer] = {layer.index: layer for layer in own}
+    for encoded in shard.tell_all(msgspec.msgpack.encode(list(own))):
+        for layer in msgspec.msgpack.decode(encoded, type=list[AttentionLayer]):
+            found.setdefault(layer.index, layer)
+    layers = tuple(found[index] for index in sorted(found))
+    for layer in layers:
+        if layer.reads_of is not None and {layer.index, layer.reads_of} & {one.index for one in own}:
+            raise ConfigurationError(
+                f"layer {layer.index} reads the keys of layer {layer.reads_of}, so the model cannot be cut into stages. Set {_SETTING} to 1"
+            )
+    return layers
+
+
+def check_device(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ConfigurationError(
+            f"{_SETTING} needs one KV cache for all ranks of a node, which there is on CPUs alone. Set it to 1, and tensor_parallel higher"
+        )

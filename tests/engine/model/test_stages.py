@@ -1,0 +1,214 @@
+"""A model whose layers are cut into stages says what the whole one says."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.attention.gathered import GatheredCache
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.wide.shard import Shard
+from tandem.engine.model.wide.stages import layers_of_stage
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.sampling import SamplingParams
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from tests.engine.model.hooks import Recorder
+from tests.engine.model.ranks_here import EndOfRank, ranks_here
+
+NUM_TOKENS = 8
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "phi3")
+# Ranks, and the stages that they make.
+SHAPES = ((2, 2), (4, 2))
+
+
+def load(path: Path, shard: Shard | None, num_speculative_tokens: int = 0) -> TorchRunner:
+    return load_runner(
+        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
+        CacheConfig(block_size=4, memory_bytes=4 << 20),
+        SchedulerConfig(max_num_seqs=4, num_speculative_tokens=num_speculative_tokens),
+        native=False,
+        shard=shard,
+    )
+
+
+Saved = tuple[Path, list[list[int]], list[tiny.Answer]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    path = tiny.save(request.param, tmp_path_factory.mktemp("stages"))
+    rng = random.Random(request.param)
+    prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in (1, 23, 37)]
+    return path, prompts, tiny.reference(path, prompts, NUM_TOKENS)
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: f"{shape[0]}-ranks-in-{shape[1]}-stages")
+def staged(request: pytest.FixtureRequest, saved: Saved) -> Iterator[TorchRunner]:
+    ranks, stages = request.param
+    with ranks_here(ranks, functools.partial(load, saved[0]), stages) as runner:
+        yield runner
+
+
+def test_mixed_batches_in_chunks_in_stages(staged: TorchRunner, saved: Saved) -> None:
+    _, prompts, answers = saved
+    driver = Driver(staged)
+    for index, prompt in enumerate(prompts):
+        driver.add(f"r{index}", prompt, SamplingParams(temperature=0.0, logprobs=0))
+    outputs = driver.generate(NUM_TOKENS, max_chunk=11)
+    assert list(outputs.values()) == [answer.tokens for answer in answers]
+    for index, answer in enumerate(answers):
+        reported = [entry.logprob for entry in driver.requests[f"r{index}"].logprobs]
+        assert reported[:NUM_TOKENS] == pytest.approx(answer.logprobs, abs=2e-4)
+    staged.forget_requests()
+
+
+def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(staged: TorchRunner, saved: Saved) -> None:
+    """So what one node computed another goes on from, whichever is cut."""
+    path, prompts, answers = saved
+    prompt, answer = prompts[2], answers[2].tokens
+    with ranks_here(1, functools.partial(load, path)) as whole:
+        for first, second in ((whole, staged), (staged, whole)):
+            computing, going_on = Driver(first), Driver(second, 1)
+            computing.add("r", prompt)
+            computing.step({"r": len(prompt)})
+            going_on.adopt("r", computing)
+            assert going_on.generate(NUM_TOKENS)["r"] == answer
+            first.forget_requests()
+            second.forget_requests()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save("llama", tmp_path_factory.mktemp("small"))
+
+
+def test_a_seeded_sample_is_the_same_in_stages(small: Path) -> None:
+    sampled = []
+    for ranks, stages in ((1, 1), (2, 2), (4, 2)):
+        with ranks_here(ranks, functools.partial(load, small), stages) as runner:
+            driver = Driver(runner)
+            driver.add("r", [5, 9, 11, 3], SamplingParams(temperature=0.9, top_p=0.95, seed=7))
+            sampled.append(driver.generate(NUM_TOKENS)["r"])
+    assert sampled[0] == sampled[1] == sampled[2]
+
+
+def test_every_layer_is_saved_once_and_in_order(small: Path) -> None:
+    with ranks_here(2, functools.partial(load, small), 2) as runner:
+        driver = Driver(runner)
+        driver.add("r", list(range(3, 20)))
+        hooks = Recorder()
+        driver.step({"r": 17}, hooks)
+        layers = transformers.AutoConfig.from_pretrained(small).num_hidden_layers
+        assert [layer for kind, layer in hooks.calls if kind == "save"] == list(range(layers))
+
+
+def test_a_layer_is_saved_when_its_stage_has_written_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage is slow, and the first steps make no logits."""
+    layers = transformers.AutoConfig.from_pretrained(small).num_hidden_layers
+    written: collections.Counter[int] = collections.Counter()
+    write = GatheredCache.write
+
+    def late(cache: GatheredCache, layer: int, *given: torch.Tensor, **options: int) -> None:
+        if layer == layers - 1:
+            for _ in range(20):
+                torch.ones(256, 256) @ torch.ones(256, 256)
+        write(cache, layer, *given, **options)
+        written[layer] += 1
+
+    class Counting(Recorder):
+        def save_kv_layer(self, layer: int) -> None:
+            super().save_kv_layer(layer)
+            seen.append((layer, written[layer]))
+
+    seen: list[tuple[int, int]] = []
+    with ranks_here(2, functools.partial(load, small), 2) as runner:
+        monkeypatch.setattr(GatheredCache, "write", late)
+        driver = Driver(runner)
+        driver.add("r", list(range(3, 20)))
+        for step in range(3):
+            seen.clear()
+            driver.step({"r": 5}, Counting())
+            assert seen == [(layer, step + 1) for layer in range(layers)]
+
+
+def test_a_rank_holds_the_weights_of_its_own_layers_alone(small: Path) -> None:
+    held: dict[int, int] = {}
+
+    def counting(path: Path, shard: Shard | None) -> TorchRunner:
+        runner = load(path, shard)
+        assert shard is not None
+        held[shard.rank] = parameters(runner)
+        return runner
+
+    with ranks_here(2, functools.partial(counting, small), 2):
+        pass
+    model = transformers.AutoModelForCausalLM.from_pretrained(small)
+    each = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    ends = sum(parameter.numel() for parameter in (model.lm_head.weight, model.model.embed_tokens.weight))
+    assert sorted(held) == [0, 1]
+    assert sum(held.values()) <= each * model.config.num_hidden_layers + ends + 4 * model.config.hidden_size
+
+
+def parameters(runner: TorchRunner) -> int:
+    forward = runner.forward
+    model = getattr(forward, "_model", None) or forward._forward._model  # type: ignore[attr-defined]
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_more_stages_than_layers_are_refused(small: Path) -> None:
+    layers = transformers.AutoConfig.from_pretrained(small).num_hidden_layers
+
+    def loading(shard: Shard | None) -> TorchRunner:
+        try:
+            return load(small, shard)
+        except ConfigurationError as error:
+            if shard is not None and shard.rank:
+                raise EndOfRank from error
+            raise
+
+    with (
+        pytest.raises(ConfigurationError, match=f"stages: it has {layers} layers"),
+        ranks_here(layers + 1, loading, layers + 1),
+    ):
+        pass
+
+
+def test_a_model_that_does_not_say_what_its_layers_pass_on_is_refused(tmp_path: Path) -> None:
+    path = tiny.save("gpt2", tmp_path)
+
+    def loading(shard: Shard | None) -> TorchRunner:
+        try:
+            return load(path, shard)
+        except ConfigurationError as error:
+            if shard is not None and shard.rank:
+                raise EndOfRank from error
+            raise
+
+    with (
+        pytest.raises(ConfigurationError, match="transformers does not say what the layers"),
+        ranks_here(2, loading, 2),
+    ):
+        pass
+
+
+@given(st.integers(1, 64), st.integers(1, 8))
+def test_stages_share_all_layers_in_order(total: int, stages: int) -> None:
+    if total < stages:
+        return
+    parts = [layers_of_stage(total, stage, stages) for stage in range(stages)]
+    assert [layer for part in parts for layer in part] == list(range(total))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes[0], sizes[-1]) <= min(sizes[1:-1], default=max(sizes))
