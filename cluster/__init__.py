@@ -4,7 +4,7 @@
                   flags that people bring from vLLM and SGLang; completion: in bash, zsh and fish;
                   documents: what the pages say of settings and flags
     config        everything that can be set; setting_names, setting_layers: found by name, read from each source;
-                  settings, rules, describe: put together, checked, its mistakes named at once;
+                  settings, rules, describe: put together, checked, its mistakes named at once; labels: of machines;
                   changes: what of it a cluster that runs can take on
     control, launcher, events   the contracts between what follows; tasks, saving: what
                   several of them need; api_client: a router, asked by a command; admin: what an

@@ -10,6 +10,7 @@ top           the cluster as it changes, and its slowest requests
 doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between machines and between GPUs
 bench         one run of the load generator (loadgen/), from its flags to its table
 chat, show_config
+parser, setting_options      a subcommand's arguments; the flags that set settings
 init          a commented tandem.yaml and a cluster's files
 output        `-o json`; what a service prints, and what libraries print
 """
