@@ -2,7 +2,8 @@
 
 deployment, controller_host       a controller and the address that answers; as the process that holds it sees it
 controller, reconciler, plan      what may be asked for; the one task that changes things; what it changes next
-rollout       which node is replaced next, when the configuration is another one
+rollout, rollout_watch            which node is replaced next, when the configuration is another one; what is seen of the new ones
+departures                        nodes and routers that go
 state, view                       what the next controller must know, what routers are told; what commands are told
 placement                         which machine, cores, device and share of memory a node gets; this machine as the only one
 room                              how many nodes a machine offers room for; whether they are too many

@@ -4,7 +4,7 @@ admission    how many at once, who waits, whose turn is next
 spec         what is asked for, once checked
 ledger       tokens by index from two nodes, merged into one sequence; logprobs: their log-probabilities, as numbers
 attempt      one try on one pair of nodes
-life         from the first submission to the one end, across attempts
+life         from the first submission to the one end, across attempts; timings: when, and the metrics of it
 placement    which nodes an attempt goes to, what they are told, and who runs where
 dispatcher   starts lives, and finds the life that a message belongs to
 recall       background answers that other routers began, found on the nodes that keep them
