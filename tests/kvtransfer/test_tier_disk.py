@@ -98,8 +98,10 @@ def test_another_model_or_layout_has_a_file_of_its_own(tmp_path: Path) -> None:
         identity(KVCacheMemory(torch.rand(4, 2, 2, 3, 8, 8), "m", 2, 1, 100), 1),
         identity(KVCacheMemory(torch.rand(4, 2, 2, 3, 4, 8).half(), "m", 2, 1, 100), 1),
         identity(KVCacheMemory(torch.rand(4, 2, 2, 4, 3, 8).transpose(3, 4), "m", 2, 1, 100), 1),
+        identity(KVCacheMemory(torch.rand(4, 2, 2, 3, 4, 8), "m", 2, 2, 100, state_blocks=3), 1),
+        identity(KVCacheMemory(torch.rand(4, 2, 2, 3, 4, 8), "m", 2, 2, 100, state_blocks=4), 1),
     }
-    assert len(names) == 6
+    assert len(names) == 8
     assert identity(memory(8), 1) == identity(memory(16), 1), "the size of the device's pool does not matter"
 
 

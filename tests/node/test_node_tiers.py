@@ -32,7 +32,9 @@ def runner_of(kind: str, folder: Path) -> ModelRunner:
     return load_runner(model, CACHE, SchedulerConfig(max_model_len=120))
 
 
-def node_with(tiers: list[TierConfig], *, shares: bool = False) -> tuple[Node, list[FakeChannel]]:
+def node_with(
+    tiers: list[TierConfig], *, shares: bool = False, checkpoint_tokens: int = 256
+) -> tuple[Node, list[FakeChannel]]:
     """One that does both: it has no peers."""
     channels: list[FakeChannel] = []
 
@@ -40,7 +42,9 @@ def node_with(tiers: list[TierConfig], *, shares: bool = False) -> tuple[Node, l
         channels.append(FakeChannel(host, epoch))
         return channels[-1]
 
-    cache = msgspec.structs.replace(CACHE, tiers=tiers, remote=shares, mirror=shares)
+    cache = msgspec.structs.replace(
+        CACHE, tiers=tiers, remote=shares, mirror=shares, checkpoint_tokens=checkpoint_tokens
+    )
     config = NodeConfig("n0", Role.AGGREGATED, engine=EngineConfig(cache=cache))
     return Node(config, DecodeRules(Role.AGGREGATED), open_channel, create_connector), channels
 
@@ -97,6 +101,12 @@ def test_what_a_tier_cannot_keep_is_refused_with_the_reason(
     node, _ = node_with([TierConfig(cpu=1 << 20, block_factor=factor)])
     with pytest.raises(ConfigurationError, match=said):
         node.start(runner=runner_of(kind, tmp_path))
+
+
+def test_a_tier_for_states_that_are_kept_nowhere_is_refused(tmp_path: Path) -> None:
+    node, _ = node_with([TierConfig(cpu=1 << 20)], checkpoint_tokens=0)
+    with pytest.raises(ConfigurationError, match=r"cache.checkpoint_tokens: 0 says nowhere"):
+        node.start(runner=runner_of("mamba2", tmp_path))
 
 
 def test_a_node_says_where_others_read_its_tier(tmp_path: Path) -> None:
