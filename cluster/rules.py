@@ -163,6 +163,12 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
             setting,
             f"is {size}, but each rank keeps its KV on a GPU of its own, and a transfer would move one rank's: use pools.aggregated",
         )
+    gpus = pool.resources.get("GPU", 0)
+    if 0 < gpus < pool.ranks and config.model.device != "cpu":
+        yield (
+            ("pools", role.value, "resources"),
+            f"has {{GPU: {gpus:g}}}, but a node's {pool.ranks} ranks need a GPU each: set {{GPU: {pool.ranks}}}",
+        )
     for reason in refused_with_ranks(config.engine, pool.pipeline_parallel):
         yield setting, f"is {size}, but {reason}"
 

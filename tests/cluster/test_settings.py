@@ -132,6 +132,10 @@ MISTAKES = [
         "use pools.aggregated",
     ),
     (
+        "pools: {aggregated: {nodes: 1, tensor_parallel: 4, resources: {GPU: 1}}}",
+        "FILE: pools.aggregated.resources has {GPU: 1}, but a node's 4 ranks need a GPU each: set {GPU: 4}",
+    ),
+    (
         "pools: {aggregated: {tensor_parallel: 2}}",
         "FILE: pools.aggregated.tensor_parallel is 2, but pools.aggregated.nodes is 0: set it to at least 1",
     ),
