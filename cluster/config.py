@@ -112,6 +112,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: PoolConfig = PoolConfig(nodes=1)
     decode: PoolConfig = PoolConfig(nodes=1)
     aggregated: PoolConfig = PoolConfig()  # instead of the two: nodes that do both
+    encode: PoolConfig = PoolConfig()  # beside either, for a model that reads images
     # Nodes that may share one core of a machine that offers no places: more are refused. Four is the least layout that can
     # lose a node of each pool, on a single core; beyond that nodes only take time from one another.
     nodes_per_core: Annotated[
@@ -123,7 +124,12 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 4
 
     def of(self, role: Role) -> PoolConfig:
-        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.AGGREGATED: self.aggregated}[role]
+        return {
+            Role.PREFILL: self.prefill,
+            Role.DECODE: self.decode,
+            Role.AGGREGATED: self.aggregated,
+            Role.ENCODE: self.encode,
+        }[role]
 
     @property
     def total(self) -> int:

@@ -83,10 +83,10 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
             f"is {aggregated}, but pools.prefill is {prefill} and pools.decode is {decode}: "
             "choose one layout and set the other's counts to 0",
         )
-    elif not any(counts.values()):
+    elif not (prefill or decode or aggregated):
         yield (
             ("pools", "prefill", "nodes"),
-            "and every other pool is 0: no node would answer; set prefill and decode to at least 1 each, or aggregated",
+            "and every other pool that answers is 0: no node would answer; set prefill and decode to at least 1 each, or aggregated",
         )
     elif prefill and not decode:
         yield ("pools", "decode", "nodes"), f"is 0, but pools.prefill is {prefill}: set it to at least 1"
@@ -118,10 +118,11 @@ _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIALS|(^|_)KEY)$", re.IGNORE
 
 
 def _transfer_options(role: Role, pool: PoolConfig) -> Iterator[Broken]:
-    if role is Role.AGGREGATED and pool.transfer_options:
+    if role in (Role.AGGREGATED, Role.ENCODE) and pool.transfer_options:
+        which = "that do both" if role is Role.AGGREGATED else "that encode images"
         yield (
             ("pools", role.value, "transfer_options"),
-            "is set, but nodes that do both transfer nothing: leave it out",
+            f"is set, but nodes {which} transfer nothing: leave it out",
         )
 
 
@@ -144,6 +145,12 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
         return
     name = "tensor_parallel" if pool.pipeline_parallel == 1 else "pipeline_parallel"
     setting, size = ("pools", role.value, name), getattr(pool, name)
+    if role is Role.ENCODE:
+        yield (
+            setting,
+            f"is {size}, but a vision tower is not cut: set it to 1, and pools.encode.nodes to more",
+        )
+        return
     serving = [config.pools.of(other) for other in Role if config.pools.of(other).last_size]
     if not pool.last_size and all(other.ranks == 1 for other in serving):
         yield setting, f"is {size}, but pools.{role.value}.nodes is 0: set it to at least 1"
@@ -175,6 +182,9 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
 
 def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
     section = ("pools", role.value)
+    if role is Role.ENCODE and pool.max is not None:
+        yield (*section, "max"), f"is {pool.max}, but this pool is not scaled by its load: leave it out"
+        return
     if pool.max is not None and pool.min > pool.max:
         yield (*section, "min"), f"is {pool.min}, which is more than pools.{role.value}.max ({pool.max})"
     elif pool.nodes is None and pool.max is not None:

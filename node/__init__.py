@@ -5,6 +5,7 @@ checks       what of a request is checked against the model that is here
 answers      background answers, kept for any router that asks
 loop         the thread that steps the engine, and the mailbox that feeds it
 routers      the routers that the service answers
+encoders     rows of images that encoder nodes make for this one
 cache_news   what routers are told of the prefix cache
 status       what a node reports of itself: its state and its counters
 config       what a node can be told

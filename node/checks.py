@@ -58,6 +58,10 @@ def _check_images(submit: Submit, info: ModelInfo) -> None:
     rules, prompt = info.images, submit.prompt_token_ids
     if rules is None:
         raise InvalidRequest("this node's model reads no images")
+    if submit.encoders and len(submit.encoders) != len(submit.images):
+        raise InvalidRequest(
+            f"{len(submit.encoders)} encoder nodes are named for {len(submit.images)} images"
+        )
     end = 0
     for feature in submit.media:
         begin, end, before = feature.offset, feature.offset + feature.length, end

@@ -25,6 +25,12 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about("a node of several ranks ends when one of them has not run, or not taken a step, for so long"),
     ] = 2.0
     grammar_s: Annotated[Seconds, about("to compile one answer's grammar")] = 10.0
+    encoder_s: Annotated[
+        Seconds,
+        about(
+            "for an encoder node's rows of an image; then the node that reads the prompt encodes it itself"
+        ),
+    ] = 5.0
 
 
 class AnswersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

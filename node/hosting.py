@@ -10,16 +10,19 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 import msgspec
 
+from tandem.engine.model.runner import ModelRunner
 from tandem.node.config import NodeConfig
-from tandem.node.node import Node
+from tandem.node.node import Progress
 from tandem.wire.errors import InternalError, TandemError, Unavailable
 from tandem.wire.logs import LogPosition, begin_logging, recent_page
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.progress import Report, SaidProgress
+from tandem.wire.requests import NodeStatus
 from tandem.wire.sockets import admit, raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,32 @@ _SWITCH_S = (
     0.001  # a handover passes through several threads: each waits so long for one that computes in Python
 )
 
+
+class HostedNode(Protocol):
+    """What a process holds: a node with an engine (node.node.Node), or one that encodes images."""
+
+    @property
+    def config(self) -> NodeConfig: ...
+    def start(
+        self,
+        progress: Progress | None = None,
+        runner: ModelRunner | None = None,
+        *,
+        model_folder: str | None = None,
+        adapters: Mapping[str, str] | None = None,
+        draft_folder: str | None = None,
+    ) -> NodeInfo: ...
+    def status(self) -> NodeStatus: ...
+    def routers_heard(self) -> list[str]: ...
+    def drain(self, timeout_s: float) -> bool: ...
+    def reset_cache(self, timeout_s: float) -> bool: ...
+    def set_adapters(
+        self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
+    ) -> dict[str, str]: ...
+    def release(self) -> ModelRunner: ...
+    def stop(self) -> None: ...
+
+
 FindModel = Callable[[str, Report], str]
 """From a model's name to a folder on this machine; says what it is doing. Fetches what is missing."""
 
@@ -41,7 +70,7 @@ FindAdapter = Callable[[str, str, Report], str]
 class NodeHost:
     def __init__(
         self,
-        make_node: Callable[[NodeConfig], Node],
+        make_node: Callable[[NodeConfig], HostedNode],
         config: bytes,
         find_model: FindModel | None = None,
         find_adapter: FindAdapter | None = None,

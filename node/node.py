@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -31,11 +32,13 @@ from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
 from tandem.node.config import NodeConfig, refused_with_devices, refused_with_ranks
+from tandem.node.encoders import EncoderDesk
 from tandem.node.loop import Mailbox
 from tandem.node.ranks.supervisor import Ranks, shares_of
 from tandem.node.routers import RouterLine
 from tandem.node.service import Item, NodeService, RanksLost, RoleRules
 from tandem.node.trace_file import TraceFile
+from tandem.wire.embeds import TYPES
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import CacheNews, NodeCounters, NodeStatus, ToNode
@@ -168,6 +171,7 @@ class Node:
             channel,
             grammars=runner.grammars,
             news=self._news(scheduler, info),
+            encoders=self._encoders(info, mailbox),
         )
         service.start()
         self._service = service
@@ -189,6 +193,20 @@ class Node:
             mirrors=config.engine.cache.mirror,
             vectors=info.vectors,
             pin_seconds=config.engine.scheduler.pins_for_s,
+        )
+
+    def _encoders(self, info: ModelInfo, mailbox: Mailbox[Item]) -> EncoderDesk | None:
+        if info.images is None or info.dtype not in TYPES:
+            return None
+        return EncoderDesk(
+            self.config.host,
+            self.config.node_id,
+            model=info.content,
+            dtype=info.dtype,
+            width=info.embed_size,
+            patience_s=self.config.timeouts.encoder_s,
+            deliver=mailbox.put,
+            clock=time.monotonic,
         )
 
     def _news(

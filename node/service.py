@@ -35,6 +35,7 @@ from tandem.node.answers import KeptAnswers, keeps_here
 from tandem.node.cache_news import CacheNewsDesk
 from tandem.node.checks import check_submit
 from tandem.node.config import NodeConfig
+from tandem.node.encoders import EncoderDesk, RowsCame
 from tandem.node.live_requests import LiveRequests
 from tandem.node.loop import EngineLoop, Mailbox
 from tandem.node.routers import RouterLine, Routers
@@ -51,6 +52,7 @@ from tandem.wire.errors import (
     Unavailable,
     WireError,
 )
+from tandem.wire.images import MediaFeature
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import (
@@ -138,7 +140,17 @@ class RanksLost:
     why: str
 
 
-Item = ToNode | RouterLost | ListRequests | Drain | ResetCache | SetAdapters | RanksLost | GrammarReady
+Item = (
+    ToNode
+    | RouterLost
+    | ListRequests
+    | Drain
+    | ResetCache
+    | SetAdapters
+    | RanksLost
+    | GrammarReady
+    | RowsCame
+)
 
 
 class NodeService:
@@ -155,8 +167,9 @@ class NodeService:
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
         news: Callable[[Callable[[str, CacheNews], None]], CacheNewsDesk] | None = None,
+        encoders: EncoderDesk | None = None,
     ) -> None:
-        """`news`: tells routers, and others, what is cached; None: nothing does."""
+        """`news`: tells routers, and others, what is cached; None: nothing does. `encoders`: None where the model reads no images."""
         self._config = config
         self._epoch = epoch
         self._rules = rules
@@ -171,6 +184,7 @@ class NodeService:
             config.transfer.canary_share if config.transfer is not None and rules.role is Role.DECODE else 0.0
         )
         self._canary = engine.canary = Canary(engine.scheduler, engine.runner, share)
+        self._encoders = encoders
         self._desk = GrammarDesk(grammars, config.timeouts.grammar_s, mailbox.put)
         self._kept = KeptAnswers(config.answers, self._send_chunks, clock)
         self._live = LiveRequests()
@@ -277,6 +291,7 @@ class NodeService:
                 line_gaps=self._line.gaps,
                 kv_checks=self._canary.checked,
                 wrong_kv=self._canary.wrong,
+                encoder_fallbacks=self._encoders.fallbacks if self._encoders is not None else None,
             ),
             detail=failure or "",
             tiers=transfer.tiers if transfer else [],
@@ -323,6 +338,8 @@ class NodeService:
         if self._news is not None:
             self._news.stop()
         self._desk.close()
+        if self._encoders is not None:
+            self._encoders.close()
 
     # --- the step thread (engine.loop.LoopHost)
 
@@ -357,6 +374,8 @@ class NodeService:
             case GrammarReady():
                 if self._desk.forget(item.request_id):
                     self._go_on(item)
+            case RowsCame():
+                self._engine.scheduler.rows_came(item.identifier, item.rows)
             case TurnEnded():
                 self._engine.scheduler.turn_ended(item.job_id, item.request_id, item.called)
             case Drain():
@@ -376,6 +395,8 @@ class NodeService:
         self._read_at = now
         for request_id, error in self._desk.overdue(now):
             self._go_on(GrammarReady(request_id, error))
+        if self._encoders is not None:
+            self._encoders.look(now)
         for live in self._live.overdue(now):
             late = DeadlineExceeded(
                 f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node"
@@ -388,6 +409,7 @@ class NodeService:
             self._live.seconds_until_due(now),
             self._desk.seconds_until_due(now),
             self._engine.scheduler.seconds_until_sweep(),
+            self._encoders.seconds_until_due(now) if self._encoders is not None else None,
         )
         return min((due for due in dues if due is not None), default=None)
 
@@ -490,11 +512,21 @@ class NodeService:
         if grammar is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             self._desk.begin(request.request_id, grammar, now)
         self._live.begin(submit, now)
+        if submit.encoders and self._encoders is not None:
+            self._ask_encoders(submit, self._encoders)
         logger.debug("%s: taken, %d tokens", submit.request_id, request.num_tokens)
         self._quiet.clear()
         if submit.trace:
             self._tracer.admitted(submit)
             self._engine.tracer = self._tracer
+
+    def _ask_encoders(self, submit: Submit, encoders: EncoderDesk) -> None:
+        wanted: defaultdict[int, list[MediaFeature]] = defaultdict(list)
+        for part in self._engine.scheduler.expect_rows(submit.request_id):
+            wanted[part.image].append(part)
+        for image, parts in wanted.items():
+            digest = parts[0].identifier.rpartition("/")[0]
+            encoders.ask(submit.encoders[image], digest, submit.images[image], parts)
 
     def _go_on(self, ready: GrammarReady) -> None:
         """A request that waited for its grammar runs, or ends if it cannot."""

@@ -69,6 +69,7 @@ def node_counters(
     line_gaps: int,
     kv_checks: int,
     wrong_kv: Mapping[str, int],
+    encoder_fallbacks: Mapping[str, int] | None = None,
 ) -> NodeCounters:
     """`transfer`: None for a node that neither sends nor receives KV. The scheduler's counters are taken by their names."""
     moved = transfer if transfer is not None else TransferStats()
@@ -97,4 +98,5 @@ def node_counters(
         wrong_kv=dict(Counter(moved.wrong_kv) + Counter(wrong_kv)),
         transfer_wait_seconds=dict(moved.waits),
         kv_checks=kv_checks,
+        encoder_fallbacks=dict(encoder_fallbacks or {}),
     )

@@ -41,6 +41,7 @@ _PER_LABEL = {
     "transfer_blocks_freed": "by",
     "wrong_kv": "sender",
     "pins_ended": "why",
+    "encoder_fallbacks": "reason",
 }
 
 

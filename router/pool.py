@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tandem.router.config import Heartbeat
 from tandem.router.policy.shortlist import Shortlist
-from tandem.router.policy.types import NodeSnapshot, PoolSnapshot
+from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, first_by_rendezvous
 from tandem.router.rates import Average, NodeRateMeter
 from tandem.wire.listening import Listener
-from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role
+from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeSighting, NodeState, Role
 from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import NodeStatus
 from tandem.wire.versions import WIRE_VERSION, out_of_reach
@@ -95,6 +95,7 @@ class NodePool:
         # Those in view, by their model's content. There are two while a cluster goes over to another content, and a request
         # runs on nodes of one of them.
         self._shortlists: dict[str, Shortlist] = {}
+        self._encoders: dict[str, dict[str, NodeInfo]] = {}  # in view, by their model's content and their ids
         self._snapshot: PoolSnapshot | None = None
         self._block_sizes: tuple[int, ...] = ()
         self._checked_at: float | None = None
@@ -120,8 +121,9 @@ class NodePool:
     def max_model_len(self) -> int | None:
         """The shortest context of the nodes that requests may go to; of all members while there is none."""
         if not self._knows_max_model_len:
-            infos = [member.info for member in self._members.values() if member.view is not None]
-            infos = infos or [member.info for member in self._members.values()]
+            members = [each for each in self._members.values() if each.info.role in ENGINE_ROLES]
+            infos = [member.info for member in members if member.view is not None]
+            infos = infos or [member.info for member in members]
             self._max_model_len = min((info.max_model_len for info in infos), default=None)
             self._knows_max_model_len = True
         return self._max_model_len
@@ -130,7 +132,7 @@ class NodePool:
         """What the members' model makes vectors by: nodes that work together have one model."""
         views = self.snapshot().prompt_readers
         infos = [view.info for view in views] or [member.info for member in self._members.values()]
-        return next((info.vectors for info in infos), None)
+        return next((info.vectors for info in infos if info.role in ENGINE_ROLES), None)
 
     def adapters(self) -> Mapping[str, str]:
         """The LoRA adapters that every node in view has, with the same weights: their digests by name. One that some nodes do not have
@@ -163,7 +165,9 @@ class NodePool:
                 logger.error("node %s gets no requests: %s", info.node_id, why)
         for member in self._members.values():
             member.foreign = self._foreign(member)
-        self._block_sizes = tuple({member.info.block_size for member in self._members.values()})
+        self._block_sizes = tuple(
+            {each.info.block_size for each in self._members.values() if each.info.role in ENGINE_ROLES}
+        )
         self.oldest_version = min(
             (member.info.wire_version for member in self._members.values()), default=WIRE_VERSION
         )
@@ -315,6 +319,8 @@ class NodePool:
 
     def _is_replaceable(self, member: Member) -> bool:
         """Whether another node in view does the same work."""
+        if member.info.role is Role.ENCODE:
+            return True  # nodes that read prompts encode images, too
         shortlist = self.shortlist_of(member.info.content)
         lane = shortlist.prefill if member.info.role is Role.PREFILL else shortlist.decode
         return len(lane.views) > (member.info.node_id in lane.views)
@@ -368,6 +374,9 @@ class NodePool:
         else:
             pending = len(member.pending), member.pending_tokens, member.pending_blocks
             member.view = view = NodeSnapshot(info, status, member.meter.rates, *pending)
+            if info.role is Role.ENCODE:
+                self._encoders.setdefault(info.content, {})[info.node_id] = info
+                return
             shortlist = self._shortlists.get(info.content)
             if shortlist is None:
                 shortlist = self._shortlists[info.content] = Shortlist()
@@ -377,7 +386,21 @@ class NodePool:
             self._knows_max_model_len = False
             self._adapters = None
 
+    def encoders_for(self, content: str, digests: Iterable[str]) -> list[NodeInfo]:
+        """For each image an encoder node in view, always the same one as long as it is: it has the rows of an image that it met before.
+        None where there are no such nodes."""
+        there = self._encoders.get(content)
+        if not there:
+            return []
+        return [there[first_by_rendezvous(there, digest)] for digest in digests]
+
     def _drop(self, info: NodeInfo) -> None:
+        if info.role is Role.ENCODE:
+            if (there := self._encoders.get(info.content)) is not None:
+                there.pop(info.node_id, None)
+                if not there:
+                    del self._encoders[info.content]
+            return
         shortlist = self.shortlist_of(info.content)
         shortlist.drop(info)
         if not shortlist.decode.views and not shortlist.prefill.views:
@@ -477,7 +500,7 @@ class NodePool:
     def _changed(self, member: Member | None = None) -> None:
         """Whether requests go to this node, or to any, may have changed."""
         if member is None:
-            writers = [each for each in self._members.values() if each.info.role is not Role.PREFILL]
+            writers = [each for each in self._members.values() if each.info.role.writes_answers]
             self.is_paused = bool(self.paused and writers) and all(map(self._is_held_back, writers))
         for each in self._members.values() if member is None else (member,):
             self._look_at(each)

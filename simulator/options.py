@@ -15,7 +15,7 @@ from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.simulator.costs import CostModel, read_costs
 from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic, rows_of_steps
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import ENGINE_ROLES, Role
 
 
 def add_costs(parser: argparse.ArgumentParser, title: str = "nodes", *, required: bool = True) -> None:
@@ -139,7 +139,7 @@ def slo_of(options: argparse.Namespace, config: TandemConfig) -> tuple[TandemCon
 def money(text: str) -> Mapping[str, float]:
     """`prefill=2.5,decode=1`: what a node of each role costs in an hour."""
     costs: dict[str, float] = {}
-    roles = [role.value for role in Role]
+    roles = [role.value for role in ENGINE_ROLES]
     for pair in text.split(","):
         name, _, value = pair.strip().partition("=")
         try:

@@ -31,7 +31,7 @@ from tandem.simulator.planner import Evaluate, Plan, Planner, PoolSizes, Trial, 
 from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
 from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import ENGINE_ROLES, Role
 
 MOST_ROWS = 16
 Configure = Callable[[Mapping[str, str]], TandemConfig]
@@ -144,8 +144,8 @@ def least_work(costs: Mapping[Role, CostModel], traffic: PlayedTraffic) -> dict[
         known = (len(row.blocks) - len(new)) * traffic.block_tokens
         to_read += max(1, row.input_tokens - known)
         to_write += max(0, row.output_tokens - 1)
-    reading = {role: to_read * _best_rate(costs[role], reads=True) for role in Role}
-    writing = {role: to_write * _best_rate(costs[role], reads=False) for role in Role}
+    reading = {role: to_read * _best_rate(costs[role], reads=True) for role in ENGINE_ROLES}
+    writing = {role: to_write * _best_rate(costs[role], reads=False) for role in ENGINE_ROLES}
     return {
         Role.PREFILL: reading[Role.PREFILL],
         Role.DECODE: writing[Role.DECODE],

@@ -14,7 +14,7 @@ import msgspec
 from tandem.cluster.config import PoolConfig, PoolsConfig
 from tandem.simulator.outcome import SimulationReport
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import ENGINE_ROLES, Role
 
 # Settings that may serve a traffic better than the defaults do, one after another on top of what has won so far.
 VARIANTS: tuple[Mapping[str, str], ...] = (
@@ -51,14 +51,14 @@ class PoolSizes(msgspec.Struct, frozen=True, order=True):
         return msgspec.structs.replace(self, **{role.value: size})
 
     def pools(self) -> PoolsConfig:
-        prefill, decode, aggregated = (PoolConfig(nodes=self.of(role)) for role in Role)
+        prefill, decode, aggregated = (PoolConfig(nodes=self.of(role)) for role in ENGINE_ROLES)
         return PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated)
 
     def cost(self, money: Mapping[str, float]) -> float:
-        return math.fsum(self.of(role) * money[role.value] for role in Role)
+        return math.fsum(self.of(role) * money[role.value] for role in ENGINE_ROLES)
 
     def __str__(self) -> str:
-        return ", ".join(f"{self.of(role)} {role.value}" for role in Role if self.of(role))
+        return ", ".join(f"{self.of(role)} {role.value}" for role in ENGINE_ROLES if self.of(role))
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -186,7 +186,7 @@ class Planner:
             if self._is_enough(other) and other.attainment > trial.attainment + WORTH:
                 trial = other
         if trial.settings:
-            for role in Role:
+            for role in ENGINE_ROLES:
                 while (size := trial.layout.of(role)) > 1:
                     fewer = self._try(trial.layout.with_size(role, size - 1), trial.settings)
                     if not self._is_enough(fewer):
@@ -215,7 +215,7 @@ class Planner:
         if len(kinds) == 1:
             other = "separate pools" if chosen.layout.aggregated else "aggregated nodes"
             yield f"{other} do not keep the limits at any size up to {self._most}"
-        for role in Role:
+        for role in ENGINE_ROLES:
             size = chosen.layout.of(role)
             fewer = self._trials.get(
                 (chosen.layout.with_size(role, size - 1), tuple(sorted(chosen.settings.items())))

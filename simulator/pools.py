@@ -19,7 +19,7 @@ from tandem.simulator.costs import CostModel
 from tandem.simulator.network import Network
 from tandem.simulator.node import SimulatedNode
 from tandem.simulator.outcome import AnswerLog, NodeLoad, SizeChange
-from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeStatus, TokenBatch
 
 _RULES: Mapping[Role, Callable[[], RoleRules]] = {
@@ -68,7 +68,7 @@ class SimulatedPools:
         self._free: list[Role] = []  # machines that had a node of this role
         self._count = 0
         self._loop = asyncio.get_running_loop()
-        self._pools = {role: _SimulatedPool(role, config.pools.of(role).first_size) for role in Role}
+        self._pools = {role: _SimulatedPool(role, config.pools.of(role).first_size) for role in ENGINE_ROLES}
         self._tasks: set[asyncio.Task[None]] = set()
         self._gone: list[NodeLoad] = []
         self.changes: list[SizeChange] = []

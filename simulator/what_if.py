@@ -23,7 +23,7 @@ from tandem.simulator.show import progress
 from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
 from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import ENGINE_ROLES, Role
 
 # Between two of the requests that fill the caches before the traffic begins.
 _WARM_GAP_S = 0.5
@@ -164,7 +164,7 @@ def alternatives(there: PoolSizes) -> Iterator[tuple[str, PoolSizes]]:
     elif there.aggregated > 1 and not there.decode:
         prefill = total // 2
         yield f"{prefill} prefill and {total - prefill} decode", PoolSizes(prefill, total - prefill)
-    for role in Role:
+    for role in ENGINE_ROLES:
         if there.of(role):
             yield f"one more {role.value} node", there.with_size(role, there.of(role) + 1)
 

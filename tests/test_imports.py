@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "node": {"engine", "kvtransfer", "machine", "wire"},
     "prefill_node": {"node", "engine", "kvtransfer", "wire"},
     "decode_node": {"node", "engine", "kvtransfer", "wire"},
+    "encode_node": {"engine", "machine", "node", "wire"},
     "simulator": {
         "cluster.api_client",
         "cluster.config",
@@ -65,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cluster": {
         "decode_node",
+        "encode_node",
         "engine",
         "kernels",
         "kvtransfer",

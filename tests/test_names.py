@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = (
     "cluster",
     "decode_node",
+    "encode_node",
     "engine",
     "kernels",
     "kvtransfer",

@@ -16,6 +16,7 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     prefix_hashes   what routers and nodes call a prompt's blocks when they speak of caches
     lines       numbers on all of these, so that a lost message is noticed and sent again
     tracing     node -> router: where a traced request's time went, and by which clock
+    encoding    node -> encoder node: which rows of images are wanted, and the rows
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
     sharing     node -> node: how one copies KV out of another's tier in host memory
     progress    what a long work says of itself, and for how long it has said nothing new

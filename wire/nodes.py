@@ -16,6 +16,15 @@ class Role(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "aggregated"  # does both; never sends KV away
+    ENCODE = "encode"  # makes rows of images for the nodes that read prompts, and runs no requests
+
+    @property
+    def writes_answers(self) -> bool:
+        return self in (Role.DECODE, Role.AGGREGATED)
+
+
+# Of nodes that run requests.
+ENGINE_ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 
 
 class NodeState(enum.StrEnum):
@@ -34,7 +43,9 @@ class NodeInfo(msgspec.Struct, frozen=True):
     request_endpoint: (
         str  # where routers send Submit, Cancel and Ping; its key is the node's in every connection
     )
-    peer_endpoint: str  # where other nodes send handoff messages; "" when there is no connector
+    peer_endpoint: (
+        str  # where other nodes send handoff messages, or images to encode; "" when there is no connector
+    )
     model: str
     max_model_len: int
     block_size: int

@@ -73,6 +73,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     job_id: str | None = None  # the agent's work that it is a turn of, unlike that of any other tenant
     is_last_step: bool = False  # of that job: no further turn follows
     embeds: PromptEmbeds | None = None  # in the place of the whole prompt's tokens
+    encoders: list[
+        PeerAddress
+    ] = []  # for each image the encoder node that has its rows, or makes them; none: this node does
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -222,6 +225,9 @@ class NodeCounters(msgspec.Struct, frozen=True):
     preemptions: int = 0
     encoder_tokens: int = 0  # tokens of images that the vision tower made here
     encoder_tokens_reused: int = 0  # that prompts found made already
+    encoder_tokens_received: int = 0  # that an encoder node made for a prompt here
+    encoder_tokens_sent: int = 0  # of an encoder node: to nodes that read prompts
+    encoder_fallbacks: dict[str, int] = {}  # images that this node encoded because no rows came, by why
     pins_made: int = 0  # turns that kept their blocks for their job's next turn
     pins_met: int = 0  # of these: the next turn came in time, and began as they did
     pins_ended: dict[str, int] = {}  # by why

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to", choices=[kind.value for kind in ProcessKind], action="append", metavar="KIND",
-        help="prefill, decode, aggregated, router or controller; may be repeated (default: nodes and the controller, and "
+        help="prefill, decode, aggregated, encode, router or controller; may be repeated (default: nodes and the controller, and "
         "routers where there are several)",
     )  # fmt: skip
     parser.add_argument(

@@ -20,6 +20,7 @@ class ProcessKind(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "aggregated"
+    ENCODE = "encode"
     ROUTER = "router"
     CONTROLLER = "controller"
 

@@ -78,7 +78,7 @@ def add_commands(commands: Any) -> None:
             "names",
             nargs="*",
             metavar="NAME",
-            help="a pool (prefill, decode, aggregated) or a node; none: all",
+            help="a pool (prefill, decode, aggregated, encode) or a node; none: all",
         )
         add_address(command)
         add_router(command)

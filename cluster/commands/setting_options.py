@@ -21,6 +21,7 @@ _SETTING_FLAGS = {
     "--prefill": ("pools.prefill", "N", "nodes that read prompts (default 1)"),
     "--decode": ("pools.decode", "N", "nodes that write answers (default 1)"),
     "--aggregated": ("pools.aggregated", "N", "instead of the two: nodes that do both"),
+    "--encode": ("pools.encode", "N", "nodes that encode images, for a model that reads them (default 0)"),
     "--host": ("router.host", "ADDRESS", "where the router listens (default 127.0.0.1)"),
     "--name": ("name", "NAME", "of this deployment, among those on one Ray cluster (default tandem)"),
     "--port": ("router.port", "P", "where the router listens (default 8000; 0 takes a free one)"),

@@ -18,7 +18,7 @@ from tandem.cluster.launcher import Host, NodeHandle, RouterHandle
 from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.exchange import only_with
 from tandem.cluster.on_ray.hosts import ray_nodes
-from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
+from tandem.cluster.on_ray.node_actor import DecodeActor, EncodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY
 from tandem.cluster.tasks import cancel, first_of, has_ended
@@ -37,6 +37,7 @@ _NODE_ACTORS: dict[Role, Any] = {
     Role.PREFILL: PrefillActor,
     Role.DECODE: DecodeActor,
     Role.AGGREGATED: DecodeActor,
+    Role.ENCODE: EncodeActor,
 }
 _PROGRESS_WAIT_S = 10.0
 _HOLD_S = 60.0

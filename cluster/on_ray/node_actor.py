@@ -1,5 +1,5 @@
-"""A node as a Ray actor: the host's methods, nothing added. It knows both kinds of node, because one may become the
-other with the weights that it has loaded; what a process is called says as what it began."""
+"""A node as a Ray actor: the host's methods, nothing added. It knows all kinds of node, because one may become
+another with the weights that it has loaded; what a process is called says as what it began."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from tandem.cluster.models.adapters import find_adapter_here
 from tandem.cluster.models.store import find_model_here
 from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.node.config import NodeConfig
-from tandem.node.hosting import NodeHost
-from tandem.node.node import Node
+from tandem.node.hosting import HostedNode, NodeHost
 from tandem.wire.nodes import Role
 
 
-def make_node(config: NodeConfig) -> Node:
+def make_node(config: NodeConfig) -> HostedNode:
     # Imported here, in the node's own process: they take seconds.
     if config.role is Role.PREFILL:
         from tandem.prefill_node.node import PrefillNode
 
         return PrefillNode(config)
+    if config.role is Role.ENCODE:
+        from tandem.encode_node.node import EncodeNode
+
+        return EncodeNode(config)
     from tandem.decode_node.node import DecodeNode
 
     return DecodeNode(config)
@@ -39,4 +42,9 @@ class PrefillActor(_NodeActor):
 
 @ray.remote(max_concurrency=16, max_restarts=0)
 class DecodeActor(_NodeActor):
+    pass
+
+
+@ray.remote(max_concurrency=16, max_restarts=0)
+class EncodeActor(_NodeActor):
     pass

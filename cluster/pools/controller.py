@@ -181,7 +181,7 @@ class Controller:
         return router is not None and router.phase is ProcessPhase.READY
 
     def _writers(self) -> list[NodeSupervisor]:
-        return [node for node in self._fleet.nodes.values() if node.config.role is not Role.PREFILL]
+        return [node for node in self._fleet.nodes.values() if node.config.role.writes_answers]
 
     def _is_answering(self) -> bool:
         """False: it may still come to that. Raises Unavailable as soon as it will not, whatever else is still starting."""
@@ -452,7 +452,7 @@ class Controller:
             ):
                 await self._pools.changed.wait()
 
-        if node.role is not Role.PREFILL:
+        if node.role.writes_answers:
             with contextlib.suppress(DeadlineExceeded):
                 await self._clock.within(limit_s, another(), "starting another node that writes answers")
 
@@ -521,6 +521,11 @@ class Controller:
 
     def _check_alike(self, before: Role, after: Role) -> None:
         """A process goes on with the environment, the model and the KV cache's blocks that it has."""
+        if Role.ENCODE in (before, after):
+            raise ConfigurationError(
+                f"an encoder node has a vision tower alone, and no other node becomes one: scale {before.value} down and "
+                f"{after.value} up"
+            )
         for name, what in (
             ("env", "a process keeps the environment that it started with"),
             ("cache", "a node keeps the blocks that it started with"),
@@ -540,7 +545,7 @@ class Controller:
 
     @staticmethod
     def _wanted_writers(current: ClusterState) -> int:
-        sizes = (current.sizes[role] for role in Role if role is not Role.PREFILL)
+        sizes = (current.sizes[role] for role in Role if role.writes_answers)
         return sum(1 if size is None else size for size in sizes)
 
     def _check_writers(self, new: ClusterState) -> None:
@@ -563,7 +568,7 @@ class Controller:
         """Its pool can do without it."""
         role = record.role
         self._check_limits(role, self._wanted(role) - 1)
-        if role is Role.PREFILL:
+        if not role.writes_answers:
             return
         if not any(
             node.name != record.node_id and node.phase is ProcessPhase.READY for node in self._writers()

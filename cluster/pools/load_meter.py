@@ -65,13 +65,15 @@ class LoadMeter:
         return PoolLoad(
             at=now,
             nodes=len(statuses),
-            reads_prompts=role is not Role.DECODE or alone,
-            writes_tokens=role is not Role.PREFILL,
+            reads_prompts=role not in (Role.DECODE, Role.ENCODE) or (alone and role is Role.DECODE),
+            writes_tokens=role.writes_answers,
             queue_s=waiting / (rate * len(statuses)) if rate else 0.0,
             busy=_mean(work.busy for work in works),
             blocks=_mean(1 - status.room_blocks / max(1, status.total_blocks) for status in statuses),
             step_s=_mean(stepping),
-            wait_s=0.0 if role is Role.PREFILL else max(router_wait_s, _mean(map(_wait_for_room, statuses))),
+            wait_s=0.0
+            if not role.writes_answers
+            else max(router_wait_s, _mean(map(_wait_for_room, statuses))),
         )
 
     def _work(self, now: float, status: NodeStatus) -> _Work | None:

@@ -32,7 +32,7 @@ from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
 # Where cores do not divide evenly, the prefill node gets the odd one: it computes, the others mostly wait for memory.
-_ROLE_ORDER = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+_ROLE_ORDER = (Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ENCODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,9 @@ def _seats(host: Host, pools: PoolsConfig) -> list[Seat]:
         # Machines that offer places of every kind hold nodes of one layout all the same.
         together = pools.aggregated.first_size > 0
         counts = {
-            role: host.slots.get(role, 0) if (role is Role.AGGREGATED) is together else 0
+            role: host.slots.get(role, 0)
+            if (pools.encode.first_size > 0 if role is Role.ENCODE else (role is Role.AGGREGATED) is together)
+            else 0
             for role in _ROLE_ORDER
         }
     roles = [role for role in _ROLE_ORDER for _ in range(counts[role])]
@@ -217,7 +219,7 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
             ),
             cache=replace(engine.cache, memory_share=placement.memory_share),
         ),
-        transfer=None if role is Role.AGGREGATED else transfer,
+        transfer=transfer if role in (Role.PREFILL, Role.DECODE) else None,
         timeouts=config.timeouts.nodes,
         answers=config.answers,
         logs=config.logs,

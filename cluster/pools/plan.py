@@ -100,7 +100,7 @@ def next_change(
 def surge(config: TandemConfig, state: ClusterState, role: Role) -> int:
     """How many nodes more than its size a pool has, while some of them are to be replaced. One that follows the machines fills
     them already."""
-    if state.rollout is None or state.sizes[role] is None:
+    if state.rollout is None or state.sizes.get(role, 0) is None:
         return 0
     return min(config.rollout.surge, len(state.outdated(role)))
 
@@ -110,7 +110,7 @@ def _index(node: NodeRecord) -> int:
 
 
 def wanted_size(state: ClusterState, hosts: Sequence[Host], role: Role) -> int:
-    size = state.sizes[role]
+    size = state.sizes.get(role, 0)  # of a version that did not know this pool
     if size is not None:
         return size
     offered = sum(1 if host.slots is None else host.slots.get(role, 0) for host in hosts)

@@ -74,7 +74,7 @@ def next_step(config: RolloutConfig, state: ClusterState, hosts: Sequence[Host],
     if (router_step := _of_routers(state, facts)) is not None:
         return router_step
     waits: list[str] = []
-    for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL):
+    for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL, Role.ENCODE):
         step = _in_pool(config, state, hosts, facts, role)
         if isinstance(step, Replace):
             is_slow = facts.oldest_wait_s > facts.longest_wait_s
@@ -138,7 +138,7 @@ def _in_pool(
 
 def _waits_for_writers(state: ClusterState, facts: RolloutFacts) -> bool:
     """KV of a new content is of no use before a node of that content decodes."""
-    writers = [node for node in state.nodes if node.role is not Role.PREFILL and not node.leaving]
+    writers = [node for node in state.nodes if node.role.writes_answers and not node.leaving]
     new = [node for node in writers if node.revision == state.revision.number]
     return len(new) < len(writers) and not any(node.node_id in facts.ready for node in new)
 
@@ -146,10 +146,10 @@ def _waits_for_writers(state: ClusterState, facts: RolloutFacts) -> bool:
 def most_unavailable(config: RolloutConfig, state: ClusterState, wanted: int, role: Role) -> int:
     if config.max_unavailable is not None:
         return config.max_unavailable
-    # Without prefill nodes decode nodes read prompts themselves.
-    can_do_without = wanted > 1 or role is Role.PREFILL
+    # Without prefill nodes decode nodes read prompts themselves, and without encoder nodes prompts' nodes encode images.
+    can_do_without = wanted > 1 or not role.writes_answers
     is_full = (
-        state.sizes[role] is None
+        state.sizes.get(role, 0) is None
         or config.surge == 0
         or any(node.placement is None for node in state.staying(role))
     )

@@ -16,7 +16,7 @@ from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted, format_size
 from tandem.cluster.labels import matches
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import ENGINE_ROLES, Role
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -70,7 +70,10 @@ def check_memory(config: TandemConfig, free: int | None, weights: int, *, on_cpu
     counts = {role: size for role in Role if (size := config.pools.of(role).last_size)}
     nodes = sum(counts.values())
     tiers_of = {role: config.engine_of(role).cache.host_bytes_of_tiers for role in counts}
-    cache_of = {role: (config.engine_of(role).cache.memory_bytes or 0) if on_cpu else 0 for role in counts}
+    cache_of = {
+        role: (config.engine_of(role).cache.memory_bytes or 0) if on_cpu and role in ENGINE_ROLES else 0
+        for role in counts
+    }
     with_weights = NODE_BYTES + (int(weights * _PACKED) if on_cpu else 0)
     needed = AROUND_BYTES + sum(
         size * (with_weights + tiers_of[role] + cache_of[role]) for role, size in counts.items()
@@ -106,7 +109,7 @@ def _rounded_down(size: int) -> str:
     return f"{size * 10 // _GIB / 10:.1f}GiB" if size >= _GIB else f"{size // _MIB}MiB"
 
 
-ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ENCODE)
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -5,28 +5,42 @@ image, and makes room, the longest unused first, when there is no other. Between
 of and no other, so requests never wait for each other in a circle.
 
 A step encodes so many tokens of images at most; a part that is larger is encoded in a step of its own.
+
+Rows of a part may be on their way from an encoder node. Until they are here no step computes what needs them, and none encodes the part.
+When it is said that they do not come, the part is encoded here as any other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from tandem.engine.request import Request
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import InternalError
 from tandem.wire.images import MediaFeature
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """A part of an image that a step encodes."""
+    """A part of an image that a step encodes, or whose rows have come."""
 
     identifier: str
     file: bytes  # the whole image's
     part: int
     length: int  # tokens that it becomes
     columns: int = 0  # see MediaFeature
+    rows: PromptEmbeds | None = None  # as an encoder node made them; None: they are made here
+
+
+@dataclasses.dataclass(slots=True)
+class _Coming:
+    """Rows on their way from an encoder node, or here and not used yet."""
+
+    length: int
+    wanted_by: set[str]
+    rows: PromptEmbeds | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,7 +53,7 @@ class EncoderCache:
     def __init__(self, capacity: int, tokens_per_step: int) -> None:
         self.capacity = capacity
         self.tokens_per_step = tokens_per_step
-        self.encoded_tokens = self.reused_tokens = 0
+        self.encoded_tokens = self.reused_tokens = self.received_tokens = 0
         self._entries: dict[str, _Entry] = {}
         self._unheld: OrderedDict[str, None] = OrderedDict()  # of these, the longest unused first
         self._held_by: dict[str, set[str]] = {}  # what each request holds
@@ -48,9 +62,55 @@ class EncoderCache:
         self._left = tokens_per_step  # that this step may still encode
         self._begun: dict[str, EncoderInput] = {}  # what this step encodes
         self._forgotten: list[str] = []
+        self._coming: dict[str, _Coming] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    # --- rows from elsewhere
+
+    def expect(self, request_id: str, parts: Iterable[MediaFeature]) -> list[MediaFeature]:
+        """The request waits for rows of these parts, but for those that are here. Returns the parts that are to be asked for. So many tokens'
+        worth as the cache has may be on their way beside it; parts beyond that are not waited for, but encoded here."""
+        asked: list[MediaFeature] = []
+        for part in parts:
+            coming = self._coming.get(part.identifier)
+            if coming is not None:
+                coming.wanted_by.add(request_id)
+            elif part.identifier not in self._entries and self._on_their_way + part.length <= self.capacity:
+                self._coming[part.identifier] = _Coming(part.length, {request_id})
+                asked.append(part)
+        return asked
+
+    @property
+    def _on_their_way(self) -> int:
+        return sum(coming.length for coming in self._coming.values())
+
+    def came(self, identifier: str, rows: PromptEmbeds) -> None:
+        coming = self._coming.get(identifier)
+        if coming is not None:  # else they are not wanted any more
+            coming.rows = rows
+
+    def will_not_come(self, identifier: str) -> None:
+        coming = self._coming.get(identifier)
+        if coming is not None and coming.rows is None:
+            del self._coming[identifier]
+
+    def awaits(self, request: Request, at: int) -> bool:
+        """Whether the token at this place needs rows that are on their way."""
+        return any(
+            (coming := self._coming.get(feature.identifier)) is not None and coming.rows is None
+            for feature in _features(request, at, 1)
+        )
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        for identifier, coming in list(self._coming.items()):
+            coming.wanted_by.discard(request_id)
+            if not coming.wanted_by:
+                del self._coming[identifier]
+
+    # --- steps
 
     def begin_step(self, most: float) -> None:
         """`most`: tokens that this step may encode, if fewer than others."""
@@ -59,20 +119,22 @@ class EncoderCache:
     def cap(self, request: Request, start: int, num_new: int) -> int:
         """How many of the tokens from `start` on can be computed: up to the first part for which this step, or the cache, has no room."""
         left, room = self._left, self.capacity - self._held
-        coming: set[str] = set()
-        encodes = bool(self._begun)
+        taken: set[str] = set()
+        encodes = any(one.rows is None for one in self._begun.values())
         for feature in _features(request, start, num_new):
             entry = self._entries.get(feature.identifier)
-            if feature.identifier in coming or (entry is not None and entry.holders):
+            if feature.identifier in taken or (entry is not None and entry.holders):
                 continue
-            fits = feature.length <= room
-            if entry is None:
+            coming = self._coming.get(feature.identifier)
+            is_made_here = entry is None and coming is None
+            fits = feature.length <= room and (coming is None or coming.rows is not None)
+            if is_made_here:
                 fits = fits and (feature.length <= left or not encodes)
             if not fits:
                 return max(feature.offset - start, 0)
             room -= feature.length
-            coming.add(feature.identifier)
-            if entry is None:
+            taken.add(feature.identifier)
+            if is_made_here:
                 left -= feature.length
                 encodes = True
         return num_new
@@ -98,14 +160,19 @@ class EncoderCache:
         self._make_room(feature.length)
         self._entries[feature.identifier] = _Entry(feature.length)
         self._used += feature.length
-        self._left -= feature.length
-        self.encoded_tokens += feature.length
+        coming = self._coming.pop(feature.identifier, None)
+        if coming is not None:
+            self.received_tokens += feature.length
+        else:
+            self._left -= feature.length
+            self.encoded_tokens += feature.length
         self._begun[feature.identifier] = EncoderInput(
             feature.identifier,
             request.images[feature.image],
             feature.part,
             feature.length,
             feature.columns,
+            coming.rows if coming is not None else None,
         )
 
     def _hold(self, request_id: str, identifier: str) -> None:
@@ -165,6 +232,8 @@ class EncoderCache:
                 raise InternalError(f"{request_id} holds encoded images and does not run")
             if not held <= _entered(request):
                 raise InternalError(f"{request!r} holds encoded images that its next token does not need")
+        if both := self._coming.keys() & self._entries.keys():
+            raise InternalError(f"rows are here and on their way: {', '.join(sorted(both))}")
         for identifier, entry in self._entries.items():
             holders = {one for one, held in self._held_by.items() if identifier in held}
             if entry.holders != holders or (not holders) != (identifier in self._unheld):

@@ -136,6 +136,9 @@ class AdmissionPhase:
         if state.encoded is not None and request.has_images:
             encodable = state.encoded.cap(request, num_computed, num_new)
             if encodable < num_new and not (encodable and config.chunked_prefill):
+                if state.encoded.awaits(request, num_computed + encodable):
+                    state.waiting.pass_over(request)
+                    return _Verdict.NEXT
                 step.held_back = (request.request_id, "no images can be encoded in this step")
                 return _Verdict.FULL
             num_new = encodable

@@ -8,7 +8,9 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.pins import Pins
 from tandem.engine.scheduling.state import SchedulerState
 from tandem.engine.scheduling.step import leave_steps
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import ContextLengthExceeded, InternalError, InvalidRequest, TandemError
+from tandem.wire.images import MediaFeature
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 
@@ -97,6 +99,25 @@ class Lifecycle:
                 "(cache.encoder_tokens)"
             )
 
+    def expect_rows(self, request_id: str) -> list[MediaFeature]:
+        """See Scheduler.expect_rows."""
+        state, request = self._state, self._state.requests.get(request_id)
+        if state.encoded is None or request is None or not request.has_images:
+            return []
+        _, num_cached = state.cache.find_prefix(request)
+        wanted = [each for each in request.media if each.offset + each.length > num_cached]
+        return state.encoded.expect(request_id, wanted)
+
+    def rows_came(self, identifier: str, rows: PromptEmbeds | None) -> None:
+        state = self._state
+        if state.encoded is None:
+            return
+        if rows is not None:
+            state.encoded.came(identifier, rows)
+        else:
+            state.encoded.will_not_come(identifier)
+        state.settled = False
+
     def preempt(self, request: Request) -> None:
         """A running request, already out of `running`, gives up its blocks and is computed again later."""
         self._state.cache.free(request)
@@ -168,6 +189,7 @@ class Lifecycle:
         state.cache.forget_uncomputed(request)
         if state.encoded is not None:
             state.encoded.release(request_id)
+            state.encoded.forget(request_id)
         del state.requests[request_id]
         state.finished_req_ids.add(request_id)
         state.settled = False

@@ -40,7 +40,9 @@ from tandem.engine.scheduling.transfers import TransferResults
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
 from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailurePolicy, SchedulerConnector
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.requests import TokenChunk
 
@@ -174,6 +176,15 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             self._state.waiting.wake(request)
             self._state.settled = False
+
+    def expect_rows(self, request_id: str) -> list[MediaFeature]:
+        """An encoder node makes the request's rows of images. Returns what it is to be asked for: the parts that are neither here, nor on
+        their way, nor in a prefix that is cached."""
+        return self._lifecycle.expect_rows(request_id)
+
+    def rows_came(self, identifier: str, rows: PromptEmbeds | None) -> None:
+        """Of a part of an image; None: they will not come."""
+        self._lifecycle.rows_came(identifier, rows)
 
     def schedule(self) -> SchedulerOutput:
         state = self._state
@@ -324,9 +335,9 @@ class Scheduler:
 
     def took(self, step: SchedulerOutput, seconds: float) -> None:
         """How long the model needed for a step: what the next ones are given of prompts follows from it."""
-        if step.encoder_inputs:
+        if made_here := sum(one.length for one in step.encoder_inputs if one.rows is None):
             # Most of it was the vision tower's: it says nothing of prompts' tokens.
-            self._tower_pace.took(sum(one.length for one in step.encoder_inputs), seconds)
+            self._tower_pace.took(made_here, seconds)
         elif step.num_prompt_tokens:
             self._pace.took(step.num_prompt_tokens, seconds)
             if self._state.connector is not None:
@@ -461,6 +472,7 @@ class Scheduler:
         if state.encoded is not None:
             totals.encoder_tokens = state.encoded.encoded_tokens
             totals.encoder_tokens_reused = state.encoded.reused_tokens
+            totals.encoder_tokens_received = state.encoded.received_tokens
         for name, value in dataclasses.asdict(pool.residency.totals).items():
             setattr(totals, name, value)
         return SchedulerStats(

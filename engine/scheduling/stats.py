@@ -38,6 +38,7 @@ class Totals(msgspec.Struct):
     loads_failed: int = 0
     encoder_tokens: int = 0  # tokens of images that the vision tower made
     encoder_tokens_reused: int = 0  # that were there from an earlier request
+    encoder_tokens_received: int = 0  # that an encoder node made
     pins_made: int = 0
     pins_met: int = 0  # the next turn came in time, and began as expected
     pins_ended: dict[str, int] = {}  # by why

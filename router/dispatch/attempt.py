@@ -68,12 +68,20 @@ class Attempt:
         return None
 
     def submits(
-        self, spec: SequenceSpec, tokens: list[int], reply_to: str, timeout_s: float
+        self,
+        spec: SequenceSpec,
+        tokens: list[int],
+        reply_to: str,
+        timeout_s: float,
+        encoders: Sequence[NodeInfo] = (),
     ) -> list[tuple[NodeInfo, Submit]]:
-        """The decode node's first: it reserves and registers while the prefill node's message is on its way."""
+        """The decode node's first: it reserves and registers while the prefill node's message is on its way. `encoders`: for each image,
+        told to the node that reads the prompt."""
         prefill, decode = self.prefill, self.decode
         source, mirror = _tier(self.decision.source), _tier(self.decision.mirror)
         cache_peers = CachePeers(source, mirror) if source or mirror else None
+
+        addresses = [PeerAddress(node.node_id, node.epoch, node.peer_endpoint) for node in encoders]
 
         def submit(transfer: KVTransferParams | None) -> Submit:
             keep = None
@@ -82,7 +90,18 @@ class Attempt:
                 is_sent_away = transfer is not None and transfer.role is TransferRole.PRODUCE
                 note = b"" if is_sent_away else spec.keep.note
                 keep = KeepAnswer(spec.keep.answer_id, self.number, note)
-            return submit_of(spec, self.request_id, reply_to, timeout_s, tokens, transfer, keep, cache_peers)
+            reads_prompt = transfer is None or transfer.role is TransferRole.PRODUCE
+            return submit_of(
+                spec,
+                self.request_id,
+                reply_to,
+                timeout_s,
+                tokens,
+                transfer,
+                keep,
+                cache_peers,
+                addresses if reads_prompt else (),
+            )
 
         if prefill is None or decode is None:
             return [(node, submit(None)) for node in self.nodes]
@@ -107,6 +126,7 @@ def submit_of(
     transfer: KVTransferParams | None = None,
     keep: KeepAnswer | None = None,
     cache_peers: CachePeers | None = None,
+    encoders: Sequence[PeerAddress] = (),
 ) -> Submit:
     """What a node is told of the request; with the defaults, what is the same for every attempt and node."""
     return Submit(
@@ -129,6 +149,7 @@ def submit_of(
         pooling=spec.pooling,
         job_id=spec.job_id,
         is_last_step=spec.is_last_step,
+        encoders=list(encoders),
     )
 
 

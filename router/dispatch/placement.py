@@ -125,7 +125,13 @@ class Placement(Generic[L]):
             spec.trace.attempt(attempt.request_id, attempt.nodes, attempt.decision.reason)
         remaining = max(0.0, spec.deadline - self.clock())
         prompt_tokens = len(spec.prompt_token_ids) + attempt.base
-        for node, message in attempt.submits(spec, tokens, self._links.endpoint, remaining):
+        encoders: list[NodeInfo] = []
+        if spec.images:
+            digests = [""] * len(spec.images)
+            for part in spec.media:
+                digests[part.image] = part.identifier.rpartition("/")[0]
+            encoders = self._pool.encoders_for(attempt.nodes[0].content, digests)
+        for node, message in attempt.submits(spec, tokens, self._links.endpoint, remaining, encoders):
             try:
                 attempt.sent[node] = self._links.submit(node, message)
             except NodeLost as error:

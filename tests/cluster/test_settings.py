@@ -112,7 +112,7 @@ MISTAKES = [
     ("model: ''", "FILE: model.path must not be empty, not ''"),
     (
         "pools: {prefill: 0, decode: 0}",
-        "FILE: pools.prefill.nodes and every other pool is 0: no node would answer; "
+        "FILE: pools.prefill.nodes and every other pool that answers is 0: no node would answer; "
         "set prefill and decode to at least 1 each, or aggregated",
     ),
     ("pools: {decode: 0}", "FILE: pools.decode.nodes is 0, but pools.prefill is 1: set it to at least 1"),
@@ -196,6 +196,23 @@ MISTAKES = [
     (
         "pools: {prefill: 0, decode: 0, aggregated: {nodes: 1, transfer_options: {backend: UCX}}}",
         "FILE: pools.aggregated.transfer_options is set, but nodes that do both transfer nothing: leave it out",
+    ),
+    (
+        "pools: {encode: {nodes: 1, transfer_options: {backend: UCX}}}",
+        "FILE: pools.encode.transfer_options is set, but nodes that encode images transfer nothing: leave it out",
+    ),
+    (
+        "pools: {encode: {nodes: 1, max: 2}}",
+        "FILE: pools.encode.max is 2, but this pool is not scaled by its load: leave it out",
+    ),
+    (
+        "pools: {encode: {nodes: 1, tensor_parallel: 2}}",
+        "FILE: pools.encode.tensor_parallel is 2, but a vision tower is not cut: set it to 1, and pools.encode.nodes to more",
+    ),
+    (
+        "pools: {prefill: 0, decode: 0, encode: 1}",
+        "FILE: pools.prefill.nodes and every other pool that answers is 0: no node would answer; "
+        "set prefill and decode to at least 1 each, or aggregated",
     ),
     (
         "pools: {decode: {cache: {block_size: 24}}}",

@@ -40,6 +40,7 @@ _replace = msgspec.structs.replace
 OWN_CLUSTERS = {
     "test_adapters_at_run_time.py",
     "test_cluster_on_ray.py",
+    "test_encoder_nodes.py",
     "test_guides_run.py",
     "test_head_away.py",
     "test_killed_controllers.py",

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.nodes import Role
 from tests.router.conftest import StartRouter
 
 
@@ -43,7 +44,7 @@ def test_without_a_limit_the_answer_may_fill_the_context(
     start_router: StartRouter, tokenizer: Tokenizer
 ) -> None:
     router = start_router(prefill=0, decode=0)
-    router.add("d0", "decode", max_model_len=40)  # type: ignore[arg-type]
+    router.add("d0", Role.DECODE, max_model_len=40)
     router.wait_ready()
     body = router.chat("hi").json()
     assert body["usage"]["total_tokens"] == 40

@@ -14,6 +14,7 @@ import pytest
 from tandem.router.config import Limits, Timeouts
 from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
+from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
 
@@ -30,7 +31,7 @@ def router(start_router: StartRouter) -> Iterator[RunningRouter]:
         limits=Limits(inflight_per_node=512, connections=512),
         timeouts=Timeouts(slow_reader=60, header=60),
     )
-    running.add("d0", "decode", max_model_len=100_000)  # type: ignore[arg-type]
+    running.add("d0", Role.DECODE, max_model_len=100_000)
     running.wait_ready()
     yield running
     running.wait_for(running.idle, "nothing is left behind", 20)

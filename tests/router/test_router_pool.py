@@ -456,3 +456,29 @@ def test_members_that_get_no_requests_are_named_with_the_reason(world: World) ->
     assert world.pool.out_of_view() == {}
     world.say(spoken, state=NodeState.FAILED, detail="out of luck")
     assert world.pool.out_of_view() == {"d0": "it failed: out of luck"}
+
+
+def test_an_image_meets_the_same_encoder_node_as_long_as_it_is_in_view(world: World) -> None:
+    encoders = [info(f"encode-{index}", role=Role.ENCODE) for index in range(3)]
+    reader = info("a0", role=Role.AGGREGATED)
+    world.pool.set_members([*encoders, reader])
+    assert world.pool.encoders_for("", ["x"]) == []
+    for node in (*encoders, reader):
+        world.say(node)
+    assert world.in_view == {"a0"}  # no request is sent to an encoder node
+    digests = [f"image-{index}" for index in range(40)]
+    before = world.pool.encoders_for("", digests)
+    assert {node.node_id for node in before} == {node.node_id for node in encoders}
+    assert world.pool.encoders_for("", digests) == before
+    assert world.pool.encoders_for("another model", digests) == []
+    world.say(encoders[1], state=NodeState.DRAINING)
+    after = world.pool.encoders_for("", digests)
+    assert encoders[1] not in after
+    assert all(new == old for new, old in zip(after, before, strict=True) if old != encoders[1])
+    for node in (encoders[0], encoders[2]):
+        world.say(node, state=NodeState.FAILED, detail="broken")
+    assert world.pool.encoders_for("", digests) == []
+    world.say(encoders[1])
+    assert set(world.pool.encoders_for("", digests)) == {encoders[1]}
+    world.pool.set_members([reader])
+    assert world.pool.encoders_for("", digests) == []

@@ -69,8 +69,15 @@ class ImageRows:
             return
         if self._tower is None:
             raise InternalError("a request has images, and the model was loaded without its tower")
-        made = self._tower.encode(step.encoder_inputs)
-        for one, rows in zip(step.encoder_inputs, made, strict=True):
+        received = [one for one in step.encoder_inputs if one.rows is not None]
+        wanted = [one for one in step.encoder_inputs if one.rows is None]
+        made: list[torch.Tensor | TandemError | None] = [rows_of(one.rows) for one in received]
+        made += self._tower.encode(wanted) if wanted else []
+        for one, rows in zip([*received, *wanted], made, strict=True):
+            if rows is None:
+                raise InternalError(f"{one.identifier} has neither rows nor a reason why there are none")
+            if isinstance(rows, torch.Tensor):
+                rows = rows.to(self._device)
             if isinstance(rows, torch.Tensor) and rows.shape[0] != one.length:
                 raise InternalError(
                     f"{one.length} tokens stand for a part of an image that is {rows.shape[0]} rows"

@@ -244,3 +244,18 @@ def test_a_router_on_another_machine_has_that_machine_s_addresses() -> None:
     assert (there.host, there.inbox_host) == ("10.0.0.2", "10.0.0.2")
     everywhere = router_config(msgspec.structs.replace(config, host="0.0.0.0"), Host("b", "10.0.0.2"))
     assert (everywhere.host, everywhere.inbox_host) == ("0.0.0.0", "10.0.0.2")
+
+
+def test_encoder_nodes_have_cores_of_their_own_beside_either_layout() -> None:
+    asked = config(1, 1)
+    asked = msgspec.structs.replace(
+        asked, pools=msgspec.structs.replace(asked.pools, encode=PoolConfig(nodes=1))
+    )
+    placed = placed_on(asked, machine(3))
+    assert [node_id for node_id in placed if node_id.startswith("encode")] == ["encode-0"]
+    assert len({core for place in placed.values() for core in place.cores}) == 3
+    assert node_config(asked, "encode-0", Role.ENCODE, placed["encode-0"]).transfer is None
+    slots = {Role.PREFILL: 1, Role.DECODE: 1, Role.ENCODE: 1}
+    without = place(config(1, 1), [Host("h", "10.0.0.1", (0, 1, 2, 3), slots=slots)], [], Role.DECODE)
+    assert without is not None
+    assert len(without.cores) == 2, "no core waits for an encoder node that is not asked for"

@@ -11,10 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.request import Request
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.sampling import SamplingParams
 
 CAPACITY, PER_STEP = 12, 6
+ROWS = PromptEmbeds("float32", 1, b"1234")
 LENGTHS = {
     name: 1 + index % 4 * 2 for index, name in enumerate("abcdefgh")
 }  # 1, 3, 5, 7: the last more than a step's
@@ -41,7 +43,7 @@ class FakeRunner:
         for one in begun:
             assert one.identifier not in self.kept, "encoded again"
             self.kept[one.identifier] = one.length
-        return sum(one.length for one in begun)
+        return sum(one.length for one in begun if one.rows is None)
 
 
 class EncoderCacheMachine(RuleBasedStateMachine):
@@ -51,12 +53,31 @@ class EncoderCacheMachine(RuleBasedStateMachine):
         self.runner = FakeRunner()
         self.requests: dict[str, Request] = {}
         self.count = 0
+        self.asked: dict[str, int] = {}  # of encoder nodes, and not answered
 
     @rule(names=st.text("abcdefgh", min_size=1, max_size=5))
     def begin(self, names: str) -> None:
         self.count += 1
         request = made(f"r{self.count}", names)
         self.requests[request.request_id] = request
+
+    @rule(names=st.text("abcdefgh", min_size=1, max_size=5))
+    def begin_with_an_encoder_node(self, names: str) -> None:
+        self.begin(names)
+        request = self.requests[f"r{self.count}"]
+        wanted = self.cache.expect(request.request_id, request.media)
+        self.asked |= {part.identifier: part.length for part in wanted}
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), come=st.booleans())
+    def hear(self, data: st.DataObject, come: bool) -> None:
+        """Some rows come, or do not. Those that no request waits for any more are nothing to the cache."""
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        del self.asked[name]
+        if come:
+            self.cache.came(name, ROWS)
+        else:
+            self.cache.will_not_come(name)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -86,11 +107,13 @@ class EncoderCacheMachine(RuleBasedStateMachine):
             begin = request.num_computed_tokens
             for feature in request.media:
                 if feature.offset < begin + count and feature.offset + feature.length > begin:
+                    assert feature.identifier not in self.asked or feature.identifier in self.runner.kept
                     assert self.runner.kept[feature.identifier] == feature.length
             request.num_computed_tokens += count
             self.cache.passed(request)
             if request.num_computed_tokens == request.num_tokens:
                 self.cache.release(request_id)
+                self.cache.forget(request_id)
                 del self.requests[request_id]
 
     @precondition(lambda self: self.requests)
@@ -98,6 +121,7 @@ class EncoderCacheMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         self.cache.release(request_id)
+        self.cache.forget(request_id)
         del self.requests[request_id]
 
     @invariant()
@@ -107,7 +131,9 @@ class EncoderCacheMachine(RuleBasedStateMachine):
         assert len(self.cache) == len(self.runner.kept)
 
     def teardown(self) -> None:
-        """All that is left comes to its end when each goes on as far as it can."""
+        """All that is left comes to its end when each goes on as far as it can, and no rows come any more."""
+        for name in self.asked:
+            self.cache.will_not_come(name)
         for _ in range(200):
             if not self.requests:
                 break
@@ -119,6 +145,7 @@ class EncoderCacheMachine(RuleBasedStateMachine):
                 request.num_computed_tokens += count
                 self.cache.passed(request)
                 if request.num_computed_tokens == request.num_tokens:
+                    self.cache.forget(request.request_id)
                     del self.requests[request.request_id]
             self.runner.step(self.cache)
         assert not self.requests
@@ -161,3 +188,29 @@ def test_a_request_holds_what_its_next_tokens_need(computed: int) -> None:
     cache.check_integrity({"r": request})
     other = made("other", "dc")  # both need the room of all
     assert (cache.cap(other, 0, other.num_tokens) == other.num_tokens) == (computed in (0, 5))
+
+
+def test_rows_that_are_on_their_way_are_waited_for_and_cost_the_step_nothing() -> None:
+    cache = EncoderCache(CAPACITY, PER_STEP)
+    first, second = made("first", "cb"), made("second", "c")  # 5 and 3; 5
+    assert cache.expect("first", first.media) == list(first.media)
+    assert cache.expect("second", second.media) == []  # they are asked for once
+    cache.begin_step(PER_STEP)
+    assert cache.cap(first, 0, first.num_tokens) == first.media[0].offset
+    assert cache.awaits(first, first.media[0].offset)
+    cache.came("c", ROWS)
+    cache.will_not_come("b")
+    assert cache.cap(first, 0, first.num_tokens) == first.num_tokens
+    cache.take(first, 0, first.num_tokens)
+    begun, _ = cache.take_step()
+    assert {one.identifier: one.rows for one in begun} == {"c": ROWS, "b": None}
+    assert (cache.received_tokens, cache.encoded_tokens) == (5, 3)
+    assert not cache.awaits(second, second.media[0].offset)
+
+
+def test_so_many_rows_may_be_on_their_way_as_the_cache_has_room_for() -> None:
+    cache = EncoderCache(CAPACITY, PER_STEP)
+    many = made("many", "dcba")  # 7, 5, 3, 1
+    assert [part.identifier for part in cache.expect("many", many.media)] == ["d", "c"]
+    cache.forget("many")
+    assert [part.identifier for part in cache.expect("other", made("other", "b").media)] == ["b"]

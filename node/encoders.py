@@ -1,0 +1,212 @@
+"""Rows of images that encoder nodes make for this node's prompts: what was asked for, what has come, and when nothing is waited for any more.
+
+The step thread asks and looks at deadlines. Answers come in the inbox's thread, are compared with what was asked for, and go to the step thread,
+whole parts at a time. Where no rows come, for whatever reason, this node encodes the image itself. An encoder node that was gone, or did
+not answer in time, is not asked again for a while: each of its images would wait for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from tandem.wire.embeds import TYPES, PromptEmbeds
+from tandem.wire.encoding import Encode, EncodedRows, EncodingRefused, ToAsker, WantedPart, checksum
+from tandem.wire.errors import NodeLost
+from tandem.wire.images import MediaFeature
+from tandem.wire.listening import Listener, ListenerProbe
+from tandem.wire.nodes import PeerAddress
+from tandem.wire.sockets import Inbox, Outbox
+
+logger = logging.getLogger(__name__)
+
+LEFT_OUT_S = 10.0  # an encoder node that gave no answer
+LOOK_S = 0.25  # between two looks at whether a node that is waited for still listens
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class RowsCame:
+    """Of one part of an image; None: they will not come."""
+
+    identifier: str
+    rows: PromptEmbeds | None
+
+
+@dataclasses.dataclass(slots=True)
+class _Question:
+    encoder: PeerAddress
+    due: float
+    lengths: dict[str, int]  # of the parts that are missing, by identifier
+    pieces: dict[str, list[bytes]]  # of these, what has come
+
+
+class EncoderDesk:
+    def __init__(
+        self,
+        host: str,
+        name: str,
+        *,
+        model: str,
+        dtype: str,
+        width: int,
+        patience_s: float,
+        deliver: Callable[[RowsCame], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`model`: the digest of its content; `dtype` and `width`: of its rows. `deliver` may be called from any thread."""
+        self._model, self._dtype, self._width = model, dtype, width
+        self._patience_s = patience_s
+        self._deliver = deliver
+        self._clock = clock
+        self._questions: dict[int, _Question] = {}
+        self._left_out: dict[tuple[str, int], float] = {}  # until when, by node and epoch
+        self._next_look: float | None = None
+        self._lock = threading.Lock()
+        self.fallbacks: Counter[str] = Counter()  # images, by why no rows came
+        self._probe = ListenerProbe(clock)
+        self._outbox = Outbox()
+        self._inbox: Inbox[ToAsker] = Inbox(host, ToAsker, self._receive, name=f"{name}-rows")
+
+    # --- the step thread
+
+    def ask(self, encoder: PeerAddress, digest: str, file: bytes, parts: Sequence[MediaFeature]) -> None:
+        """For each part a RowsCame follows, at once or by the deadline."""
+        now = self._clock()
+        question = secrets.randbits(62)
+        with self._lock:
+            is_left_out = self._left_out.get((encoder.node_id, encoder.epoch), now) > now
+            if not is_left_out:
+                self._questions[question] = _Question(
+                    encoder,
+                    now + self._patience_s,
+                    {part.identifier: part.length for part in parts},
+                    {part.identifier: [] for part in parts},
+                )
+                self._next_look = self._next_look or now + LOOK_S
+        if is_left_out:
+            self._fall_back([part.identifier for part in parts], "left_out")
+            return
+        wanted = [WantedPart(part.part, part.length, part.columns) for part in parts]
+        message = Encode(
+            question,
+            self._inbox.endpoint,
+            encoder.epoch,
+            self._model,
+            digest,
+            file,
+            wanted,
+            self._patience_s,
+        )
+        try:
+            self._outbox.send(encoder.endpoint, message)
+        except NodeLost:
+            self._end(question, "gone")
+
+    def look(self, now: float) -> None:
+        """Gives up what is late, and what nothing listens for any more."""
+        if self._next_look is None:
+            return  # as between nearly all steps: nothing is asked
+        with self._lock:
+            late = [number for number, one in self._questions.items() if one.due <= now]
+            looks = self._next_look is not None and self._next_look <= now
+            waited_for = {one.encoder for one in self._questions.values()} if looks else set()
+        for number in late:
+            self._end(number, "late")
+        for encoder in waited_for:
+            if self._probe.look(encoder.endpoint) in (Listener.REFUSES, Listener.DOES_NOT_ANSWER):
+                self._give_up(encoder)
+        with self._lock:
+            if looks or not self._questions:
+                self._next_look = now + LOOK_S if self._questions else None
+
+    def seconds_until_due(self, now: float) -> float | None:
+        if self._next_look is None:
+            return None
+        with self._lock:
+            dues = [one.due for one in self._questions.values()]
+            if self._next_look is not None:
+                dues.append(self._next_look)
+        return max(min(dues) - now, 0.0) if dues else None
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._outbox.close()
+        self._probe.close()
+
+    # --- any thread
+
+    def _give_up(self, encoder: PeerAddress) -> None:
+        with self._lock:
+            numbers = [number for number, one in self._questions.items() if one.encoder == encoder]
+        for number in numbers:
+            self._end(number, "gone")
+        self._outbox.forget(encoder.endpoint)
+
+    def _end(self, number: int, why: str) -> None:
+        with self._lock:
+            question = self._questions.pop(number, None)
+            if question is None:
+                return
+            encoder = question.encoder
+            if why in ("late", "gone"):
+                self._left_out[encoder.node_id, encoder.epoch] = self._clock() + LEFT_OUT_S
+        logger.warning("encoder node %s: no rows came (%s): encoding here", encoder.node_id, why)
+        self._fall_back(list(question.lengths), why)
+
+    def _fall_back(self, identifiers: Sequence[str], why: str) -> None:
+        self.fallbacks[why] += 1
+        for identifier in identifiers:
+            self._deliver(RowsCame(identifier, None))
+
+    # --- the inbox's thread
+
+    def _receive(self, message: ToAsker) -> None:
+        if isinstance(message, EncodingRefused):
+            logger.info("an encoder node refuses: %s", message.reason)
+            self._end(message.question, "refused")
+            return
+        whole: PromptEmbeds | None = None
+        with self._lock:
+            question = self._questions.get(message.question)
+            if question is None:
+                return  # it was late
+            is_right = self._take(question, message)
+            if is_right:
+                whole = self._whole(question, message.identifier)
+                if not question.lengths:
+                    del self._questions[message.question]
+        if not is_right:
+            self._end(message.question, "wrong")
+        elif whole is not None:
+            self._deliver(RowsCame(message.identifier, whole))
+
+    def _take(self, question: _Question, message: EncodedRows) -> bool:
+        """Whether they are rows of this model and the next ones of a part that was asked for."""
+        rows, length = message.rows, question.lengths.get(message.identifier)
+        if (
+            length is None
+            or message.model != self._model
+            or (rows.dtype, rows.width) != (self._dtype, self._width)
+            or not rows.is_whole
+            or message.checksum != checksum(message.model, message.identifier, message.first, rows)
+        ):
+            return False
+        pieces = question.pieces[message.identifier]
+        if message.first != self._count(pieces) or message.first + rows.count > length:
+            return False
+        pieces.append(rows.data)
+        return True
+
+    def _count(self, pieces: Sequence[bytes]) -> int:
+        return sum(map(len, pieces)) // (self._width * TYPES[self._dtype])
+
+    def _whole(self, question: _Question, identifier: str) -> PromptEmbeds | None:
+        """The part's rows, once all of them are here."""
+        if self._count(question.pieces[identifier]) < question.lengths[identifier]:
+            return None
+        del question.lengths[identifier]
+        return PromptEmbeds(self._dtype, self._width, b"".join(question.pieces.pop(identifier)))

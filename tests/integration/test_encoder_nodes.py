@@ -1,0 +1,92 @@
+"""`tandem serve --encode 1 --prefill 1 --decode 1`: images are encoded on the encoder node, and by the prefill node when that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.model import tiny_vision
+from tests.integration.cluster_lab import START_S
+from tests.pictures import data_url, picture
+from tests.waiting import until
+
+NEW_TOKENS = 8
+FILES = [picture(seed, 40 + 3 * seed, 30) for seed in range(6)]
+FLAGS = (
+    "--dtype", "float32",
+    "--set", "router.local_prefill=never",
+    "--set", "scheduler.max_encoder_tokens=16",
+    "--set", "timeouts.restart_backoff_s=5",
+)  # fmt: skip
+
+
+class Client:
+    def __init__(self, url: str) -> None:
+        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        self.model = self.http.get("/v1/models").json()["data"][0]["id"]
+
+    def ask(self, file: bytes) -> list[int]:
+        content = [
+            {"type": "text", "text": "What is this? "},
+            {"type": "image_url", "image_url": {"url": data_url(file)}},
+        ]
+        body: dict[str, Any] = {
+            "model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": NEW_TOKENS, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        response = self.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        tokens: list[int] = response.json()["choices"][0]["token_ids"]
+        return tokens
+
+    def counters(self, role: str) -> dict[str, Any]:
+        nodes = self.http.get("/cluster").raise_for_status().json()["nodes"]
+        (node,) = [node for node in nodes if node["role"] == role and node["state"] == "ready"]
+        counters: dict[str, Any] = node["counters"]
+        return counters
+
+    def has_encoder(self) -> bool:
+        nodes = self.http.get("/cluster").raise_for_status().json()["nodes"]
+        return any(node["role"] == "encode" and node["state"] == "ready" for node in nodes)
+
+
+@pytest.mark.timeout(400)
+def test_images_are_encoded_on_the_encoder_node_and_its_death_loses_none(serve: Any, tmp_path: Path) -> None:
+    path = tiny_vision.smolvlm(tmp_path)
+    prompts = [["<|im_start|>User: What is this? ", file, "<end_of_utterance>\nAssistant:"] for file in FILES]
+    expected = tiny_vision.reference(path, prompts, NEW_TOKENS)
+    command = serve("--model", str(path), "--encode", "1", "--prefill", "1", "--decode", "1", *FLAGS)
+    client = Client(command.until(r"^API: +(http://\S+)/v1$", START_S)[1])
+    until(client.has_encoder, START_S)
+    with ThreadPoolExecutor(3) as at_once:
+        assert list(at_once.map(client.ask, FILES[:3])) == expected[:3]
+    until(lambda: client.counters("prefill")["encoder_tokens_received"] > 0, 10)
+    assert client.counters("prefill")["encoder_tokens"] == 0
+    assert client.counters("decode")["encoder_tokens"] == 0
+    received = client.counters("prefill")["encoder_tokens_received"]
+    until(
+        lambda: client.counters("encode")["encoder_tokens"] == received, 10
+    )  # its status comes when it comes
+    metrics = client.http.get("/metrics").text
+    assert "tandem_node_encoder_tokens_sent_total{" in metrics
+
+    broken = {"type": "image_url", "image_url": {"url": data_url(FILES[0][:200])}}
+    refused = client.http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": [broken]}]}
+    )
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_image")
+
+    os.kill(command.pid_of("ray::EncodeActor"), signal.SIGKILL)
+    with ThreadPoolExecutor(3) as at_once:
+        assert list(at_once.map(client.ask, FILES[3:])) == expected[3:]
+    until(lambda: client.counters("prefill")["encoder_tokens"] > 0, 10)
+    until(client.has_encoder, START_S)  # another one came in its place
+    assert client.ask(FILES[0]) == expected[0]
+    command.process.send_signal(signal.SIGINT)
+    assert command.ended() in (0, 130)
