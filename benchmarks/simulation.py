@@ -47,7 +47,7 @@ from tandem.simulator.planner import Planner, least_nodes
 from tandem.simulator.show import progress
 from tandem.simulator.simulation import SimulationSetup, simulate
 from tandem.simulator.traffic import RecordedTraffic, SyntheticTraffic
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import ENGINE_ROLES, Role
 
 # (requests a second, tokens of a prompt, of an answer), each for so many seconds.
 LOADS = (
@@ -91,7 +91,7 @@ def medians(of: Mapping[str, Any]) -> tuple[float, float, float]:
 
 def validate(options: argparse.Namespace) -> list[dict[str, Any]]:
     roles = [Role(node["role"]) for node in httpx.get(f"{options.url}/cluster").json()["nodes"]]
-    prefill, decode, aggregated = (PoolConfig(nodes=roles.count(role)) for role in Role)
+    prefill, decode, aggregated = (PoolConfig(nodes=roles.count(role)) for role in ENGINE_ROLES)
     config = TandemConfig(pools=PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated))
     costs = dict.fromkeys(Role, read_costs(options.costs))
     rows = []

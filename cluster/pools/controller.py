@@ -192,6 +192,8 @@ class Controller:
             return False
         writers = self._writers()
         if writers and all(node.phase is ProcessPhase.LEFT_OUT for node in writers):
+            if self._pools.state.rollout is not None:
+                return False  # it is taken back
             reasons = "; ".join(sorted({f"{node.name}: {node.detail}" for node in writers}))
             raise Unavailable(f"no node that can write answers has started: {reasons}")
         if not all(part.has_settled for part in self._fleet.parts):

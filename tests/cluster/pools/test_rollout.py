@@ -9,7 +9,7 @@ from collections import Counter
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from tandem.cluster.config import (
     AutoscalingConfig,
@@ -316,6 +316,7 @@ BLOWS = st.lists(
 
 
 @settings(max_examples=12, deadline=None)
+@example(sizes=(1, 1), surge=1, unavailable=1, broken="all", blows=[("kill the controller", 0, 1.0)])
 @given(
     sizes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
     surge=st.integers(0, 2),
