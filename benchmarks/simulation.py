@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulation validate --url URL --costs FILE [--loads N] [--json FILE]
     python -m benchmarks.simulation scale --costs FILE --trace FILE [--requests N] [--json FILE]
-    python -m benchmarks.simulation autoscaler --costs FILE --trace FILE [--most N] [--json FILE]
+    python -m benchmarks.simulation autoscaler --costs FILE [--trace FILE] [--most N] [--json FILE]
 
 `validate` plays ten loads, twice each, at a cluster that serves (one node of each role, or one aggregated node), with `tandem bench`, and
 simulates the same arrivals and lengths on as many nodes with the costs that `tandem profile` measured there. It compares the medians of the time
@@ -12,12 +12,13 @@ ids without a common prefix; nothing else may ask the cluster.
 `scale` plays thirty copies of a trace (Mooncake's conversation trace makes 100 requests a second) on 500 prefill and 500 decode nodes.
 
 `autoscaler` lets the product's autoscaler size both pools for a trace, and compares it with the smallest constant sizes that keep the
-same limits, which only knowledge of the whole trace finds.
+same limits, which only knowledge of the whole trace finds. Without a trace the load doubles twice and halves twice, ten minutes at each rate.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -39,14 +40,14 @@ from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.models.store import find_model_here
 from tandem.engine.config import CacheConfig
 from tandem.loadgen.metrics import ServiceLevel
-from tandem.loadgen.traces import read_trace
+from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.simulator.costs import read_costs
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.plan_command import evaluator, least_work
 from tandem.simulator.planner import Planner, least_nodes
 from tandem.simulator.show import progress
 from tandem.simulator.simulation import SimulationSetup, simulate
-from tandem.simulator.traffic import RecordedTraffic, SyntheticTraffic
+from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
 # (requests a second, tokens of a prompt, of an answer), each for so many seconds.
@@ -57,6 +58,10 @@ LOADS = (
 LOAD_S = 60.0
 SPREAD = 0.3
 COPIES = 30
+RATES, LEVEL_S = (
+    (4.0, 8.0, 16.0, 8.0, 4.0),
+    600.0,
+)  # a load that doubles and halves: requests a second, seconds of each
 LIMITS = ServiceLevel(ttft=2.0, itl=0.1)
 console = Console(stderr=True)
 
@@ -159,6 +164,18 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def doubling_and_halving() -> PlayedTraffic:
+    rows: list[TraceRow] = []
+    for number, rate in enumerate(RATES):
+        level = SyntheticTraffic(rate, LEVEL_S, 256, 64, SPREAD).make(number)
+        rows += [
+            dataclasses.replace(row, arrival_s=row.arrival_s + number * LEVEL_S)
+            for row in level.rows
+            if row.arrival_s < LEVEL_S
+        ]
+    return PlayedTraffic(rows)
+
+
 def turns(report: SimulationReport, role: str) -> int:
     """How often a pool that grew shrinks next, or the other way round."""
     sizes = [change.size for change in report.changes if change.role == role]
@@ -168,7 +185,11 @@ def turns(report: SimulationReport, role: str) -> int:
 
 def autoscaler(options: argparse.Namespace) -> list[dict[str, Any]]:
     costs = dict.fromkeys(Role, read_costs(options.costs))
-    traffic = RecordedTraffic().of(read_trace(options.trace, options.requests))
+    traffic = (
+        doubling_and_halving()
+        if options.trace is None
+        else RecordedTraffic().of(read_trace(options.trace, options.requests))
+    )
     pool = PoolConfig(nodes=options.begin, min=1, max=options.most)
     config = TandemConfig(pools=PoolsConfig(prefill=pool, decode=pool))
     with progress(console, "scaled by its load") as on_progress:
@@ -218,7 +239,7 @@ def main() -> int:
     parser.add_argument("--attainment", type=float, default=0.95, help="that the constant sizes must keep")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.what != "validate" and options.trace is None:
+    if options.what == "scale" and options.trace is None:
         parser.error(f"{options.what} needs --trace FILE")
     found: Any
     if options.what == "validate":

@@ -281,10 +281,20 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
 
+_ROUTER_URL = re.compile(r"https?://[^\s/?#@]+/?")
+
+
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_path: str  # a folder with tokenizer.json, and the chat template if there is one
     model_name: str  # what clients call it, and what nodes must announce as theirs
     model_aliases: Annotated[tuple[str, ...], about("further names of the model")] = ()
+    other_models: Annotated[
+        dict[str, str],
+        about(
+            "models of other deployments, by their names, and their routers: `{code: 'http://10.0.0.7:8000'}`. Requests for them are passed on: "
+            "[operations](operations.md#several-models-at-one-address)"
+        ),
+    ] = {}
     host: Annotated[NotEmpty, about("where it listens; `0.0.0.0` is everywhere")] = "127.0.0.1"
     port: Annotated[Annotated[int, Meta(ge=0, le=65535)], about("0 takes a free one")] = 8000
     placement: Annotated[RouterPlacement, about("`head`, or `every_host`: one on each machine")] = (
@@ -403,6 +413,15 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for key in self.api_keys:
             if mistake := key.mistake():
                 raise ConfigurationError(f"router.api_keys: {key.name}: {mistake}")
+        for name, url in self.other_models.items():
+            if name in (self.model_name, *self.model_aliases):
+                raise ConfigurationError(
+                    f"router.other_models has {name!r}, which is this deployment's own model"
+                )
+            if not _ROUTER_URL.fullmatch(url):
+                raise ConfigurationError(
+                    f"router.other_models: {name}: must be a router's address such as http://10.0.0.7:8000, not {url[:100]!r}"
+                )
         if (self.tls_certificate is None) != (self.tls_key is None):
             given, missing = ("certificate", "key") if self.tls_key is None else ("key", "certificate")
             raise ConfigurationError(f"router.tls_{missing} must be set, because router.tls_{given} is")

@@ -23,6 +23,7 @@ from tandem.router.http.accepting import Tally
 from tandem.router.http.app import make_app
 from tandem.router.http.door import Door, take_listener
 from tandem.router.http.memory import BodyBudget, KeptMemory
+from tandem.router.http.other_models import OtherModels
 from tandem.router.http.services import ClusterControl, Services
 from tandem.router.http.serving import HttpServer, listen
 from tandem.router.http.sibling_desk import answer_siblings
@@ -211,6 +212,7 @@ class RouterServer:
             responses=ResponseStore(config.limits.responses_bytes),
             siblings=siblings,
             figures=SharedFigures(metrics.registry, siblings),
+            others=OtherModels(config),
             control=self._control,
         )
 
@@ -374,6 +376,7 @@ class RouterServer:
         if services is not None:
             services.siblings.close()
             await services.links.close()
+            await services.others.close()
         self._probe.close()
 
 

@@ -3,6 +3,7 @@
 app            which path leads where
 generate_routes, vector_routes, responses_routes, text_routes, status_routes, admin_routes, try_page, api_document
                what is there, each route a function; ui_routes: the cluster's page (ui.html), and what it shows; services: what all of them work with
+other_models   requests for other deployments' models, passed on
 realtime_routes   a conversation over a WebSocket, read ahead while it arrives; websocket: its messages, pings and end
 sibling_desk   what router processes on one port tell each other of requests
 response_desk  what is done with responses: begun, written, found on the nodes, cancelled

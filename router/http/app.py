@@ -24,8 +24,12 @@ from tandem.router.http.exchange import HttpExchange, exchange_of
 from tandem.router.http.gate import HttpGate
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
+from tandem.router.openai.plan import ModelElsewhere
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]
+
+
+_NEVER_PASSED_ON = {"/v1/realtime"}  # a WebSocket
 
 
 class _Endpoint:
@@ -39,7 +43,12 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         exchange.route = self._path
-        await self._handler(self._services, exchange)
+        try:
+            await self._handler(self._services, exchange)
+        except ModelElsewhere as there:
+            if self._path in _NEVER_PASSED_ON:
+                raise
+            await self._services.others.pass_on(exchange, there)
 
 
 class _Routes:

@@ -34,6 +34,8 @@ async def read_body(
         async with share.parsing:
             request, ignored = await asyncio.to_thread(_request_of, body, request_type, config)
     exchange.ignored_fields = ignored
+    if config.other_models and getattr(request, "model", None) in config.other_models:
+        exchange.body = body
     return request
 
 

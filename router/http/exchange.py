@@ -50,6 +50,7 @@ class HttpExchange:
         self.ended = False  # the answer's last byte is sent
         self.is_stream = False
         self.trace: RequestTrace | None = None
+        self.body: bytes | bytearray = b""  # where it is to be passed on
         self.error_form = anthropic_error if scope["path"].startswith("/v1/messages") else _as_it_is
 
     @property

@@ -9,6 +9,7 @@ from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.figures import SharedFigures
 from tandem.router.http.memory import BodyBudget, KeptMemory
+from tandem.router.http.other_models import OtherModels
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
@@ -44,6 +45,7 @@ class Services:
     responses: ResponseStore
     siblings: Siblings
     figures: SharedFigures
+    others: OtherModels
     control: ClusterControl | None = None  # of the cluster that it belongs to
     draining: bool = False
 

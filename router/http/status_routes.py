@@ -42,6 +42,10 @@ async def models(services: Services, exchange: HttpExchange) -> None:
     cards = [
         _model_card(services, name) for name in (*services.model.names, *sorted(services.model.adapters))
     ]
+    cards += [
+        {"id": name, "object": "model", "created": services.model.created, "owned_by": "tandem", "root": name}
+        for name in services.config.other_models
+    ]
     await send_json(exchange.send, {"object": "list", "data": cards})
 
 

@@ -36,6 +36,16 @@ from tandem.wire.sampling import SamplingParams
 DEFAULT_COMPLETION_TOKENS = 16
 
 
+class ModelElsewhere(UnknownModel):
+    """Another deployment's, whose router is known here."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"the model {model[:200]!r} is another deployment's, which cannot be asked this here"
+        )
+        self.model = model
+
+
 class ServedModel:
     """What this router serves, and what the checks need to know of it."""
 
@@ -85,7 +95,9 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         if name is not None and name not in self.names and name not in self.adapters:
-            known = ", ".join((*self.names, *sorted(self.adapters)))
+            if name in self.config.other_models:
+                raise ModelElsewhere(name)
+            known = ", ".join((*self.names, *sorted(self.adapters), *self.config.other_models))
             raise UnknownModel(f"the model {name[:200]!r} does not exist; this server has {known[:2000]}")
 
     def adapter_of(self, name: str | None) -> str | None:

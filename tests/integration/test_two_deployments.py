@@ -25,10 +25,13 @@ def ray_nodes(smollm2_path: Path) -> Iterator[RayNodes]:
 @pytest.fixture
 def deployments(ray_nodes: RayNodes, tmp_path: Path) -> Iterator[dict[str, Tandem]]:
     running = {name: Tandem(ray_nodes.address, tmp_path) for name in NAMES}
+    ports = {name: free_port() for name in NAMES}
+    others = {"chat": f"{{code-model: 'http://127.0.0.1:{ports['code']}'}}", "code": "{}"}
     commands = {
         name: tandem.begin(
-            "serve", "--detach", "--name", name, "--model", MODEL, "--port", str(free_port()),
-            "--aggregated", "1", "--kv-memory", "256MiB", "--set", f"model.served_name={name}-model",
+            "serve", "--detach", "--name", name, "--model", MODEL, "--port", str(ports[name]),
+            "--aggregated", "1", "--kv-memory", "256MiB",
+            "--set", f"model.served_name={name}-model", f"router.other_models={others[name]}",
         )
         for name, tandem in running.items()
     }  # fmt: skip
@@ -49,6 +52,10 @@ def test_one_goes_down_and_the_other_serves_on(
     for name, tandem in deployments.items():
         assert stream(tandem.url, f"{name}-model", "Once upon a time", 8, lambda count: None)
         assert list(tandem.nodes()) == ["aggregated-0"], "each has names of its own"
+    direct, through = (
+        stream(one.url, "code-model", "The sea", 8, lambda count: None) for one in (code, chat)
+    )
+    assert direct == through, "one address serves both models"
     standing = json.loads(chat("status", "--all", "-o", "json"))
     assert {one["name"]: one["urls"] for one in standing} == {"chat": [chat.url], "code": [code.url]}
     assert "say with --name which one is meant (chat, code)" in chat("down", status=1)
