@@ -16,7 +16,7 @@ from tandem.router.http.exchange import HttpExchange
 from tandem.router.openai.plan import ModelElsewhere
 from tandem.wire.errors import DeadlineExceeded, Unavailable, UnknownModel
 
-# Of one connection, not of what goes over it; and what the client of it makes anew.
+# Of one connection, not of what goes over it; and what its client makes itself.
 _OWN = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host "
     b"content-length x-request-id expect".split()
