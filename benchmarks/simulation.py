@@ -12,14 +12,15 @@ ids without a common prefix; nothing else may ask the cluster.
 `scale` plays thirty copies of a trace (Mooncake's conversation trace makes 100 requests a second) on 500 prefill and 500 decode nodes.
 
 `autoscaler` lets the product's autoscaler size both pools for a trace, and compares it with the smallest constant sizes that keep the
-same limits, which only knowledge of the whole trace finds. Without a trace the load doubles twice and halves twice, ten minutes at each rate.
+same limits, which only knowledge of the whole trace finds. Without a trace the load doubles twice and halves twice: at once every ten
+minutes, and then slowly.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -164,15 +165,18 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def doubling_and_halving() -> PlayedTraffic:
+def doubling_and_halving(at_once: bool) -> PlayedTraffic:
+    """Each rate for ten minutes, or from each to the next one in ten minutes."""
+    rng = random.Random(1)
     rows: list[TraceRow] = []
-    for number, rate in enumerate(RATES):
-        level = SyntheticTraffic(rate, LEVEL_S, 256, 64, SPREAD).make(number)
-        rows += [
-            dataclasses.replace(row, arrival_s=row.arrival_s + number * LEVEL_S)
-            for row in level.rows
-            if row.arrival_s < LEVEL_S
-        ]
+    now, length = 0.0, LEVEL_S * (len(RATES) if at_once else len(RATES) - 1)
+    while now < length:
+        level, into = divmod(now, LEVEL_S)
+        here = RATES[int(level)]
+        rate = here if at_once else here + (RATES[int(level) + 1] - here) * into / LEVEL_S
+        now += rng.expovariate(rate)
+        prompt, answer = (round(tokens * rng.uniform(1 - SPREAD, 1 + SPREAD)) for tokens in (256, 64))
+        rows.append(TraceRow(now, prompt, answer))
     return PlayedTraffic(rows)
 
 
@@ -185,13 +189,16 @@ def turns(report: SimulationReport, role: str) -> int:
 
 def autoscaler(options: argparse.Namespace) -> list[dict[str, Any]]:
     costs = dict.fromkeys(Role, read_costs(options.costs))
-    traffic = (
-        doubling_and_halving()
-        if options.trace is None
-        else RecordedTraffic().of(read_trace(options.trace, options.requests))
-    )
     pool = PoolConfig(nodes=options.begin, min=1, max=options.most)
     config = TandemConfig(pools=PoolsConfig(prefill=pool, decode=pool))
+    if options.trace is None:
+        rows = []
+        for name, at_once in (("doubles and halves at once", True), ("within ten minutes", False)):
+            with progress(console, name) as on_progress:
+                setup = SimulationSetup(config, costs, doubling_and_halving(at_once), LIMITS)
+                rows.append(_row(name, simulate(setup, on_progress)))
+        return rows
+    traffic = RecordedTraffic().of(read_trace(options.trace, options.requests))
     with progress(console, "scaled by its load") as on_progress:
         scaled = simulate(SimulationSetup(config, costs, traffic, LIMITS), on_progress)
     rows = [_row("the autoscaler", scaled)]

@@ -4,7 +4,9 @@ A pool grows when it keeps breaking what the operator asked for: prompts wait to
 for room, in its nodes or in routers before them, tokens come too slowly, or blocks run out. It shrinks when the nodes that would be left had room to spare all the time.
 
 Why it does not swing under a steady load: what breaks with k nodes is remembered with the load that broke it, and the
-pool does not go back to k before the load is clearly lower. So every size can prove too small once, and never again.
+pool does not go back to k before the load is clearly lower. So every size can prove too small once, and never again. Where
+tokens came too slowly that load is how many were written in a second, which more nodes do not change: a step with half as many answers
+takes less than half as long, so two nodes look idle that write what one could not.
 
 Under a load that comes in bursts each quiet stretch would look like the end of it. So a pool that has to grow soon after it shrank
 has to be quiet for twice as long before it shrinks again (`QuietTimes`).
@@ -45,6 +47,7 @@ class PoolLoad(msgspec.Struct, frozen=True):
     # How long requests wait for room, in routers (the longest) or in the nodes' lines (on average). Only pools that write tokens have it.
     wait_s: float = 0.0
     step_s: float = 0.0  # one step of an engine: what a running answer waits for its next token
+    written_per_s: float = 0.0  # tokens of answers, by the whole pool
 
 
 class PoolBounds(msgspec.Struct, frozen=True):
@@ -61,6 +64,7 @@ class Breach(msgspec.Struct, frozen=True):
 
     nodes: int
     demand: float
+    written_per_s: float = 0.0  # where tokens came too slowly
 
 
 class QuietTimes:
@@ -158,7 +162,12 @@ def _growth(
     pressure = math.fsum(_pressure(load, slo) for load in recent) / len(recent)
     more = 1 if pressure < 2 else max(1, pool.wanted // 2)
     size = min(pool.max_nodes, pool.wanted + more)
-    breach = Breach(pool.wanted, math.fsum(_demand(load, slo) for load in recent) / len(recent))
+    slow = [load.written_per_s for load in recent if load.writes_tokens and load.step_s > slo.inter_token_s]
+    breach = Breach(
+        pool.wanted,
+        math.fsum(_demand(load, slo) for load in recent) / len(recent),
+        math.fsum(slow) / len(slow) if slow else 0.0,
+    )
     why = f"{pool.role.value}: from {pool.wanted} to {size}: {_why(recent[-1], slo)}"
     return pressure, Resize(pool.role, size, why, breach)
 
@@ -183,8 +192,11 @@ def _shrinking(
         or demand > ROOM_TO_SPARE * size
     ):
         return None
-    if any(size <= breach.nodes and demand > CLEARLY_LOWER * breach.demand for breach in breaches):
-        return None
+    written = _highest_mean([load.written_per_s for load in window], config)
+    for breach in breaches:
+        slow = breach.written_per_s and written > CLEARLY_LOWER * breach.written_per_s
+        if size <= breach.nodes and (slow or demand > CLEARLY_LOWER * breach.demand):
+            return None
     why = (
         f"{pool.role.value}: from {pool.wanted} to {size}: in {quiet_s:.0f} s "
         f"{size} would have been {demand / size:.0%} loaded at most"

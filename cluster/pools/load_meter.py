@@ -28,7 +28,8 @@ class _Work:
 
     busy: float
     step_s: float
-    tokens_per_s: float | None
+    tokens_per_s: float | None  # of prompts
+    written_per_s: float
 
 
 class LoadMeter:
@@ -71,6 +72,7 @@ class LoadMeter:
             busy=_mean(work.busy for work in works),
             blocks=_mean(1 - status.room_blocks / max(1, status.total_blocks) for status in statuses),
             step_s=_mean(stepping),
+            written_per_s=sum(work.written_per_s for work in works),
             wait_s=0.0
             if not role.writes_answers
             else max(router_wait_s, _mean(map(_wait_for_room, statuses))),
@@ -90,6 +92,7 @@ class LoadMeter:
             busy=min(1.0, max(seconds, status.step_age_s) / (now - before.at)),
             step_s=seconds / steps if steps > 0 else 0.0,
             tokens_per_s=tokens / seconds if tokens >= _MIN_PROMPT_TOKENS and seconds > 0 else None,
+            written_per_s=max(counters.output_tokens - before.counters.output_tokens, 0) / (now - before.at),
         )
 
 

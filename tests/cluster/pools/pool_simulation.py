@@ -164,7 +164,9 @@ class Simulation:
         steps = int(1 / step) if pool.answers >= 0.5 else 0
         was = pool.counters
         pool.counters = NodeCounters(
-            steps=was.steps + steps, step_seconds=was.step_seconds + steps * step, output_tokens=steps
+            steps=was.steps + steps,
+            step_seconds=was.step_seconds + steps * step,
+            output_tokens=was.output_tokens + int(steps * pool.answers / pool.serving),
         )
 
     def turns(self, role: Role) -> int:

@@ -325,6 +325,19 @@ def test_a_size_that_proved_too_small_is_not_tried_again_under_the_same_load() -
     assert decided(pool(), calm, breaches=[Breach(nodes=1, demand=0.9)]).size == 1
 
 
+def test_nodes_that_write_what_fewer_could_not_are_not_idle() -> None:
+    """A step with fewer answers is shorter, so two nodes look as if one would do."""
+    slow = loads(nodes=1, step_s=0.2, written_per_s=800.0)
+    growth = decided(pool(wanted=1), slow)
+    assert (growth.size, growth.breach) == (2, Breach(1, pytest.approx(2.0), 800.0))
+    calm = loads(step_s=0.03, written_per_s=790.0)
+    assert decided(pool(), calm).size == 1, "0.6 nodes' worth, by its steps"
+    assert decided(pool(), calm, breaches=[Breach(1, 2.0, 800.0)]) is None
+    assert (
+        decided(pool(), loads(step_s=0.03, written_per_s=600.0), breaches=[Breach(1, 2.0, 800.0)]).size == 1
+    )
+
+
 SHARES = st.floats(0.0, 1.0)
 
 
