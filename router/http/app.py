@@ -48,7 +48,8 @@ class _Endpoint:
         except ModelElsewhere as there:
             if self._path in _NEVER_PASSED_ON:
                 raise
-            await self._services.others.pass_on(exchange, there)
+            with self._services.kept.share(len(exchange.body)):
+                await self._services.others.pass_on(exchange, there)
 
 
 class _Routes:
