@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import ipaddress
 import os
+import select
+import signal
 import socket
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +30,7 @@ AUTO = "auto"  # the cluster that this machine is part of
 OBJECT_STORE_BYTES = 80 << 20
 
 _REACH_S = 3.0
+_END_S = 5.0  # for what a raylet has started, once it is told to end
 # How each side of an HTTP/2 connection begins. Ray's control store speaks it; a router, and most else, does not.
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _FRAME_HEADER, _TYPE, _SETTINGS = 9, 3, 4
@@ -212,10 +218,47 @@ def _speaks_http2(connection: socket.socket) -> bool:
 
 
 def stop_ray() -> None:
-    """Idempotent, and quick when Ray was never started."""
+    """Idempotent, and quick when Ray was never started. What a raylet of this process has started ends with it: agents that it had just
+    started look for their cluster for a minute otherwise."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
+        started = _started_by_raylets()
         ray.shutdown()
+        _end(started)
+
+
+def _started_by_raylets() -> list[int]:
+    """Descriptors of processes, which never stand for another one."""
+    children: dict[int, list[int]] = {}
+    raylets = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, rest = (process / "stat").read_text().rpartition(")")
+        except OSError:
+            continue  # it has ended
+        parent = int(rest.split()[1])
+        children.setdefault(parent, []).append(int(process.name))
+        if parent == os.getpid() and name.endswith("(raylet"):
+            raylets.append(int(process.name))
+    found, looked = [], raylets
+    while looked:
+        looked = [child for parent in looked for child in children.get(parent, ())]
+        for process_id in looked:
+            with contextlib.suppress(OSError):
+                found.append(os.pidfd_open(process_id))
+    return found
+
+
+def _end(processes: Sequence[int]) -> None:
+    deadline = time.monotonic() + _END_S
+    for process in processes:
+        left = max(0.0, deadline - time.monotonic())
+        ends = select.poll()
+        ends.register(process, select.POLLIN)
+        if not ends.poll(left * 1000):
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
 
 
 def import_ray() -> ModuleType:
