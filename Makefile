@@ -103,7 +103,7 @@ SET_guidellm = '$(TORCH)' 'guidellm>=0.5'
 
 test-clients: install $(SETS:%=build/%/.installed)
 	@$(BIN)/tandem models fetch > /dev/null
-	VLLM='$(VLLM)' $(BIN)/python -m pytest -v -rs --durations=10 tests/clients $(ARGS)
+	VLLM='$(VLLM)' $(AGAIN) $(BIN)/python -m pytest -v -rs --durations=10 tests/clients $(ARGS)
 
 build/%/.installed:
 	@echo "installing $* into build/$* (once; some minutes)"

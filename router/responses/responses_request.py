@@ -22,8 +22,29 @@ from tandem.router.openai.chat_request import (
     Tool,
     ToolCall,
 )
-from tandem.router.openai.fields import MaxTokens, StreamOptions, Temperature, TopP
-from tandem.router.openai.grammar import JsonSchemaFormat, ResponseFormat, SchemaName
+from tandem.router.openai.fields import (
+    AllowedTokenIds,
+    BadWords,
+    Bias,
+    CacheSalt,
+    JobId,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    Penalty,
+    Priority,
+    RepetitionFields,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    StopTokenIds,
+    StreamOptions,
+    Temperature,
+    TopK,
+    TopP,
+    TruncatePromptTokens,
+)
+from tandem.router.openai.grammar import JsonSchemaFormat, ResponseFormat, SchemaName, StructuredOutputs
 from tandem.wire.errors import InvalidRequest
 
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -82,7 +103,36 @@ class ReasoningOptions(msgspec.Struct, frozen=True):
     summary: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatExtensions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a chat that OpenAI's responses do not have, under their names there: they reach the chat as they are."""
+
+    stop: Stop | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    seed: Seed | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: MinTokens | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: BadWords | None = None
+    ignore_eos: bool | None = None
+    repetition_detection: RepetitionFields | None = None
+    structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    truncate_prompt_tokens: TruncatePromptTokens | None = None
+    skip_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    job_id: JobId | None = None
+    is_last_step: bool | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+class ResponsesRequest(ChatExtensions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     model: str | None = None
     instructions: str | None = None
@@ -132,6 +182,7 @@ def as_chat(request: ResponsesRequest, before: Sequence[InputItem]) -> ChatReque
         messages.insert(0, ChatMessage("system", request.instructions))
     form = request.text.format if request.text is not None else None
     choice = request.tool_choice
+    extensions: dict[str, Any] = {name: getattr(request, name) for name in ChatExtensions.__struct_fields__}
     return ChatRequest(
         model=request.model,
         messages=messages,
@@ -149,6 +200,7 @@ def as_chat(request: ResponsesRequest, before: Sequence[InputItem]) -> ChatReque
         reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
         prompt_cache_key=request.prompt_cache_key,
         stream=request.stream,
+        **extensions,
     )
 
 

@@ -110,6 +110,17 @@ def test_a_schema_and_an_answer_that_is_cut_off(router: RunningRouter) -> None:
     assert prompt_of(router).endswith("</think>\n\n")
 
 
+def test_a_chats_extensions_reach_the_engine(router: RunningRouter) -> None:
+    extra = {"ignore_eos": True, "min_tokens": 2, "top_k": 5, "seed": 3, "stop": ["zz"], "cache_salt": "mine"}
+    assert create(router, **extra, max_output_tokens=9, priority=2).status_code == 200
+    submitted = router.nodes["p0"].submits[-1]
+    sampling = submitted.sampling
+    assert (sampling.ignore_eos, sampling.min_tokens, sampling.top_k, sampling.seed) == (True, 2, 5, 3)
+    assert submitted.priority == 2
+    create(router)
+    assert router.nodes["p0"].submits[-1].cache_salt != submitted.cache_salt
+
+
 def test_in_the_background_and_taken_up_again(router: RunningRouter) -> None:
     node = router.nodes["d0"]
     node.set(pause_at=10)
