@@ -92,8 +92,7 @@ def load_model(
         raise ConfigurationError(f"{source.name} cannot be served: its checkpoint lacks {some}")
     unexpected = report["unexpected_keys"]
     if shard is not None and shard.stages > 1:
-        total = model.config.get_text_config().num_hidden_layers
-        unexpected = [key for key in unexpected if not stages.is_elsewhere(key, total, shard)]
+        unexpected = [key for key in unexpected if not stages.is_elsewhere(key, model, shard)]
     refuse_leftovers(source.name, unexpected, model.config)
     if source.gguf_file is not None:
         finish_loading(source, model)

@@ -163,12 +163,16 @@ def load_general(
     from tandem.engine.model.general import holds_head, load_model
     from tandem.engine.model.probe import probe_attention
     from tandem.engine.model.recurrent.layout import LayerStates
-    from tandem.engine.model.transformers_forward import TransformersForward
+    from tandem.engine.model.transformers_forward import TransformersForward, run_without_attention
     from tandem.engine.model.vision.tower import find_tower, linear_weights_of_tower
 
     model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head, shard=shard)
     generates = not may_lack_head or holds_head(source, model)
     progress("checking the model's attention", 0.0)
+    if shard is not None and shard.stages > 1:
+        from tandem.engine.model.wide.stages import check_stage
+
+        check_stage(model, lambda: run_without_attention(model, 3, 3, device), shard)
     probed = probe_attention(model)
     parts = probed.parts
     mixers = parts.mixers
@@ -212,7 +216,6 @@ def load_general(
     if room is not None:
         from tandem.engine.model.lora.layers import find_layers
         from tandem.engine.model.lora.slots import AdapterSlots
-        from tandem.engine.model.transformers_forward import run_without_attention
 
         adapted = find_layers(
             model,

@@ -108,7 +108,7 @@ class Shard:
         """What every rank tells, by rank."""
         lengths = self.collectives.gather(torch.tensor([len(told)], device=self.device)).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        padded[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
         gathered = self.collectives.gather(padded.to(self.device)).cpu().numpy()
         return [row[:length].tobytes() for row, length in zip(gathered, lengths, strict=True)]
 

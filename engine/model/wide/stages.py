@@ -2,13 +2,14 @@
 
 The first stage has the embedding, the last one the final norm and the head; its first rank gives rank 0 the logits. Every other layer of the
 model is taken out before its weights are read, and an empty one stands in its place, so the model's own code runs as it is. The empty layer
-before a stage's first one receives, the one after its last one sends.
+before a stage's first one receives what came of the stage before, and a stage's last layer sends. Nothing else passes: whether a model's
+layers need more is tried by `check_stage` before it serves.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -73,30 +74,90 @@ def finish_stage(model: PreTrainedModel, shard: Shard) -> None:
         _take_out_ends(model, shard)
 
 
-def is_elsewhere(key: str, total: int, shard: Shard) -> bool:
+def is_elsewhere(key: str, model: PreTrainedModel, shard: Shard) -> bool:
     """Whether a checkpoint's key belongs to a part of the model that another stage has."""
     found = _LAYER.search(key)
     if found is not None:
+        total = model.config.get_text_config().num_hidden_layers
         return int(found[1]) not in layers_of_stage(total, shard.stage, shard.stages)
-    return (shard.stage > 0 and "embed_tokens" in key) or (
-        not shard.is_last_stage and key.startswith("lm_head")
+    empty = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, EmptyPart)}
+    return not empty.isdisjoint(key.split("."))
+
+
+def check_stage(model: PreTrainedModel, forward: Callable[[], None], shard: Shard) -> None:
+    """Whether the model's layers follow one another and pass on their hidden states alone. `forward` is a pass of the model, by itself.
+
+    All ranks call it, and all raise ConfigurationError if one found that it is otherwise.
+    """
+    problem = _problem_of(model, forward, shard)
+    for rank, told in enumerate(shard.tell_all(problem.encode())):
+        if told:
+            raise ConfigurationError(
+                f"a model of type {model.config.get_text_config().model_type} cannot be served in {shard.stages} stages: "
+                f"{told.decode()} (rank {rank}). Set {_SETTING} to 1"
+            )
+
+
+def _problem_of(model: PreTrainedModel, forward: Callable[[], None], shard: Shard) -> str:
+    """What another stage's part makes is no number in this pass, but for the hidden states that this stage receives. So what the
+    stage makes is a number only if it reads nothing else of the others."""
+    layers = _layers_of(model)
+    own = layers_of_stage(len(layers), shard.stage, shard.stages)
+    order: list[int] = []
+    spoiled: list[int] = []
+
+    def spoil(_module: nn.Module, _given: Any, output: Any) -> Any:
+        return torch.full_like(output, float("nan"))
+
+    def note(number: int) -> Callable[[nn.Module, Any, Any], Any]:
+        def passed(_module: nn.Module, _given: Any, output: Any) -> Any:
+            order.append(number)
+            if number == own.start - 1:
+                places = torch.arange(output.numel(), device=output.device)
+                return torch.sin(places * 1.3).reshape(output.shape).to(output.dtype)
+            if number in own and not output.isfinite().all():
+                spoiled.append(number)
+            return output
+
+        return passed
+
+    hooks = [layer.register_forward_hook(note(number)) for number, layer in enumerate(layers)]
+    embedding: Any = model.get_input_embeddings()
+    if isinstance(embedding, EmptyPart):
+        hooks.append(embedding.register_forward_hook(spoil))
+    try:
+        forward()
+    except Exception as error:  # a model's own code, which misses what another stage has
+        lines = str(error).strip().splitlines()
+        return f"its part of stage {shard.stage} does not run by itself ({lines[0] if lines else type(error).__name__})"
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if order != list(range(len(layers))):
+        return "its layers do not run one after another, each of them once"
+    if spoiled:
+        return f"layer {spoiled[0]} reads more of the layers before it, or of the embedding, than the hidden states that it is given"
+    return ""
+
+
+def _layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    total = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == total:
+            return module
+    raise ConfigurationError(
+        f"a model of type {model.config.get_text_config().model_type} cannot be served in stages: its {total} layers do not stand in "
+        f"one list. Set {_SETTING} to 1"
     )
 
 
 def _take_out_layers(model: PreTrainedModel, shard: Shard) -> None:
-    total = model.config.get_text_config().num_hidden_layers
-    (layers,) = [
-        module
-        for module in model.base_model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == total
-    ][:1]
-    own = layers_of_stage(total, shard.stage, shard.stages)
-    for number in range(total):
+    layers = _layers_of(model)
+    own = layers_of_stage(len(layers), shard.stage, shard.stages)
+    for number in range(len(layers)):
         if number not in own:
-            receives = number == own.start - 1
-            sends = number == own.stop
-            layers[number] = _EmptyLayer(layers[number], shard, receives=receives, sends=sends)
-    layers[own.stop - 1].register_forward_hook(_check_output)
+            layers[number] = _EmptyLayer(layers[number], shard, receives=number == own.start - 1)
+    layers[own.stop - 1].register_forward_hook(_Sends(shard))
 
 
 def elsewhere(model: PreTrainedModel) -> set[int]:
@@ -108,11 +169,20 @@ def elsewhere(model: PreTrainedModel) -> set[int]:
     return found
 
 
-def _check_output(module: nn.Module, _given: Any, output: Any) -> None:
-    if not isinstance(output, torch.Tensor):
-        raise ConfigurationError(
-            f"{type(module).__name__} passes on more than one tensor, so its model cannot be cut into stages. Set {_SETTING} to 1"
-        )
+class _Sends:
+    """After a stage's last layer, before the model's code does anything to what it made: the next stage's does that, too."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def __call__(self, module: nn.Module, _given: Any, output: Any) -> None:
+        if not isinstance(output, torch.Tensor):
+            raise ConfigurationError(
+                f"{type(module).__name__} passes on more than one tensor, so its model cannot be cut into stages. Set {_SETTING} to 1"
+            )
+        shard = self._shard
+        if shard.link.is_on and not shard.is_last_stage:
+            shard.collectives.send(output.contiguous(), shard.rank + shard.width)
 
 
 def _take_out_ends(model: PreTrainedModel, shard: Shard) -> None:
@@ -134,21 +204,19 @@ class EmptyPart(nn.Module):
 class _EmptyLayer(EmptyPart):
     """Another stage's. Models read a layer's kind from it."""
 
-    def __init__(self, other: nn.Module, shard: Shard, *, receives: bool, sends: bool) -> None:
+    def __init__(self, other: nn.Module, shard: Shard, *, receives: bool) -> None:
         super().__init__()
         for name, value in vars(other).items():
             if isinstance(value, str | int | float) and name not in self.__dict__:
                 setattr(self, name, value)
         self._shard = shard
-        self._receives, self._sends = receives, sends
+        self._receives = receives
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         shard = self._shard
         if shard.link.is_on and self._receives:
             hidden_states = torch.empty_like(hidden_states)
             shard.collectives.receive(hidden_states, shard.rank - shard.width)
-        elif shard.link.is_on and self._sends:
-            shard.collectives.send(hidden_states.contiguous(), shard.rank + shard.width)
         return hidden_states
 
 

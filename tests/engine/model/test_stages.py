@@ -5,14 +5,16 @@ from __future__ import annotations
 import collections
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.gathered import GatheredCache
@@ -167,40 +169,120 @@ def parameters(runner: TorchRunner) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_more_stages_than_layers_are_refused(small: Path) -> None:
-    layers = transformers.AutoConfig.from_pretrained(small).num_hidden_layers
+def refusal(path: Path, stages: int = 2) -> str:
+    """What every rank says."""
 
-    def loading(shard: Shard | None) -> TorchRunner:
-        try:
-            return load(small, shard)
-        except ConfigurationError as error:
-            if shard is not None and shard.rank:
-                raise EndOfRank from error
-            raise
-
-    with (
-        pytest.raises(ConfigurationError, match=f"stages: it has {layers} layers"),
-        ranks_here(layers + 1, loading, layers + 1),
-    ):
-        pass
-
-
-def test_a_model_that_does_not_say_what_its_layers_pass_on_is_refused(tmp_path: Path) -> None:
-    path = tiny.save("gpt2", tmp_path)
+    said: list[str] = []
 
     def loading(shard: Shard | None) -> TorchRunner:
         try:
             return load(path, shard)
         except ConfigurationError as error:
+            said.append(str(error))
             if shard is not None and shard.rank:
                 raise EndOfRank from error
             raise
 
-    with (
-        pytest.raises(ConfigurationError, match="transformers does not say what the layers"),
-        ranks_here(2, loading, 2),
-    ):
+    with pytest.raises(ConfigurationError), ranks_here(stages, loading, stages):
         pass
+    assert len(said) == stages
+    assert len(set(said)) == 1
+    return said[0]
+
+
+def test_more_stages_than_layers_are_refused(small: Path) -> None:
+    layers = transformers.AutoConfig.from_pretrained(small).num_hidden_layers
+    assert f"stages: it has {layers} layers" in refusal(small, layers + 1)
+
+
+def test_a_model_that_does_not_say_what_its_layers_pass_on_is_refused(tmp_path: Path) -> None:
+    assert "transformers does not say what the layers" in refusal(tiny.save("gpt2", tmp_path))
+
+
+def test_a_model_whose_layers_read_the_embedding_is_refused(tmp_path: Path) -> None:
+    """By transformers' plan they pass on their hidden states alone."""
+    assert "2 stages: " in refusal(tiny.save("gemma3n", tmp_path))
+
+
+@pytest.fixture
+def changed_llama(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Llama with another body of its loop over layers: what a model's code may do though its plan says nothing of it."""
+
+    def change(how: str) -> None:
+        whole = LlamaModel.forward
+
+        def forward(self: Any, input_ids: Any = None, **given: Any) -> Any:
+            if how == "embedding":
+                embedded = self.embed_tokens(input_ids)
+                hook = self.layers[-1].register_forward_pre_hook(lambda _, args: (args[0] + embedded,))
+            elif how == "twice":
+                hook = self.layers[-1].register_forward_pre_hook(
+                    lambda _, args: (self.layers[0](args[0], **given | rotary_of(self, args[0])),)
+                )
+            else:
+                hook = self.layers[0].register_forward_hook(lambda _, args, output: output * 1.5)
+            try:
+                return whole(self, input_ids=input_ids, **given)
+            finally:
+                hook.remove()
+
+        monkeypatch.setattr(LlamaModel, "forward", forward)
+
+    return change
+
+
+def rotary_of(model: Any, hidden: torch.Tensor) -> dict[str, Any]:
+    positions = torch.arange(hidden.shape[1])[None]
+    return {"position_embeddings": model.rotary_emb(hidden, positions), "past_key_values": None}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("embedding", "layer 1 reads more of the layers before it"),
+        ("twice", "do not run one after another, each of them once"),
+    ],
+)
+def test_what_a_model_does_beside_its_plan_is_found(
+    changed_llama: Callable[[str], None], small: Path, how: str, said: str
+) -> None:
+    changed_llama(how)
+    assert said in refusal(small)
+
+
+def test_what_a_model_does_between_two_layers_is_done_once(
+    changed_llama: Callable[[str], None], small: Path
+) -> None:
+    """By the next stage, which the stage's last layer sends its output as it is."""
+    changed_llama("between")
+    prompt = list(range(3, 20))
+    (expected,) = tiny.reference(small, [prompt], NUM_TOKENS)
+    with ranks_here(2, functools.partial(load, small), 2) as runner:
+        driver = Driver(runner)
+        driver.add("r", prompt)
+        assert driver.generate(NUM_TOKENS)["r"] == expected.tokens
+
+
+def test_an_embedding_and_a_head_of_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = functools.partial(
+        transformers.GPTNeoXConfig,
+        vocab_size=tiny.VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    monkeypatch.setitem(tiny.ALL, "gpt-neox", config)
+    path = tiny.save("gpt-neox", tmp_path)
+    prompt = list(range(3, 20))
+    (expected,) = tiny.reference(path, [prompt], NUM_TOKENS)
+    with ranks_here(2, functools.partial(load, path), 2) as runner:
+        driver = Driver(runner)
+        driver.add("r", prompt)
+        assert driver.generate(NUM_TOKENS)["r"] == expected.tokens
 
 
 @given(st.integers(1, 64), st.integers(1, 8))
