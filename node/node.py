@@ -193,6 +193,8 @@ class Node:
             mirrors=config.engine.cache.mirror,
             vectors=info.vectors,
             pin_seconds=config.engine.scheduler.pins_for_s,
+            tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
         )
 
     def _encoders(self, info: ModelInfo, mailbox: Mailbox[Item]) -> EncoderDesk | None:

@@ -19,6 +19,7 @@ from msgspec import Meta
 from tandem.wire.errors import ConfigurationError
 
 LEAST_STEP_S = 1e-6
+DEFAULT_START_S = 30.0
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegativeNumber = Annotated[float, Meta(ge=0)]
@@ -101,6 +102,21 @@ class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(len(errors), errors[len(errors) // 2], errors[-1])
 
 
+class Width(msgspec.Struct, frozen=True, order=True):
+    """Into how many ranks a node's model is cut."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def __str__(self) -> str:
+        stages = f" × PP {self.pipeline_parallel}" if self.pipeline_parallel > 1 else ""
+        return f"TP {self.tensor_parallel}{stages}"
+
+
 class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One kind of node, with one model loaded."""
 
@@ -114,8 +130,14 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: TransferCost = TransferCost()
     request: RequestCost = RequestCost()
     mixed_saved_s: NotNegativeNumber = 0.0  # a step with prompts and decodes is shorter than the two by this
-    start_s: NotNegativeNumber = 30.0  # until a new node of this kind serves
+    start_s: NotNegativeNumber = DEFAULT_START_S  # until a new node of this kind serves
+    tensor_parallel: Annotated[int, Meta(ge=1)] = 1  # of such a node, and so are the stages
+    pipeline_parallel: Annotated[int, Meta(ge=1)] = 1
     fit: dict[str, FitError] = {}
+
+    @property
+    def width(self) -> Width:
+        return Width(self.tensor_parallel, self.pipeline_parallel)
 
     def step_s(
         self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, decode_context: float = 0.0

@@ -20,7 +20,15 @@ import httpx
 import msgspec
 
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.simulator.costs import CostModel, CostTable, FitError, RequestCost, TransferCost
+from tandem.simulator.costs import (
+    DEFAULT_START_S,
+    CostModel,
+    CostTable,
+    FitError,
+    RequestCost,
+    TransferCost,
+    Width,
+)
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tandem.wire.tracing import TracePhase
@@ -44,6 +52,9 @@ class _ClusterNode(msgspec.Struct):
     max_model_len: int
     block_size: int
     total_blocks: int = 0
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    start_s: float = 0.0  # 0: its controller does not know
 
 
 class _RouterFacts(msgspec.Struct):
@@ -243,6 +254,13 @@ class Profiler:
                 "profile a cluster of one aggregated node, or of one prefill node and one decode node, not of "
                 f"{', '.join(roles) or 'none'}"
             )
+        widths = {Width(node.tensor_parallel, node.pipeline_parallel) for node in nodes}
+        if len(widths) > 1:
+            said = " and ".join(sorted(map(str, widths)))
+            raise ConfigurationError(
+                f"profile nodes of one width, not of {said}: each width has a file of its own, and tandem plan puts them together"
+            )
+        (width,) = widths
         self._longest = min(node.max_model_len for node in nodes)
         blocks = min(node.total_blocks for node in nodes) + 1  # and the null block
         block_size = nodes[0].block_size
@@ -268,6 +286,9 @@ class Profiler:
             transfer=transfer,
             request=RequestCost(arrive, per_token, max(0.0, statistics.median(self._answers))),
             mixed_saved_s=mixed,
+            start_s=max(node.start_s for node in nodes) or DEFAULT_START_S,
+            tensor_parallel=width.tensor_parallel,
+            pipeline_parallel=width.pipeline_parallel,
             fit=fit,
         )
 

@@ -53,5 +53,6 @@ def run(options: argparse.Namespace, *, as_json: bool) -> CostModel:
             console.print(
                 f"{name}: {fit.median:.1%} wrong in the median, {fit.worst:.1%} at worst, at {fit.points} points that it was not made of"
             )
+        console.print(f"nodes of {costs.width}, which served {costs.start_s:.1f} s after they were launched")
         console.print(f"{options.out} has what `tandem simulate --costs` takes")
     return costs

@@ -63,6 +63,9 @@ class NodeInfo(msgspec.Struct, frozen=True):
     vectors: VectorModel | None = None  # None: its model makes none
     pin_seconds: float = 0.0  # for so long a turn keeps its KV there for its job's next turn; 0: it does not
     wire_version: int = WIRE_VERSION  # of the messages that it speaks: wire.versions
+    tensor_parallel: int = 1  # ranks that share each of its layers
+    pipeline_parallel: int = 1  # stages that share its layers
+    start_s: float = 0.0  # from its launch until it was ready, by the controller's clock; 0: not known
 
     def blocks_for(self, tokens: int) -> int:
         """About how many a request of so many tokens takes."""

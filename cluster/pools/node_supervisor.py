@@ -8,6 +8,8 @@ import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
+import msgspec
+
 from tandem.cluster.describe import ranges
 from tandem.cluster.launcher import Host, NodeHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
@@ -87,12 +89,16 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return self._around.launcher.launch_node(self.config, self.host, self.slot)
 
     async def _start(self, handle: NodeHandle) -> NodeInfo:
+        began = self._clock.now()
         info = await handle.start(self.report)
+        # One that was announced before was adopted: what its start took was measured by an earlier controller.
+        start_s = self.info.start_s if self.info is not None else round(self._clock.now() - began, 3)
         if info.role is not self.config.role:
             # Adopted from a controller that was killed while it changed the role.
             if not await handle.drain(self._timeouts.nodes.drain_s):
                 raise Unavailable(f"it still works as a {info.role.value} node")
             info = await handle.change_role(self.config, self.report)
+        info = msgspec.structs.replace(info, start_s=start_s)
         await self._tell_adapters(handle, is_member=info == self.info)
         with contextlib.suppress(TandemError):  # it is told again when it answers
             await self._tell_keys(handle)  # before a router or another node speaks to it
@@ -237,6 +243,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         new = await self._while_it_progresses(
             handle.change_role(self.config, self.report), f"changing the role of {self.name}"
         )
+        new = msgspec.structs.replace(new, start_s=info.start_s)
         self.status = None
         await self._announce(new)
         self._enter(ProcessPhase.READY, "")

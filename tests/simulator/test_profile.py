@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.simulator.costs import CostModel, read_costs
+from tandem.simulator.costs import CostModel, Width, read_costs
 from tandem.simulator.profile import BESIDE, ProfileClient, Profiler, line_through
 from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
@@ -25,8 +26,9 @@ PIECE = 100  # of a prompt that is read beside an answer
 class TracedCluster:
     """Answers as a router does, with traces of steps that take what `TRUE` says."""
 
-    def __init__(self, *roles: str, alone: int = 0) -> None:
+    def __init__(self, *roles: str, alone: int = 0, widths: Sequence[int] = (1, 1, 1)) -> None:
         self.roles = roles
+        self.widths = widths
         self.alone = alone  # steps of an answer before the rest of its batch has begun
         # prompts, tokens that are cached, tokens of an answer, whether another answer is written meanwhile
         self.asked: dict[str, tuple[list[int], int, int, bool]] = {}
@@ -44,8 +46,10 @@ class TracedCluster:
                     "max_model_len": TRUE.max_model_len,
                     "block_size": 16,
                     "total_blocks": TRUE.blocks - 1,
+                    "tensor_parallel": width,
+                    "start_s": 4.0 + index,
                 }
-                for role in self.roles
+                for index, (role, width) in enumerate(zip(self.roles, self.widths, strict=False))
             ]
             return httpx.Response(200, json={"router": {"model": "m"}, "nodes": nodes})
         if request.url.path.startswith("/traces/"):
@@ -118,8 +122,9 @@ def part(role: str, spans: list[Span], moved: TransferRecord | None) -> NodePart
     return NodePart(role, role, "r", spans, 0.0, None, 0, moved)
 
 
-async def measured(*roles: str, alone: int = 0) -> CostModel:
-    client = ProfileClient("http://cluster", None, httpx.MockTransport(TracedCluster(*roles, alone=alone)))
+async def measured(*roles: str, alone: int = 0, widths: Sequence[int] = (1, 1, 1)) -> CostModel:
+    cluster = TracedCluster(*roles, alone=alone, widths=widths)
+    client = ProfileClient("http://cluster", None, httpx.MockTransport(cluster))
     try:
         return await Profiler(client, lambda what, share: None, repeats=1).measure("known")
     finally:
@@ -137,6 +142,7 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
             TRUE.step_s([], batch, batch * context), rel=0.01
         )
     assert costs.request.arrive_s == pytest.approx(TRUE.request.arrive_s)
+    assert costs.start_s == 3.0 + len(roles), "of the node that took longest"
     assert costs.fit["prefill"].worst < 1e-6
     assert costs.fit["decode"].worst < 0.05
     if len(roles) == 1:
@@ -167,6 +173,18 @@ def test_a_cluster_with_more_than_one_node_of_a_role_is_not_profiled(roles: tupl
         ConfigurationError, match="one aggregated node, or of one prefill node and one decode"
     ):
         asyncio.run(measured(*roles))
+
+
+def test_the_width_of_the_nodes_is_in_the_costs() -> None:
+    assert asyncio.run(measured("decode", "prefill", widths=(2, 2))).width == Width(2)
+
+
+def test_nodes_of_two_widths_are_not_profiled_together() -> None:
+    """One file is of one kind of node: the costs of two kinds would be mixed in it."""
+    with pytest.raises(
+        ConfigurationError, match="nodes of one width, not of TP 1 and TP 2: each width has a file"
+    ):
+        asyncio.run(measured("decode", "prefill", widths=(1, 2)))
 
 
 def test_a_server_that_is_away_is_one_sentence() -> None:

@@ -387,7 +387,8 @@ class FakeLauncher:
         return router
 
     def _is_routed(self, node: FakeNode) -> bool:
-        return any(node.info in router.memberships[-1] for router in self.routers if router.memberships)
+        told = [router.memberships[-1] for router in self.routers if router.memberships]
+        return any(node.info.epoch == member.epoch for members in told for member in members)
 
     def _heard_by_routers(self, info: NodeInfo) -> NodeSighting:
         node = self.node(info.node_id)

@@ -67,6 +67,33 @@ def test_a_node_that_starts_is_ended_if_and_only_if_it_stood_still(script: Scrip
 
 
 @in_loop
+async def test_what_a_start_took_is_announced_and_stays_what_it_was() -> None:
+    """To who plans how many nodes there must be before they are needed. A controller that comes back has not seen it."""
+    async with Rig(*PD, timeouts=PATIENT) as rig:
+        rig.launcher.prepare["decode-0"] = hold_back
+        rig.launcher.prepare["prefill-0"] = hold_back
+        starting = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(7)
+        rig.launcher.node("prefill-0").may_start.set()
+        await rig.clock.advance(13)
+        rig.launcher.node("decode-0").may_start.set()
+        await starting
+
+        def announced() -> dict[str, float]:
+            return {info.node_id: info.start_s for info in rig.launcher.router.memberships[-1]}
+
+        assert announced() == {"prefill-0": 7.0, "decode-0": 20.0}
+        await rig.kill_controller()
+        await rig.clock.advance(5)
+        await rig.controller.start()
+        await rig.clock.advance(1)
+        assert announced() == {"prefill-0": 7.0, "decode-0": 20.0}
+        await rig.controller.change_role("prefill-0", Role.DECODE)
+        await rig.clock.advance(1)
+        assert announced() == {"prefill-0": 7.0, "decode-0": 20.0}, "its process is the same"
+
+
+@in_loop
 async def test_what_a_silent_node_did_last_is_told() -> None:
     async with Rig(*PD, timeouts=PATIENT) as rig:
         rig.launcher.prepare["decode-0"] = hold_back
