@@ -26,6 +26,7 @@
     simulation       the simulator beside real runs, with a thousand nodes, and with the autoscaler
     routing          what a decision costs by the number of nodes, and what knowing their caches costs
     tokenizing       a long chat's text to tokens, the first time and its next turn
+    one_request      which of our files one chat request runs through
     load_generator   whether `tandem bench` measures right (paced_server)
 
 `machine` is what the machine can do at best, `ending` how a command ends.

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.transfer_link import Link
 from benchmarks.transfer_nodes import BLOCK_BYTES, BLOCK_SIZE, Remote
-from tandem.kvtransfer.base import ChecksumPolicy, TransferConfig
+from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.wire.nodes import PeerAddress
 
 BAR_PERCENT = 5.0  # that `all` may add to the best handover over 10 Gbit

@@ -100,7 +100,8 @@ def drive(
 
 def serve(name: str, epoch: int, plan: Plan, pipe: Connection) -> None:
     """One of the two processes."""
-    from tandem.kvtransfer.base import ConnectorContext, TransferConfig
+    from tandem.kvtransfer.base import ConnectorContext
+    from tandem.kvtransfer.config import TransferConfig
     from tandem.kvtransfer.registry import find_connector
 
     role = TransferRole.PRODUCE if name == "prefill" else TransferRole.CONSUME

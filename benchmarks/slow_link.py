@@ -23,7 +23,7 @@ from rich.console import Console
 
 from benchmarks.transfer_link import Link
 from benchmarks.transfer_nodes import BLOCK_SIZE, Remote
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.nodes import PeerAddress
 
 BAR_S = 3.0

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.kvtransfer.base import EvictionPolicy
+from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.policies import POLICIES, ArcPolicy
 

@@ -42,14 +42,8 @@ from tandem.engine.model.loading import load_runner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.kvtransfer.base import (
-    ConnectorContext,
-    EvictionPolicy,
-    KVCacheMemory,
-    TierConfig,
-    TransferConfig,
-    WorkerConnector,
-)
+from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, WorkerConnector
+from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
 from tandem.kvtransfer.multi import MultiScheduler, MultiWorker, create_connector
 from tandem.kvtransfer.offload.manager import SlotManager, TierManager
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler

@@ -37,7 +37,7 @@ from rich.table import Table
 
 from benchmarks.transfer_nodes import BLOCK_BYTES, BLOCK_SIZE, Remote
 from tandem.engine.model.memory import available_bytes
-from tandem.kvtransfer.base import ChecksumPolicy, TransferConfig
+from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.wire.nodes import PeerAddress
 
 FLOOR_OF_RAW = 0.85  # for the largest batches

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from benchmarks.transfer_link import enter
-from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, KVCacheMemory, TransferConfig
+from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, KVCacheMemory
+from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlTransport

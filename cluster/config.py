@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import AnswersConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.logs import LogsConfig

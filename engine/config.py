@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from tandem.kvtransfer.base import TierConfig
+from tandem.kvtransfer.config import TierConfig
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, about, check_fields
 

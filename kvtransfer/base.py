@@ -61,17 +61,14 @@ shared by several, must be filed under the model's content and the blocks' layou
 from __future__ import annotations
 
 import abc
-import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-from msgspec import Meta
 
-from tandem.wire.errors import ConfigurationError
+from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.requests import CachePeers, KVTransferParams, TierStatus, WaitHistogram
-from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
 if TYPE_CHECKING:
@@ -273,19 +270,6 @@ class TransferStats(msgspec.Struct):
     tiers: list[TierStatus] = msgspec.field(default_factory=list)
 
 
-class LoadFailurePolicy(enum.StrEnum):
-    RECOMPUTE = "recompute"  # the decode node computes what is missing itself
-    FAIL = "fail"  # the request ends with a TransferError
-
-
-class ChecksumPolicy(enum.StrEnum):
-    """Which of the blocks that travel carry a checksum, which the receiver compares before it uses them."""
-
-    ALL = "all"
-    SAMPLE = "sample"  # one of sixteen, and each transfer's last; all from a node that has sent a wrong one
-    OFF = "off"
-
-
 class KVCacheMemory(msgspec.Struct, frozen=True):
     """The KV cache as the worker half sees it.
 
@@ -330,89 +314,6 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     @property
     def block_bytes(self) -> int:
         return int(self.tensor[0].numel() * self.tensor.element_size())
-
-
-# A consumer waits for the end of a lease that it cannot revoke: longer ones are a mistake, or worse.
-MAX_LEASE_S = 3600.0
-
-
-class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`transfer:` in tandem.yaml."""
-
-    connector: Annotated[
-        NotEmpty, about("`nixl`, `nccl`, or `package.module:factory`: [connectors](connectors.md)")
-    ] = "nixl"
-    direction: Annotated[Literal["push", "pull"], about("`push` or `pull`")] = "push"
-    lease_s: Annotated[
-        Annotated[float, Meta(gt=0, le=MAX_LEASE_S)],
-        about("a prefill node holds blocks for this long when the lease is not renewed; at most 3600"),
-    ] = 10.0
-    timeout_s: Annotated[
-        Seconds, about("a decode node waits this long for one transfer, once the prompt is being computed")
-    ] = 60.0
-    handshake_timeout_s: Annotated[Seconds, about("and this long for two nodes to know each other")] = 5.0
-    on_failure: Annotated[
-        LoadFailurePolicy, about("`recompute`: the decode node then reads the prompt itself; or `fail`")
-    ] = LoadFailurePolicy.RECOMPUTE
-    patience_s: Annotated[
-        Seconds,
-        about(
-            "a transfer is given up when waiting for it, at the rate at which its link has lately moved bytes, would take so much "
-            "longer than computing the rest on the decode node"
-        ),
-    ] = 1.0
-    checksums: Annotated[
-        ChecksumPolicy,
-        about(
-            "which blocks the receiver checks before it uses them: `all`, a `sample` (one of 16, and all from a node that "
-            "has sent a wrong one), or `off`"
-        ),
-    ] = ChecksumPolicy.SAMPLE
-    canary_share: Annotated[
-        Annotated[float, Meta(ge=0, le=1)],
-        about(
-            "share of the received prompts that a decode node computes again in idle time, to compare the KV; differences "
-            "that rounding does not explain count as `wrong_kv`; 0: none"
-        ),
-    ] = 0.01
-    options: Annotated[dict[str, str], about("the connector's own")] = {}
-
-
-class EvictionPolicy(enum.StrEnum):
-    """What a full tier gives up."""
-
-    LRU = "lru"  # what was not used for the longest time
-    ARC = "arc"  # balances what is new against what was used again, by what it gave up too soon
-
-
-class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of `cache.tiers`: where full blocks are copied to, to be loaded again."""
-
-    cpu: Annotated[int, Meta(ge=1)] | None = None  # bytes of host memory, for each node
-    disk: str | None = None  # a folder, in which each node of a machine takes a file of `size` bytes
-    size: Annotated[int, Meta(ge=1)] | None = None
-    policy: EvictionPolicy = EvictionPolicy.LRU
-    block_factor: AtLeastOne = 1  # so many blocks of the device are kept, found and given up together
-    store_threshold: NotNegative = 0  # a block is stored when so many requests had it; 0 and 1: at once
-    spec: str = ""  # `synthetic`, or "package.module:factory" of a tier of another kind
-    options: dict[str, Any] = {}  # that spec's own
-
-    def __post_init__(self) -> None:
-        if [bool(self.cpu), bool(self.disk), bool(self.spec)].count(True) != 1:
-            raise ConfigurationError(
-                "cache.tiers: each entry is one of {cpu: 8GiB}, {disk: /folder, size: 100GiB} and "
-                "{spec: package.module:factory}"
-            )
-        if bool(self.disk) != (self.size is not None):
-            raise ConfigurationError(
-                "cache.tiers: `disk` and `size` go together: {disk: /folder, size: 100GiB}"
-            )
-        if self.options and not self.spec:
-            raise ConfigurationError("cache.tiers: options are of a spec of your own; cpu and disk have none")
-
-    @property
-    def kind(self) -> str:
-        return self.spec or ("cpu" if self.cpu else "disk")
 
 
 class ConnectorContext(msgspec.Struct, frozen=True):

@@ -109,7 +109,7 @@ class KeptAnswers:
         answer = self._running.get(request_id)
         if answer is not None:
             index = len(answer.tokens)
-            self.add(TokenChunk(request_id, index, [], finish=FinishReason.ERROR, error=error.to_wire()))
+            self.add(TokenChunk.failed(request_id, index, error.to_wire()))
 
     def end_all(self, error: TandemError) -> None:
         for request_id in list(self._running):
@@ -135,7 +135,7 @@ class KeptAnswers:
         answer = self._kept.get(message.answer_id)
         if answer is None:
             gone = Unavailable("this node does not keep the answer any more").to_wire()
-            chunk = TokenChunk(message.request_id, message.after, [], finish=FinishReason.ERROR, error=gone)
+            chunk = TokenChunk.failed(message.request_id, message.after, gone)
         else:
             chunk = answer.chunk(message.request_id, message.after)
             if answer.ended_at is None:

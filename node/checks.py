@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import numpy as np
 
+from tandem.engine.model.lora.slots import AdapterSlots
 from tandem.engine.model.runner import ModelInfo
+from tandem.wire.adapters import name_of
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
-from tandem.wire.errors import InvalidRequest
+from tandem.wire.errors import AdapterMissing, InvalidRequest
 from tandem.wire.requests import Submit
 
 _INFINITE_BFLOAT16 = 0x7F80  # the exponent of what is infinite, or no number
 
 
-def check_submit(submit: Submit, info: ModelInfo) -> None:
-    """Raises InvalidRequest."""
+def check_submit(
+    submit: Submit, info: ModelInfo, *, adapters: AdapterSlots | None, writes_hidden_states: bool
+) -> None:
+    """Raises InvalidRequest, or AdapterMissing. `adapters`: None where none are served."""
     _check_vocabulary(submit, info)
+    _check_adapter(submit, adapters)
+    if submit.sampling.hidden_states is not None and not writes_hidden_states:
+        raise InvalidRequest(
+            "hidden_states: this server writes none; the operator sets model.hidden_states_folder",
+            "hidden_states",
+        )
     _check_pooling(submit, info)
     if submit.embeds is not None:
         _check_embeds(submit, submit.embeds, info.embed_size)
@@ -35,6 +45,14 @@ def _check_vocabulary(submit: Submit, info: ModelInfo) -> None:
             raise InvalidRequest(
                 f"token {wrong} of the {name} is not among the model's {vocabulary}", f"{name}_token_ids"
             )
+
+
+def _check_adapter(submit: Submit, adapters: AdapterSlots | None) -> None:
+    """One that was dropped is still taken for a request that goes on, from another node."""
+    if submit.lora is not None and (adapters is None or not adapters.has(submit.lora)):
+        raise AdapterMissing(
+            f"this node does not have the adapter {name_of(submit.lora)!r} with the weights that the request is for"
+        )
 
 
 def _check_pooling(submit: Submit, info: ModelInfo) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from tandem.engine.config import EngineConfig
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.logs import LogsConfig
 from tandem.wire.nodes import Role
 from tandem.wire.settings import AtLeastOne, Seconds, about

@@ -11,8 +11,8 @@ import dataclasses
 import logging
 import secrets
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 from tandem.wire.embeds import TYPES, PromptEmbeds
 from tandem.wire.encoding import Encode, EncodedRows, EncodingRefused, ToAsker, WantedPart, checksum
@@ -72,6 +72,17 @@ class EncoderDesk:
         self._inbox: Inbox[ToAsker] = Inbox(host, ToAsker, self._receive, name=f"{name}-rows")
 
     # --- the step thread
+
+    def ask_for(
+        self, parts: Iterable[MediaFeature], encoders: Sequence[PeerAddress], images: Sequence[bytes]
+    ) -> None:
+        """Asks for parts of a request's images, each image of its own encoder node."""
+        wanted: defaultdict[int, list[MediaFeature]] = defaultdict(list)
+        for part in parts:
+            wanted[part.image].append(part)
+        for image, of_image in wanted.items():
+            digest = of_image[0].identifier.rpartition("/")[0]
+            self.ask(encoders[image], digest, images[image], of_image)
 
     def ask(self, encoder: PeerAddress, digest: str, file: bytes, parts: Sequence[MediaFeature]) -> None:
         """For each part a RowsCame follows, at once or by the deadline."""

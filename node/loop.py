@@ -7,6 +7,7 @@ before the next one.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import sys
@@ -14,11 +15,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from tandem.engine.core import Engine
+from tandem.engine.structured.desk import GrammarReady
 from tandem.machine.resources import bind, states_of_threads
-from tandem.wire.requests import TokenChunk
+from tandem.node.encoders import RowsCame
+from tandem.wire.lines import Position
+from tandem.wire.requests import TokenChunk, ToNode
+
+if TYPE_CHECKING:
+    from tandem.engine.model.lora.folder import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +56,62 @@ class Mailbox(Generic[T]):
                 first = self._queue.get_nowait()
         except queue.Empty:
             return items
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class RouterLost:
+    """A router has been silent for too long, or does not read: its requests no longer have an owner."""
+
+    reply_to: str
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ListRequests:
+    """Tell the router what it has here, now that its messages up to `position` are acted on."""
+
+    reply_to: str
+    position: Position
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Drain:
+    """Refuse what is new from now on."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ResetCache:
+    """Forget all cached KV, in every tier."""
+
+    done: threading.Event
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class SetAdapters:
+    """Serve these adapters, and those that are served under the names `kept`; no others."""
+
+    read: list[Adapter]
+    kept: frozenset[str]
+    done: threading.Event
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class RanksLost:
+    """The node's other ranks have been ended, all of them."""
+
+    why: str
+
+
+Item = (
+    ToNode
+    | RouterLost
+    | ListRequests
+    | Drain
+    | ResetCache
+    | SetAdapters
+    | RanksLost
+    | GrammarReady
+    | RowsCame
+)
 
 
 class LoopHost(Protocol[ItemT]):

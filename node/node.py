@@ -20,23 +20,17 @@ from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.step_trace import StepTrace
-from tandem.kvtransfer.base import (
-    ConnectorContext,
-    LoadFailurePolicy,
-    SchedulerConnector,
-    TierConfig,
-    TransferConfig,
-    WorkerConnector,
-)
+from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
+from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
 from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
 from tandem.node.config import NodeConfig, refused_with_devices, refused_with_ranks
 from tandem.node.encoders import EncoderDesk
-from tandem.node.loop import Mailbox
+from tandem.node.loop import Item, Mailbox, RanksLost
 from tandem.node.ranks.supervisor import Ranks, shares_of
 from tandem.node.routers import RouterLine
-from tandem.node.service import Item, NodeService, RanksLost, RoleRules
+from tandem.node.service import NodeService, RoleRules
 from tandem.node.trace_file import TraceFile
 from tandem.wire.embeds import TYPES
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable

@@ -16,7 +16,6 @@ which of its requests it holds.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -37,23 +36,28 @@ from tandem.node.checks import check_submit
 from tandem.node.config import NodeConfig
 from tandem.node.encoders import EncoderDesk, RowsCame
 from tandem.node.live_requests import LiveRequests
-from tandem.node.loop import EngineLoop, Mailbox
+from tandem.node.loop import (
+    Drain,
+    EngineLoop,
+    Item,
+    ListRequests,
+    Mailbox,
+    RanksLost,
+    ResetCache,
+    RouterLost,
+    SetAdapters,
+)
 from tandem.node.routers import RouterLine, Routers
-from tandem.node.status import node_counters, node_status
-from tandem.wire.adapters import name_of
+from tandem.node.status import NodeCondition, node_counters, node_status
 from tandem.wire.errors import (
-    AdapterMissing,
     Cancelled,
     DeadlineExceeded,
-    InternalError,
     InvalidRequest,
     NodeLost,
     TandemError,
     Unavailable,
     WireError,
 )
-from tandem.wire.images import MediaFeature
-from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import (
     Ask,
@@ -95,62 +99,6 @@ class RoleRules(Protocol):
     def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
         """How an update's finish reason reads to the router."""
         ...
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class RouterLost:
-    """A router has been silent for too long, or does not read: its requests no longer have an owner."""
-
-    reply_to: str
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class ListRequests:
-    """Tell the router what it has here, now that its messages up to `position` are acted on."""
-
-    reply_to: str
-    position: Position
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class Drain:
-    """Refuse what is new from now on."""
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class ResetCache:
-    """Forget all cached KV, in every tier."""
-
-    done: threading.Event
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class SetAdapters:
-    """Serve these adapters, and those that are served under the names `kept`; no others."""
-
-    read: list[Adapter]
-    kept: frozenset[str]
-    done: threading.Event
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class RanksLost:
-    """The node's other ranks have been ended, all of them."""
-
-    why: str
-
-
-Item = (
-    ToNode
-    | RouterLost
-    | ListRequests
-    | Drain
-    | ResetCache
-    | SetAdapters
-    | RanksLost
-    | GrammarReady
-    | RowsCame
-)
 
 
 class NodeService:
@@ -197,10 +145,7 @@ class NodeService:
             clock=clock,
         )
         self._news = news(self._routers.tell) if news is not None else None
-        self._state = NodeState.READY
-        self._state_lock = threading.Lock()  # of every change of the state: FAILED is never left
-        self._detail = ""
-        self._failed_as: type[TandemError] = InternalError
+        self._condition = NodeCondition(config.node_id)
         self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
         self._stats_taken = clock()
         # When the mailbox was read last, and when it had been read for what the stats count.
@@ -234,8 +179,8 @@ class NodeService:
             self._list_requests(message.reply_to)
         elif isinstance(message, ListCache):
             self._list_cache(message.reply_to)
-        elif self._state is NodeState.FAILED and isinstance(message, Submit):
-            self._refuse(message, self._failed_as(f"node {self._config.node_id} has failed: {self._detail}"))
+        elif isinstance(message, Submit) and (failure := self._condition.failure) is not None:
+            self._refuse(message, failure)
         else:
             if isinstance(message, Submit) and message.trace:
                 self._tracer.arrived(message.request_id)
@@ -277,7 +222,7 @@ class NodeService:
             self._config.node_id,
             self._rules.role,
             self._epoch,
-            self._state if failure is None else NodeState.FAILED,
+            self._condition.state if failure is None else NodeState.FAILED,
             scheduler,
             transfers=transfer.in_progress if transfer else 0,
             now=self._clock(),
@@ -302,21 +247,19 @@ class NodeService:
 
     @property
     def failure(self) -> str | None:
-        if self._state is not NodeState.FAILED and (why := self._line.died) is not None:
+        if self._condition.state is not NodeState.FAILED and (why := self._line.died) is not None:
             return f"it no longer hears its routers: {why}"
-        return self._detail if self._state is NodeState.FAILED else None
+        return self._condition.why
 
     def drain(self, timeout_s: float) -> bool:
         """Takes nothing new; True when everything under way has ended and every block is free in time."""
-        with self._state_lock:
-            if self._state is NodeState.READY:
-                self._state = NodeState.DRAINING
+        self._condition.drain()
         # The step thread sets it again when it has seen what came before: a request may just be on its way in.
         self._quiet.clear()
         self._mailbox.put(Drain())
-        if self._state is NodeState.FAILED:
+        if self._condition.state is NodeState.FAILED:
             self._quiet.set()
-        return self._quiet.wait(timeout_s) and self._state is not NodeState.FAILED
+        return self._quiet.wait(timeout_s) and self._condition.state is not NodeState.FAILED
 
     def reset_cache(self, timeout_s: float) -> bool:
         """No request that comes from now on begins from KV that is cached now. False: the step under way takes longer."""
@@ -453,34 +396,32 @@ class NodeService:
             self._quiet.set()
 
     def failed(self, error: BaseException) -> None:
-        self._detail = f"{type(error).__name__}: {error}"
-        # A rank's end is no request's fault: each goes on elsewhere, however often that happens.
-        self._failed_as = NodeLost if isinstance(error, NodeLost) else InternalError
-        with self._state_lock:
-            self._state = NodeState.FAILED
+        failed = self._condition.fail(error)
         self._quiet.set()  # a drain would wait for nothing
-        if self._failed_as is NodeLost:
+        if isinstance(failed, NodeLost):
             self._routers.tell_all_status()  # first, or routers would come back with what they are told has ended
-        failed = self._failed_as(f"node {self._config.node_id} has failed: {self._detail}")
         self._kept.end_all(failed)
         failure = failed.to_wire()
         for live in self._live:
-            self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])
+            self._send_chunks(live.submit.reply_to, [_failed(live.submit, failure)])
         self._live.clear()
         self._routers.tell_all_status()
 
     # --- helpers, in the step thread
 
     def _admit(self, submit: Submit) -> None:
-        if self._state is not NodeState.READY:
-            raise Unavailable(f"node {self._config.node_id} is {self._state.value} and takes no new request")
+        if (state := self._condition.state) is not NodeState.READY:
+            raise Unavailable(f"node {self._config.node_id} is {state.value} and takes no new request")
         if submit.transfer is not None and self._config.transfer is None:
             raise InvalidRequest(
                 f"node {self._config.node_id} has no peers and cannot take part in a transfer"
             )
-        check_submit(submit, self._engine.runner.info)
-        self._check_adapter(submit)
-        self._check_hidden_states(submit)
+        check_submit(
+            submit,
+            self._engine.runner.info,
+            adapters=self._adapters,
+            writes_hidden_states=bool(self._config.engine.model.hidden_states_folder),
+        )
         self._canary.stand_aside()
         now = self._clock()
         request = Request(
@@ -513,20 +454,13 @@ class NodeService:
             self._desk.begin(request.request_id, grammar, now)
         self._live.begin(submit, now)
         if submit.encoders and self._encoders is not None:
-            self._ask_encoders(submit, self._encoders)
+            parts = self._engine.scheduler.expect_rows(submit.request_id)
+            self._encoders.ask_for(parts, submit.encoders, submit.images)
         logger.debug("%s: taken, %d tokens", submit.request_id, request.num_tokens)
         self._quiet.clear()
         if submit.trace:
             self._tracer.admitted(submit)
             self._engine.tracer = self._tracer
-
-    def _ask_encoders(self, submit: Submit, encoders: EncoderDesk) -> None:
-        wanted: defaultdict[int, list[MediaFeature]] = defaultdict(list)
-        for part in self._engine.scheduler.expect_rows(submit.request_id):
-            wanted[part.image].append(part)
-        for image, parts in wanted.items():
-            digest = parts[0].identifier.rpartition("/")[0]
-            encoders.ask(submit.encoders[image], digest, submit.images[image], parts)
 
     def _go_on(self, ready: GrammarReady) -> None:
         """A request that waited for its grammar runs, or ends if it cannot."""
@@ -554,25 +488,8 @@ class NodeService:
                 used.add(self._canary.lora)
             self._adapters.forget_others(used)
 
-    def _check_hidden_states(self, submit: Submit) -> None:
-        if submit.sampling.hidden_states is not None and not self._config.engine.model.hidden_states_folder:
-            raise InvalidRequest(
-                "hidden_states: this server writes none; the operator sets model.hidden_states_folder",
-                "hidden_states",
-            )
-
-    def _check_adapter(self, submit: Submit) -> None:
-        """One that was dropped is still taken for a request that goes on, from another node."""
-        if submit.lora is None:
-            return
-        if self._adapters is None or not self._adapters.has(submit.lora):
-            raise AdapterMissing(
-                f"node {self._config.node_id} does not have the adapter {name_of(submit.lora)!r} with the weights that the request "
-                "is for"
-            )
-
     def _refuse(self, submit: Submit, error: TandemError) -> None:
-        self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])
+        self._send_chunks(submit.reply_to, [_failed(submit, error.to_wire())])
 
     def _tell_what_is_held(self, item: ListRequests) -> None:
         held = {live.submit.request_id: live.reported for live in self._live.of_router(item.reply_to)}
@@ -618,11 +535,5 @@ class NodeService:
         )
 
 
-def _error_chunk(submit: Submit, error: WireError) -> TokenChunk:
-    return TokenChunk(
-        request_id=submit.request_id,
-        start=len(submit.output_token_ids),
-        token_ids=[],
-        finish=FinishReason.ERROR,
-        error=error,
-    )
+def _failed(submit: Submit, error: WireError) -> TokenChunk:
+    return TokenChunk.failed(submit.request_id, len(submit.output_token_ids), error)

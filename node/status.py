@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tandem.engine.scheduling.stats import SchedulerStats, Totals
 from tandem.kvtransfer.base import TransferStats
+from tandem.wire.errors import InternalError, NodeLost, TandemError
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, TierStatus
+
+
+class NodeCondition:
+    """READY until it is drained or has failed. FAILED is never left. Used from any thread."""
+
+    def __init__(self, node_id: str) -> None:
+        self._node_id = node_id
+        self._lock = threading.Lock()  # of every change of the state
+        self._failed_as: type[TandemError] = InternalError
+        self.state = NodeState.READY
+        self.why: str | None = None  # it failed; None: it has not
+
+    def drain(self) -> None:
+        with self._lock:
+            if self.state is NodeState.READY:
+                self.state = NodeState.DRAINING
+
+    def fail(self, error: BaseException) -> TandemError:
+        """Returns what its requests are told."""
+        self.why = f"{type(error).__name__}: {error}"
+        # A rank's end is no request's fault: each goes on elsewhere, however often that happens.
+        self._failed_as = NodeLost if isinstance(error, NodeLost) else InternalError
+        with self._lock:
+            self.state = NodeState.FAILED
+        return self._failure()
+
+    @property
+    def failure(self) -> TandemError | None:
+        """What a request is told that comes afterwards; None: it has not failed."""
+        return self._failure() if self.state is NodeState.FAILED else None
+
+    def _failure(self) -> TandemError:
+        return self._failed_as(f"node {self._node_id} has failed: {self.why}")
 
 
 def node_status(

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {
         "kernels",
         "kvtransfer.base",
+        "kvtransfer.config",
         "machine",
         "wire.adapters",
         "wire.errors",
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "decode_node",
         "engine",
         "kvtransfer.base",
+        "kvtransfer.config",
         "loadgen",
         "node",
         "prefill_node",

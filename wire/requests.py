@@ -162,6 +162,11 @@ class TokenChunk(msgspec.Struct, omit_defaults=True, gc=False):
     preemptions: int = 0  # with the end: how often it lost its blocks and went back in line
     vector: bytes | None = None  # what was asked for with `Submit.pooling`: float32, the lowest byte first
 
+    @staticmethod
+    def failed(request_id: str, start: int, error: WireError) -> TokenChunk:
+        """An error's end, after `start` tokens."""
+        return TokenChunk(request_id, start, [], FinishReason.ERROR, error=error)
+
 
 class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
     node_id: str

@@ -12,7 +12,6 @@ from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import ContextLengthExceeded, InternalError, InvalidRequest, TandemError
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import TokenChunk
-from tandem.wire.sampling import FinishReason
 
 # A request that has lost its blocks more often than this computes its tokens. Two requests in a small pool could take turns for
 # ever: each loads what it lost, in the blocks that the other needs to go on.
@@ -252,6 +251,4 @@ class Lifecycle:
 
 def failure_of(request: Request, error: TandemError) -> TokenChunk:
     """What is reported of a request that an error has ended."""
-    return TokenChunk(
-        request.request_id, request.num_output_tokens, [], FinishReason.ERROR, error=error.to_wire()
-    )
+    return TokenChunk.failed(request.request_id, request.num_output_tokens, error.to_wire())

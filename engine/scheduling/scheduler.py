@@ -7,7 +7,6 @@ A prompt is a request that is far behind, a decode one that is one token behind.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +38,8 @@ from tandem.engine.scheduling.tool_times import Tools
 from tandem.engine.scheduling.transfers import TransferResults
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
 from tandem.engine.scheduling.waiting import WaitingRequests
-from tandem.kvtransfer.base import ConnectorOutput, LoadFailurePolicy, SchedulerConnector
+from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector
+from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.images import MediaFeature
@@ -463,46 +463,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Costs a walk over all unfinished requests."""
-        state, totals = self._state, self._state.totals
-        pool = state.cache.pool
-        pinned = list(state.pins.by_job.values()) if state.pins is not None else []
-        uncomputed = sum(
-            max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in state.running
-        )
-        if state.encoded is not None:
-            totals.encoder_tokens = state.encoded.encoded_tokens
-            totals.encoder_tokens_reused = state.encoded.reused_tokens
-            totals.encoder_tokens_received = state.encoded.received_tokens
-        for name, value in dataclasses.asdict(pool.residency.totals).items():
-            setattr(totals, name, value)
-        return SchedulerStats(
-            **totals.values(),
-            running=len(state.running),
-            waiting=len(state.waiting),
-            blocked=len(state.waiting.blocked),
-            waiting_tokens=uncomputed + state.waiting.num_uncomputed_tokens,
-            free_blocks=pool.num_free,
-            cached_blocks=pool.num_cached,
-            total_blocks=pool.num_usable,
-            held_blocks=sum(map(state.cache.num_blocks_of, state.held)),
-            held_requests=len(state.held),
-            pinned_requests=len(pinned),
-            pinned_blocks=sum(state.cache.num_blocks_of_one(pin.request.request_id) for pin in pinned),
-            wanted_blocks=self._wanted_blocks(),
-            oldest_arrival=min((request.arrival_time for request in state.waiting), default=None),
-            quarantined_blocks=len(pool.quarantined),
-        )
-
-    def _wanted_blocks(self) -> int:
-        cache, answers = self._state.cache, self._state.answers
-        return sum(
-            cache.num_blocks_until(
-                request,
-                request.num_tokens
-                + answers.rest(request.num_output_tokens, request.length_limit - request.num_tokens),
-            )
-            for request in self._state.requests.values()
-        )
+        return self._state.stats()
 
     def check_integrity(self) -> None:
         """Raises InternalError for anything that contradicts anything else. Walks the whole pool."""

@@ -14,9 +14,10 @@ from tandem.engine.scheduling.drafting import DraftJudge
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.pins import Pins
 from tandem.engine.scheduling.queue import QueuePolicy
-from tandem.engine.scheduling.stats import AnswerLengths, Totals
+from tandem.engine.scheduling.stats import AnswerLengths, SchedulerStats, Totals
 from tandem.engine.scheduling.waiting import WaitingRequests
-from tandem.kvtransfer.base import LoadFailurePolicy, SchedulerConnector
+from tandem.kvtransfer.base import SchedulerConnector
+from tandem.kvtransfer.config import LoadFailurePolicy
 
 
 class PauseState(enum.IntEnum):
@@ -72,3 +73,44 @@ class SchedulerState:
         for _, request in self.waiting.blocked.values():
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 yield request
+
+    def stats(self) -> SchedulerStats:
+        """Costs a walk over all unfinished requests."""
+        totals, pool = self.totals, self.cache.pool
+        pinned = list(self.pins.by_job.values()) if self.pins is not None else []
+        uncomputed = sum(
+            max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in self.running
+        )
+        if self.encoded is not None:
+            totals.encoder_tokens = self.encoded.encoded_tokens
+            totals.encoder_tokens_reused = self.encoded.reused_tokens
+            totals.encoder_tokens_received = self.encoded.received_tokens
+        for name, value in dataclasses.asdict(pool.residency.totals).items():
+            setattr(totals, name, value)
+        return SchedulerStats(
+            **totals.values(),
+            running=len(self.running),
+            waiting=len(self.waiting),
+            blocked=len(self.waiting.blocked),
+            waiting_tokens=uncomputed + self.waiting.num_uncomputed_tokens,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            total_blocks=pool.num_usable,
+            held_blocks=sum(map(self.cache.num_blocks_of, self.held)),
+            held_requests=len(self.held),
+            pinned_requests=len(pinned),
+            pinned_blocks=sum(self.cache.num_blocks_of_one(pin.request.request_id) for pin in pinned),
+            wanted_blocks=self._wanted_blocks(),
+            oldest_arrival=min((request.arrival_time for request in self.waiting), default=None),
+            quarantined_blocks=len(pool.quarantined),
+        )
+
+    def _wanted_blocks(self) -> int:
+        return sum(
+            self.cache.num_blocks_until(
+                request,
+                request.num_tokens
+                + self.answers.rest(request.num_output_tokens, request.length_limit - request.num_tokens),
+            )
+            for request in self.requests.values()
+        )

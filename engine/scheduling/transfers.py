@@ -7,7 +7,8 @@ from tandem.engine.scheduling.invalid_blocks import InvalidBlocks
 from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
 from tandem.engine.scheduling.results import status_after
 from tandem.engine.scheduling.state import SchedulerState
-from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure, LoadFailurePolicy
+from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
+from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tandem.kvtransfer.base import KVCacheMemory, TierConfig, flat_bytes
+from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
+from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.spec import Copy, Mover
 from tandem.kvtransfer.protocol.transport import runs_of

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from tandem.kvtransfer.base import EvictionPolicy, KVCacheMemory, TierConfig, flat_bytes
+from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
+from tandem.kvtransfer.config import EvictionPolicy, TierConfig
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread
 from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.spec import Copy, Mover

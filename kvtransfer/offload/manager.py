@@ -12,7 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from tandem.kvtransfer.base import EvictionPolicy
+from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.policies import POLICIES, Key
 from tandem.wire.errors import InternalError
 

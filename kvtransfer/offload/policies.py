@@ -10,7 +10,7 @@ import abc
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 
-from tandem.kvtransfer.base import EvictionPolicy
+from tandem.kvtransfer.config import EvictionPolicy
 
 Key = bytes
 Victims = list[tuple[Key, int]]

@@ -18,7 +18,8 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from tandem.kvtransfer.base import ChecksumPolicy, TransferRequest
+from tandem.kvtransfer.base import TransferRequest
+from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Exchange, RemoteRead, RemoteReadEnded
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key

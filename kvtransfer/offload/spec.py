@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from tandem.kvtransfer.base import KVCacheMemory, TierConfig
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.registry import find_factory
 from tandem.wire.errors import InternalError

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tandem.kvtransfer.base import KVCacheMemory, TierConfig, flat_bytes
+from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
+from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key

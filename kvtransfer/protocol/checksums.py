@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tandem.kvtransfer.base import ChecksumPolicy, KVCacheMemory, flat_bytes
+from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
+from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import Mapping
 
 if TYPE_CHECKING:

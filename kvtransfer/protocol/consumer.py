@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tandem.kvtransfer.base import MAX_LEASE_S, Handoff, LoadFailure
+from tandem.kvtransfer.base import Handoff, LoadFailure
+from tandem.kvtransfer.config import MAX_LEASE_S
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tandem.kvtransfer.base import MAX_LEASE_S, LoadFailurePolicy, TransferConfig
+from tandem.kvtransfer.config import MAX_LEASE_S, LoadFailurePolicy, TransferConfig
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import ConfigurationError
 

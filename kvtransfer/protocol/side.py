@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tandem.kvtransfer.base import ChecksumPolicy
+from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.identity import Clock, Identity

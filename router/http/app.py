@@ -24,7 +24,7 @@ from tandem.router.http.exchange import HttpExchange, exchange_of
 from tandem.router.http.gate import HttpGate
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
-from tandem.router.openai.plan import ModelElsewhere
+from tandem.router.openai.served_model import ModelElsewhere
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]
 

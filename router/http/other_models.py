@@ -13,7 +13,7 @@ import httpx
 
 from tandem.router.config import RouterConfig
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.openai.plan import ModelElsewhere
+from tandem.router.openai.served_model import ModelElsewhere
 from tandem.wire.errors import DeadlineExceeded, Unavailable, UnknownModel
 
 # Of one connection, not of what goes over it; and what its client makes itself.

@@ -17,7 +17,8 @@ from tandem.router.http.respond import send_pieces
 from tandem.router.http.services import Services
 from tandem.router.openai.answer import AnswerHead
 from tandem.router.openai.pieces import json_pieces
-from tandem.router.openai.plan import Caller, ServedModel
+from tandem.router.openai.plan import Caller
+from tandem.router.openai.served_model import ServedModel
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from tandem.router.openai.vectors import (
     VectorPlan,

@@ -6,6 +6,7 @@ prompt_embeds  prompts as tensors, read from their files without torch or an unp
 checking, sampling, grammar, chat_prompt   from JSON to a checked request, and what crosses several fields
 sampling_defaults  the model's own sampling, for a request that does not say
 constraint     the one grammar that a request's fields add up to
+served_model   what this router serves, and what the checks need to know of it
 plan           a checked request, tokenized: what is to be generated
 choice, reading    one choice as its tokens come; a generation read to its end
 vectors        the same for vectors and scores: what nodes are asked for, and the answers

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import ReadableLives, SequenceSpec
 from tandem.router.formats.answer_format import AnswerFormat
-from tandem.router.formats.detection import format_of
 from tandem.router.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
-from tandem.router.images.reader import ImageReader, PromptImages
-from tandem.router.openai.chat_prompt import render_chat
-from tandem.router.openai.chat_request import ChatMessage, ChatRequest, Tool, image_parts, template_variables
+from tandem.router.openai.chat_prompt import chat_prompt, tools_to_call
+from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.constraint import chat_grammar, completion_grammar, grammar_of_tokens
@@ -21,93 +19,15 @@ from tandem.router.openai.fields import SamplingFields
 from tandem.router.openai.prompt_embeds import embeds_of
 from tandem.router.openai.prompts import PromptTooLong, encoded, prompt_ids, prompts_of, truncated
 from tandem.router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
-from tandem.router.openai.sampling_defaults import defaults_of
-from tandem.router.text.chat_template import ChatTemplate
-from tandem.router.text.special_text import SpecialTextGuard
+from tandem.router.openai.served_model import ServedModel
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.trace import RequestTrace
-from tandem.wire.adapters import identity_of
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
-from tandem.wire.errors import InvalidRequest, UnknownModel
+from tandem.wire.errors import InvalidRequest
 from tandem.wire.images import MediaFeature
-from tandem.wire.pooling import VectorModel
 from tandem.wire.sampling import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
-
-
-class ModelElsewhere(UnknownModel):
-    """Another deployment's, whose router is known here."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(
-            f"the model {model[:200]!r} is another deployment's, which cannot be asked this here"
-        )
-        self.model = model
-
-
-class ServedModel:
-    """What this router serves, and what the checks need to know of it."""
-
-    def __init__(
-        self,
-        config: RouterConfig,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        max_model_len: Callable[[], int | None],
-        created: int,
-        vectors: Callable[[], VectorModel | None] = lambda: None,
-        adapters: Callable[[], Mapping[str, str]] = dict,
-        images: ImageReader | None = None,
-    ) -> None:
-        """`images`: None where the model reads none."""
-        self.config = config
-        self.tokenizer = tokenizer
-        self.template = template
-        self.guard = SpecialTextGuard(tokenizer)
-        self.created = created
-        self.defaults = defaults_of(config)
-        self.format = format_of(config.tool_format, config.reasoning_format, template)
-        self.names = (config.model_name, *config.model_aliases)
-        self._max_model_len = max_model_len
-        self._vectors = vectors
-        self._adapters = adapters
-        self.images = images
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The shortest of the nodes': any of them may get the request. None while there is no node."""
-        return self._max_model_len()
-
-    @property
-    def vectors(self) -> VectorModel | None:
-        """None where the nodes' model makes none, or while there is no node."""
-        return self._vectors()
-
-    def name_of(self, name: str | None) -> str:
-        """As an answer gives it: what the request called it, which may be nothing."""
-        return self.names[0] if name is None else name
-
-    @property
-    def adapters(self) -> Mapping[str, str]:
-        """The LoRA adapters that requests may name, by name: their digests."""
-        return self._adapters()
-
-    def check_name(self, name: str | None) -> None:
-        if name is not None and name not in self.names and name not in self.adapters:
-            if name in self.config.other_models:
-                raise ModelElsewhere(name)
-            known = ", ".join((*self.names, *sorted(self.adapters), *self.config.other_models))
-            raise UnknownModel(f"the model {name[:200]!r} does not exist; this server has {known[:2000]}")
-
-    def adapter_of(self, name: str | None) -> str | None:
-        """The identity of the adapter that a request calls its model; None for the model itself."""
-        if name is None or name in self.names:
-            return None
-        digest = self.adapters.get(name)
-        if digest is None:  # a node that lacks it has come since the name was checked
-            raise UnknownModel(f"the model {name[:200]!r} does not exist any more")
-        return identity_of(name, digest)
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -242,57 +162,6 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
     )
 
 
-class ChatPrompt(msgspec.Struct, frozen=True):
-    text: str
-    images: PromptImages
-
-
-async def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> ChatPrompt:
-    """A rendered prompt, and what stands for its messages' images."""
-    parts = image_parts(messages)
-    if not parts or model.images is None:
-        return ChatPrompt(text, PromptImages([], []))
-    images = await model.images.read(parts)
-    return ChatPrompt(model.images.expanded(text, images), images)
-
-
-def check_images(messages: Sequence[ChatMessage], model: ServedModel) -> None:
-    """Before anything is made of them."""
-    if model.images is None and (parts := image_parts(messages)):
-        where = parts[0].where
-        raise InvalidRequest(
-            f"{where}: must be a part of type 'text' with a text; this model reads no 'image_url'", where
-        )
-
-
-async def chat_prompt(request: ChatRequest, model: ServedModel) -> ChatPrompt:
-    """What the model's template makes of a chat."""
-    check_images(request.messages, model)
-    if model.template is None:
-        raise InvalidRequest("messages: this model has no chat template; use /v1/completions", "messages")
-    continues = bool(request.continue_final_message)
-    if continues and request.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message: contradicts add_generation_prompt", "continue_final_message"
-        )
-    text = await render_chat(
-        model.template,
-        model.guard,
-        request.messages,
-        _tools_to_call(request),
-        add_generation_prompt=not continues and request.add_generation_prompt is not False,
-        continue_final_message=continues,
-        documents=request.documents,
-        extra=template_variables(request),
-    )
-    return await with_images(text, request.messages, model)
-
-
-def _tools_to_call(request: ChatRequest) -> list[Tool] | None:
-    """None when the model is to know of none."""
-    return request.tools if request.tools and request.tool_choice != "none" else None
-
-
 async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) -> GenerationPlan:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
@@ -307,7 +176,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     _check_stream_options(request)
     n = request.n or 1
     _check_counts(1, n, model.config)
-    tools = _tools_to_call(request)
+    tools = tools_to_call(request)
     _check_tools(request, model)
     grammar = await chat_grammar(request, tools, model.format, model.tokenizer)
     prompt = await chat_prompt(request, model)

@@ -16,7 +16,7 @@ from tandem.decode_node.node import DecodeRules
 from tandem.encode_node.node import EncodeNode
 from tandem.encode_node.rows import RowsCache, messages_of
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.node import Node

@@ -21,7 +21,7 @@ from tandem.engine.config import AsyncScheduling, CacheConfig, ModelConfig, Rese
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.stats import SchedulerStats
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny

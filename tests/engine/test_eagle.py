@@ -10,7 +10,7 @@ import pytest
 
 from tandem.engine.config import AsyncScheduling
 from tandem.engine.model.eagle import EagleHead
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.sampling import SamplingParams
 from tests.engine.eagle_files import (
     ReferenceHead,

@@ -12,7 +12,7 @@ import pytest
 
 from tandem.engine.config import AsyncScheduling, Reserve, SchedulerConfig
 from tandem.engine.request import RequestStatus
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import KVTransferParams, TransferRole

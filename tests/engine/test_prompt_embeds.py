@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.engine.config import AsyncScheduling, Reserve, SchedulerConfig
 from tandem.engine.model.native.forward import NativeLlamaForward
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny

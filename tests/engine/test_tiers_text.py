@@ -14,7 +14,8 @@ from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import ModelRunner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.kvtransfer.base import ConnectorContext, EvictionPolicy, TierConfig, TransferConfig
+from tandem.kvtransfer.base import ConnectorContext
+from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.kvtransfer.offload.disk import HEADER_BYTES
 from tandem.wire.requests import TierStatus

@@ -22,7 +22,7 @@ from tandem.cluster.on_ray.runtime import start_ray, stop_ray
 from tandem.cluster.pools.deployment import Deployment
 from tandem.cluster.pools.placement import ThisMachine, this_machine
 from tandem.engine.config import CacheConfig, ModelConfig
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.router.config import LocalPrefill
 from tests.cluster.pools.memory_store import MemoryStore
 from tests.integration.cluster_lab import Serve

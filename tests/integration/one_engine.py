@@ -17,7 +17,8 @@ from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.kvtransfer.base import ConnectorContext, TierConfig, TransferConfig, TransferStats
+from tandem.kvtransfer.base import ConnectorContext, TransferStats
+from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engine.config import SchedulerConfig
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.adapters import identity_of
 from tests.engine.model import tiny
 from tests.engine.model.adapter_files import merged_answers, save_adapter

@@ -16,7 +16,7 @@ from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, Schedul
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import LayerHooks, StartedStep
 from tandem.engine.scheduling.output import SchedulerOutput
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig
 from tandem.prefill_node.node import PrefillNode
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig, Timeouts

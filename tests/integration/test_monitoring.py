@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tandem.engine.config import CacheConfig, SchedulerConfig
-from tandem.kvtransfer.base import TierConfig
+from tandem.kvtransfer.config import TierConfig
 from tests.hosts.tools import install_absent
 from tests.integration.conftest import (
     BLOCK_BYTES,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tests.integration.conftest import Deploy, float32_config
 from tests.integration.reference import ExpectedAnswer
 from tests.integration.test_end_to_end import AT_ONCE, assert_same, stream_all

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kvtransfer.base import TierConfig, TransferConfig
+from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.wire.requests import CachePeers, TierStatus
 from tests.engine.model.tiny import save

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
-from tandem.kvtransfer.base import ChecksumPolicy, TransferConfig
+from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tests.engine.model import tiny
 from tests.integration.one_engine import OneEngine, hand_over
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kvtransfer.base import TierConfig, TransferConfig
+from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import PATIENCE_S, OneEngine, hand_over
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import OneEngine, hand_over

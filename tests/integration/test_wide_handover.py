@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engine.config import SchedulerConfig
-from tandem.kvtransfer.base import TierConfig, TransferConfig
+from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tests.engine.model import tiny
 from tests.integration.one_engine import OneEngine, hand_over
 

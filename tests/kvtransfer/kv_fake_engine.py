@@ -15,14 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tandem.kvtransfer.base import (
-    ConnectorContext,
-    ConnectorOutput,
-    Handoff,
-    KVCacheMemory,
-    TransferConfig,
-    TransferStats,
-)
+from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, Handoff, KVCacheMemory, TransferStats
+from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.requests import KVTransferParams, TransferRole
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tandem.kvtransfer.base import ChecksumPolicy, Handoff, LoadFailure
+from tandem.kvtransfer.base import Handoff, LoadFailure
+from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.endpoint import Outcomes, TransferEndpoint

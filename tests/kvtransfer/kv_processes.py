@@ -9,7 +9,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams

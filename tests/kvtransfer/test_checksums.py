@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from tandem.kvtransfer.base import ChecksumPolicy, KVCacheMemory
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.checksums import CacheChecksums, ChecksumSample, every_of, pack, unpack
 from tandem.wire.handoff import CacheMemory

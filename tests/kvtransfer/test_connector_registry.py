@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tandem.kvtransfer.base import ConnectorContext, TransferConfig
+from tandem.kvtransfer.base import ConnectorContext
+from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
 from tandem.wire.errors import ConfigurationError

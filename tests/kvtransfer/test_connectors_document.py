@@ -10,7 +10,8 @@ import torch
 from kv_document import DOCUMENT, installed_example
 from kv_fake_engine import FakeEngine, consume, produce
 
-from tandem.kvtransfer.base import KVCacheMemory, TierConfig, TransferConfig, TransferStats
+from tandem.kvtransfer.base import KVCacheMemory, TransferStats
+from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.wire.nodes import PeerAddress

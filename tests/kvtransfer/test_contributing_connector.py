@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kv_fake_engine import FakeEngine, consume, produce
 
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.nodes import PeerAddress
 
 PAGE = Path(__file__).parents[2] / "docs" / "contributing.md"

@@ -18,7 +18,8 @@ from kv_fake_engine import FakeEngine, consume, first_token_of, produce
 from kv_faults import FAULTS, Faults, inject
 from kv_pulse import Pulse
 
-from tandem.kvtransfer.base import Handoff, TransferConfig
+from tandem.kvtransfer.base import Handoff
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.nodes import PeerAddress
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,8 @@ import pytest
 import torch
 from kv_fake_engine import FakeEngine, consume, produce
 
-from tandem.kvtransfer.base import KVCacheMemory, TransferConfig
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlTransport

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, TransferConfig
+from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory
+from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl import create
 from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport, runs_of

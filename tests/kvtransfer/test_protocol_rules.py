@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from kv_fake_network import SETTINGS, VOCAB_SIZE, Node, Receive, Send, World, first_token_of
 
-from tandem.kvtransfer.base import ChecksumPolicy, Handoff
+from tandem.kvtransfer.base import Handoff
+from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.commands import (
     AbandonSend,

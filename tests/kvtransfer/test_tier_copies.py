@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from tandem.kvtransfer.base import KVCacheMemory, TierConfig
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread, CpuTier, HostCopier
 from tandem.kvtransfer.offload.manager import ReuseFilter
 from tandem.kvtransfer.offload.spec import Copy, create_tier

@@ -16,7 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.kvtransfer.base import EvictionPolicy, KVCacheMemory, TierConfig
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.config import EvictionPolicy, TierConfig
 from tandem.kvtransfer.offload import disk
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskManager, SlotFile, identity
 from tandem.kvtransfer.offload.manager import StoreRoom

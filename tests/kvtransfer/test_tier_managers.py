@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.kvtransfer.base import EvictionPolicy
+from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, StoreRoom
 from tandem.kvtransfer.offload.policies import ArcPolicy, LruPolicy
 from tandem.wire.errors import InternalError

@@ -12,7 +12,7 @@ from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
-from tandem.kvtransfer.base import EvictionPolicy
+from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.prefixes import Prefixes
 from tandem.wire.sampling import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.kvtransfer.base import EvictionPolicy
+from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Event, RemoteRead, RemoteReadEnded
 from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.sharing import ANSWER_S, RATE_LASTS_S, TierSharing

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import socket
 
-from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, TransferConfig
+from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory
+from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
 from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 from tandem.wire.handoff import CacheMemory

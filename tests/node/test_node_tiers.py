@@ -12,7 +12,7 @@ from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import ModelRunner
-from tandem.kvtransfer.base import TierConfig
+from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node

@@ -16,9 +16,9 @@ from tandem.kvtransfer.base import (
     ConnectorMetadata,
     ConnectorOutput,
     KVCacheMemory,
-    TransferConfig,
     WorkerConnector,
 )
+from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.node.service import RoleRules

@@ -14,7 +14,7 @@ from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.pools.placement import LocalMachine
 from tandem.cluster.settings import SettingsError
 from tandem.engine.config import CacheConfig, ModelConfig
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.errors import ConfigurationError
 
 replace = msgspec.structs.replace

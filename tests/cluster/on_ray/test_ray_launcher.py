@@ -11,7 +11,7 @@ import pytest
 
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.engine.config import CacheConfig, EngineConfig
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role

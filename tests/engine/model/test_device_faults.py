@@ -15,7 +15,8 @@ import torch
 
 from tandem.engine.core import Engine
 from tandem.engine.request import Request
-from tandem.kvtransfer.base import ConnectorContext, TransferConfig
+from tandem.kvtransfer.base import ConnectorContext
+from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.protocol.endpoint import ProtocolLoop
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.nodes import PeerAddress

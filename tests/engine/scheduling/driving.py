@@ -17,11 +17,11 @@ from tandem.kvtransfer.base import (
     ConnectorOutput,
     Handoff,
     LoadFailure,
-    LoadFailurePolicy,
     ScheduledStep,
     SchedulerConnector,
     TransferRequest,
 )
+from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TokenChunk, TransferRole
 from tandem.wire.sampling import SamplingParams

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine.request import RequestStatus
-from tandem.kvtransfer.base import ConnectorOutput, LoadFailurePolicy
+from tandem.kvtransfer.base import ConnectorOutput
+from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.sampling import FinishReason
 from tests.engine.scheduling.driving import BLOCK, FULL, Driver, FakeConnector, received, sliding
 from tests.engine.scheduling.model import alone

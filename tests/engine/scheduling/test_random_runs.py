@@ -16,7 +16,7 @@ import pytest
 from tandem.engine.config import Reserve
 from tandem.engine.scheduling import step as step_module
 from tandem.engine.scheduling.scheduler import PauseState
-from tandem.kvtransfer.base import LoadFailurePolicy
+from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.images import MediaFeature
 from tests.engine.scheduling.model import next_token
 from tests.engine.scheduling.world import GROUPS, GROUPS_WITH_STATES, Source, World

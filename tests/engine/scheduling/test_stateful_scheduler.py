@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tandem.engine.config import Reserve
 from tandem.engine.scheduling.scheduler import PauseState
-from tandem.kvtransfer.base import LoadFailurePolicy
+from tandem.kvtransfer.config import LoadFailurePolicy
 from tests.engine.scheduling.world import GROUPS, Source, World
 
 EXAMPLES = int(os.environ.get("TANDEM_STATEFUL_EXAMPLES", "100"))

@@ -12,13 +12,8 @@ import torch
 
 from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.core import Engine
-from tandem.kvtransfer.base import (
-    ConnectorContext,
-    EvictionPolicy,
-    KVCacheMemory,
-    LoadFailurePolicy,
-    TransferConfig,
-)
+from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory
+from tandem.kvtransfer.config import EvictionPolicy, LoadFailurePolicy, TransferConfig
 from tandem.kvtransfer.multi import MultiScheduler, MultiWorker
 from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, TierManager
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine.request import RequestStatus
-from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailurePolicy
+from tandem.kvtransfer.base import ConnectorOutput, Handoff
+from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.errors import InternalError
 from tandem.wire.sampling import FinishReason
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, consume, failed, received

@@ -25,10 +25,10 @@ from tandem.kvtransfer.base import (
     Handoff,
     KVCacheMemory,
     LoadFailure,
-    LoadFailurePolicy,
     TransferRequest,
     WorkerConnector,
 )
+from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.errors import RequestError
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.scheduling.driving import FULL, Driver, FakeConnector, consume, produce, sliding
