@@ -6,14 +6,18 @@ requests, or be another answer.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from tandem.engine.model.lora.slots import AdapterSlots
 from tandem.engine.model.runner import ModelInfo
 from tandem.wire.adapters import name_of
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.errors import AdapterMissing, InvalidRequest
 from tandem.wire.requests import Submit
+
+if TYPE_CHECKING:
+    from tandem.engine.model.lora.slots import AdapterSlots
 
 _INFINITE_BFLOAT16 = 0x7F80  # the exponent of what is infinite, or no number
 
