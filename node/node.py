@@ -199,7 +199,7 @@ class Node:
             self.config.node_id,
             model=info.content,
             dtype=info.dtype,
-            width=info.embed_size,
+            width=info.image_row_size,
             patience_s=self.config.timeouts.encoder_s,
             deliver=mailbox.put,
             clock=time.monotonic,

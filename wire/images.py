@@ -103,7 +103,7 @@ class TiledImages(msgspec.Struct, frozen=True, tag="tiled"):
 
 
 class GriddedImages(msgspec.Struct, frozen=True, tag="gridded"):
-    """Qwen2-VL and Qwen2.5-VL: an image keeps its shape, and is scaled to a number of pixels between two bounds. It is one part, whose tokens
+    """Qwen-VL: an image keeps its shape, and is scaled to a number of pixels between two bounds. It is one part, whose tokens
     have positions by row and column."""
 
     side: int  # pixels of a token's side
@@ -140,7 +140,7 @@ def image_rules(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Imag
     kind = config.get("model_type")
     if kind in ("smolvlm", "idefics3"):
         rules: ImageRules = _tiled(kind, config, processor)
-    elif kind in ("qwen2_vl", "qwen2_5_vl"):
+    elif kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
         rules = _gridded(config, processor)
     else:
         return None

@@ -67,7 +67,8 @@ class Batch:
     # int64 [T], the slot of each row's adapter, -1 for rows of the model itself; None where no row has one
     adapter_slots: torch.Tensor | None = None
     adapter_slots_used: int = 0  # only slots below this are among them
-    # int64 [I]: rows that are no token's embedding, but a part of an image, or what a request brought; and what they are, [I, hidden size]
+    # int64 [I]: rows that are no token's embedding, but a part of an image, or what a request brought; and what they are, [I, hidden
+    # size], or a multiple of it: what further layers add (`VisionTower.width`)
     image_rows: torch.Tensor | None = None
     image_states: torch.Tensor | None = None
     # int64 [3, T]: time, row and column of each token, in place of `positions`, where a model counts images' so and some are here

@@ -181,6 +181,7 @@ def load_runner(
         embed_size=loaded.embed_size,
         reads_hidden=isinstance(guesser, EagleHead),
         images=loaded.tower.rules if loaded.tower is not None else None,
+        image_row_size=loaded.tower.width if loaded.tower is not None else 0,
         vectors=VectorModel(pooling, loaded.vector_size, loaded.generates) if pooling is not None else None,
     )
     runner = TorchRunner(

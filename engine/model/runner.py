@@ -38,6 +38,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tokenizer: str = ""
     vectors: VectorModel | None = None  # None: it makes none
     images: ImageRules | None = None  # None: it reads none
+    image_row_size: int = 0  # numbers in a row of its vision tower
     reads_hidden: bool = (
         False  # tokens are guessed from hidden states: those before the first new token must be computed here
     )

@@ -96,6 +96,7 @@ class TransformersForward:
             mixing_through(mixing),
             own_attention_through(attending),
             self._noting_hidden(batch.hidden_rows),
+            self._telling_layers(batch),
         ):
             return self.compute(
                 batch.token_ids,
@@ -117,8 +118,33 @@ class TransformersForward:
         embed: Any = self._model.get_input_embeddings()
         rows: torch.Tensor = embed(batch.token_ids)
         if batch.image_rows is not None and batch.image_states is not None:
-            rows[batch.image_rows] = batch.image_states.to(rows.dtype)
+            rows[batch.image_rows] = batch.image_states[:, : rows.shape[1]].to(rows.dtype)
         return rows
+
+    @contextmanager
+    def _telling_layers(self, batch: Batch) -> Iterator[None]:
+        """What the model's first layers add to images' rows (Qwen3-VL's DeepStack), which its own code takes where it has encoded itself."""
+        states, places = batch.image_states, batch.image_rows
+        hidden = int(self._model.config.get_text_config().hidden_size)
+        if states is None or places is None or states.shape[1] == hidden:
+            yield
+            return
+        _, *deeper = torch.split(states, hidden, dim=1)
+        mask = torch.zeros(1, batch.num_tokens, dtype=torch.bool, device=states.device)
+        mask[0, places] = True
+        # The model takes them in the order of its tokens.
+        order = places.argsort()
+        given = {"visual_pos_masks": mask, "deepstack_visual_embeds": [each[order] for each in deeper]}
+
+        def tell(_module: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return inputs, options | given
+
+        language: Any = self._model.base_model
+        hook = language.language_model.register_forward_pre_hook(tell, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @property
     def hidden(self) -> torch.Tensor:

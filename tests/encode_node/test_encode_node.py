@@ -32,7 +32,7 @@ from tandem.wire.requests import KVTransferParams, Submit, TokenBatch, TokenChun
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tandem.wire.sockets import Inbox, Outbox
 from tests.engine.model.tiny import save
-from tests.engine.model.tiny_vision import prompt_of, reference, smolvlm
+from tests.engine.model.tiny_vision import QWEN3_VL, SMOLVLM, VisionFamily, prompt_of, reference, smolvlm
 from tests.pictures import picture
 from tests.waiting import until
 
@@ -82,6 +82,7 @@ class Served:
     node: Node
     channel: TestChannel
     info: NodeInfo
+    family: VisionFamily
 
     def submit(
         self,
@@ -91,7 +92,7 @@ class Served:
         transfer: KVTransferParams | None = None,
         images: list[bytes] | None = None,
     ) -> None:
-        tokens, media, files = prompt_of(PROMPTS[name])
+        tokens, media, files = prompt_of(PROMPTS[name], self.family)
         self.channel.receive(
             Submit(
                 request_id,
@@ -138,8 +139,8 @@ def engine_config(path: Path) -> EngineConfig:
 class House:
     """Starts nodes, and ends them."""
 
-    def __init__(self, path: Path, answers: dict[str, list[int]]) -> None:
-        self.path, self.expected = path, answers
+    def __init__(self, path: Path, answers: dict[str, list[int]], family: VisionFamily = SMOLVLM) -> None:
+        self.path, self.expected, self.family = path, answers, family
         self._numbers = itertools.count()
         self._started: list[Node | EncodeNode] = []
 
@@ -162,7 +163,7 @@ class House:
         node = Node(config, rules, open_channel, create_connector)
         self._started.append(node)
         info = node.start()
-        return Served(node, channels[0], info)
+        return Served(node, channels[0], info, self.family)
 
     def encoder(self) -> tuple[EncodeNode, PeerAddress]:
         node = EncodeNode(
@@ -204,6 +205,20 @@ def test_an_image_is_encoded_once_for_all_nodes_that_read_prompts(house: House) 
     assert counters.encoder_tokens_reused >= tokens
     for reader in readers:
         until(lambda reader=reader: reader.counter("encoder_tokens_received") == tokens)  # type: ignore[misc]
+        assert reader.counter("encoder_tokens") == 0
+        assert reader.node.status().counters.encoder_fallbacks == {}
+
+
+def test_rows_for_several_layers_come_from_an_encoder_node(tmp_path: Path) -> None:
+    path = QWEN3_VL.save(tmp_path)
+    expected = reference(path, list(PROMPTS.values()), NEW_TOKENS, QWEN3_VL)
+    with contextlib.closing(House(path, dict(zip(PROMPTS, expected, strict=True)), QWEN3_VL)) as house:
+        _, where = house.encoder()
+        reader = house.serve(DecodeRules(Role.AGGREGATED))
+        for name in PROMPTS:
+            reader.submit(name, name, where)
+        assert reader.answers(*PROMPTS) == house.expected
+        until(lambda: reader.counter("encoder_tokens_received") > 0)
         assert reader.counter("encoder_tokens") == 0
         assert reader.node.status().counters.encoder_fallbacks == {}
 

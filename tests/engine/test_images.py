@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
 from tandem.engine.config import AsyncScheduling, Reserve, SchedulerConfig
 from tandem.engine.request import RequestStatus
 from tandem.kvtransfer.config import TransferConfig
+from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import KVTransferParams, TransferRole
@@ -20,6 +23,8 @@ from tests.engine.model.tiny_vision import (
     IDEFICS3,
     QWEN2_5_VL,
     QWEN2_VL,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
     SMOLVLM,
     VisionFamily,
     prompt_of,
@@ -85,9 +90,9 @@ class ImageLab:
         )
 
 
-@pytest.fixture(scope="module", params=["SmolVLM", "Qwen2.5-VL"])
+@pytest.fixture(scope="module", params=["SmolVLM", "Qwen2.5-VL", "Qwen3-VL"])
 def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageLab:
-    family = {"SmolVLM": SMOLVLM, "Qwen2.5-VL": QWEN2_5_VL}[request.param]
+    family = {"SmolVLM": SMOLVLM, "Qwen2.5-VL": QWEN2_5_VL, "Qwen3-VL": QWEN3_VL}[request.param]
     return lab_of(family, tmp_path_factory.mktemp("images"))
 
 
@@ -118,11 +123,34 @@ def run_all(engine: OneEngine, count: int) -> dict[str, list[int]]:
     return answers
 
 
+def test_a_prompt_of_rows_beside_images(lab: ImageLab) -> None:
+    """Rows that a request brings are narrower than those of a tower that has more to say to the first layers."""
+    words, _, _ = prompt_of(["Here is a text."], lab.family)
+    (said,) = reference(lab.path, [["Here is a text."]], NEW_TOKENS, lab.family)
+    embedding = AutoModelForImageTextToText.from_pretrained(
+        lab.path, dtype=torch.float32
+    ).get_input_embeddings()
+    with torch.inference_mode():
+        rows = embedding(torch.tensor(words)).contiguous()
+    embeds = PromptEmbeds("float32", rows.shape[1], rows.numpy().tobytes())
+    engine = lab.start(batched=48, encoded=64, kept=256)
+    try:
+        assert engine.engine.runner.info.embed_size == rows.shape[1]
+        add(engine, lab, "one")
+        engine.add("rows", [PLACEHOLDER] * len(words), NEW_TOKENS, None, embeds=embeds)
+        add(engine, lab, "two")
+        assert run_all(engine, 3) == {"rows": said, "one": lab.answers["one"], "two": lab.answers["two"]}
+    finally:
+        engine.engine.shutdown()
+
+
 def encoded_tokens(engine: OneEngine) -> int:
     return engine.engine.scheduler.stats().encoder_tokens
 
 
-@pytest.mark.parametrize("family", [IDEFICS3, QWEN2_VL], ids=["Idefics3", "Qwen2-VL"])
+@pytest.mark.parametrize(
+    "family", [IDEFICS3, QWEN2_VL, QWEN3_VL_MOE], ids=["Idefics3", "Qwen2-VL", "Qwen3-VL MoE"]
+)
 def test_their_sisters(family: VisionFamily, tmp_path: Path) -> None:
     lab = lab_of(family, tmp_path)
     engine = lab.start(batched=11)

@@ -252,9 +252,10 @@ def test_a_model_without_a_tower_reads_none(start_router: StartRouter) -> None:
     assert "this model reads no 'image_url'" in answer.json()["error"]["message"]
 
 
-def test_qwens_class_counts_rows_and_columns(start_router: StartRouter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_qwens_classes_count_rows_and_columns(start_router: StartRouter, tmp_path: Path, kind: str) -> None:
     save_qwens_words(tmp_path)
-    config = {"model_type": "qwen2_5_vl", "image_token_id": QWEN_RULES.token_id}
+    config = {"model_type": kind, "image_token_id": QWEN_RULES.token_id}
     (tmp_path / "config.json").write_text(json.dumps(config))
     router = start_router(prefill=1, decode=1, tokenizer_path=str(tmp_path))
     answer = ask(router, image(data_url(picture(1, 40, 30))), "What?")

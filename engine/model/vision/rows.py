@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from tandem.engine.model.staging import to_device
 from tandem.engine.scheduling.output import SchedulerOutput
@@ -126,6 +127,9 @@ class ImageRows:
         if not rows:
             return batch, errors
         places = to_device(np.concatenate(rows), self._device)
+        width = max(one.shape[1] for one in states)
+        # What a request brought stands in the place of embeddings alone: it adds nothing to what layers make.
+        states = [pad(one, (0, width - one.shape[1])) if one.shape[1] < width else one for one in states]
         return dataclasses.replace(batch, image_rows=places, image_states=torch.cat(states)), errors
 
 

@@ -36,6 +36,8 @@ _PROCESSORS = {
     "idefics3": Idefics3ImageProcessorPil,
     "qwen2_vl": Qwen2VLImageProcessorPil,
     "qwen2_5_vl": Qwen2VLImageProcessorPil,
+    "qwen3_vl": Qwen2VLImageProcessorPil,
+    "qwen3_vl_moe": Qwen2VLImageProcessorPil,
 }
 
 
@@ -43,8 +45,14 @@ class VisionTower(Protocol):
     @property
     def rules(self) -> ImageRules: ...
 
+    @property
+    def width(self) -> int:
+        """Numbers of a row: first what takes the place of a token's embedding, then what its first layers add to what they make, as many
+        numbers for each layer. Most models add nothing."""
+        ...
+
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
-        """For each input its rows, [its tokens, hidden size] on the model's device, or the reason why there are none."""
+        """For each input its rows, [its tokens, `width`] on the model's device, or the reason why there are none."""
         ...
 
 
@@ -73,6 +81,7 @@ class _ProcessedImages:
 
     def __init__(self, source: ModelSource, model: PreTrainedModel, rules: ImageRules, threads: int) -> None:
         self.rules = rules
+        self.width = int(model.config.get_text_config().hidden_size)
         self._threads = threads
         self._name = source.name
         self._model: Any = model.base_model
@@ -85,7 +94,7 @@ class _ProcessedImages:
         return ConfigurationError(f"{self._name} cannot be served: {why}")
 
     def _rows(self, pixels: Any, wanted: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """The rows of some parts of one image: [its tokens, hidden size] for each part."""
+        """The rows of some parts of one image: [its tokens, `width`] for each part."""
         raise NotImplementedError
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
@@ -163,7 +172,7 @@ class TiledTower(_ProcessedImages):
 
 
 class GriddedTower(_ProcessedImages):
-    """The tower of Qwen2-VL and Qwen2.5-VL."""
+    """The tower of Qwen-VL. Qwen3-VL's has more to say to the language model's first layers (DeepStack)."""
 
     def __init__(
         self, source: ModelSource, model: PreTrainedModel, rules: GriddedImages, threads: int
@@ -171,6 +180,7 @@ class GriddedTower(_ProcessedImages):
         super().__init__(source, model, rules, threads)
         self._model.visual.set_attn_implementation("sdpa")
         vision = model.config.vision_config
+        self.width *= 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
         if vision.patch_size * vision.spatial_merge_size != rules.side:
             raise self._refusal(
                 f"its tower makes a token of {vision.patch_size * vision.spatial_merge_size} pixels a side, and its folder says {rules.side}"
@@ -184,7 +194,9 @@ class GriddedTower(_ProcessedImages):
                 "an image has another shape here than where its prompt was made: the image processor's settings differ"
             )
         pixel_values: torch.Tensor = pixels["pixel_values"].to(self._model.device)
-        rows = self._model.get_image_features(pixel_values, grid.to(self._model.device)).pooler_output[0]
+        made = self._model.get_image_features(pixel_values, grid.to(self._model.device))
+        deeper = [of_layer[0] for of_layer in getattr(made, "deepstack_features", ())]
+        rows = torch.cat([made.pooler_output[0], *deeper], dim=-1)
         return [rows for _ in wanted]
 
 

@@ -151,6 +151,19 @@ def test_published_checkpoints_have_the_tokens_that_they_say() -> None:
     assert image_rules(config, settings_) == TiledImages(512, 2048, True, 64, 49190)
 
 
+def test_qwen3_vls_published_files_say_how_large_a_token_is() -> None:
+    settings_ = {
+        "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    }
+    config = {"model_type": "qwen3_vl", "image_token_id": 151655}
+    rules = image_rules(config, settings_)
+    assert rules == GriddedImages(32, 65536, 16777216, 151655)
+    assert rules.parts(640, 480) == [ImagePlaces(300, 20)]
+
+
 @pytest.mark.parametrize(
     "wrong", [{"do_resize": False}, {"max_image_size": {"longest_edge": 18}}], ids=["unscaled", "odd tiles"]
 )

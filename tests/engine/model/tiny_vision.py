@@ -87,11 +87,11 @@ def qwen(folder: Path, kind: str = "Qwen2_5_VL") -> Path:
         name: words.token_to_id(f"<|{name}|>")
         for name in ("im_end", "vision_start", "vision_end", "video_pad")
     }
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": words.get_vocab_size(),
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 3,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 512,
@@ -104,6 +104,13 @@ def qwen(folder: Path, kind: str = "Qwen2_5_VL") -> Path:
     vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": 2}
     if kind == "Qwen2VL":
         vision |= {"embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2}
+    elif kind.startswith("Qwen3VL"):
+        # Rows for the first two layers of the language model; a grid of positions that is stretched over an image's.
+        vision |= {"hidden_size": 24, "out_hidden_size": 32, "intermediate_size": 40}
+        vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
+        text |= {"head_dim": 16}
+        if kind == "Qwen3VLMoe":
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     else:
         vision |= {"hidden_size": 24, "out_hidden_size": 32, "intermediate_size": 40, "window_size": 16}
         vision["fullatt_block_indexes"] = [1]
@@ -157,6 +164,8 @@ QWEN2_5_VL = VisionFamily(
     qwen,
 )
 QWEN2_VL = dataclasses.replace(QWEN2_5_VL, save=functools.partial(qwen, kind="Qwen2VL"))
+QWEN3_VL = dataclasses.replace(QWEN2_5_VL, save=functools.partial(qwen, kind="Qwen3VL"))
+QWEN3_VL_MOE = dataclasses.replace(QWEN2_5_VL, save=functools.partial(qwen, kind="Qwen3VLMoe"))
 
 
 def prompt_of(
