@@ -37,9 +37,11 @@ def load_model(
     *,
     may_lack_head: bool = False,
     shard: Shard | None = None,
+    tower_class: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """Weights are mapped from their files and copied once, file by file, straight into place. With `may_lack_head` the weights by
-    which a model chooses tokens may be missing: `holds_head`. With a `shard` only its part is loaded."""
+    which a model chooses tokens may be missing: `holds_head`. With a `shard` only its part is loaded. With a `tower_class`
+    it is that class's: the vision tower alone."""
     options: dict[str, Any] = {"use_safetensors": True}
     if source.gguf_file is not None:
         # Imported here because most models need nothing of it.
@@ -58,7 +60,7 @@ def load_model(
         _refuse_to_cut(source, config, quantized is not None)
         whole_layers = shard.width == 1
         part = cut.loading_stage() if whole_layers else cut.loading_part(source, shard.of_stage(), device)
-    loader: Any = loader_of(config) or AutoModelForCausalLM
+    loader: Any = tower_class or loader_of(config) or AutoModelForCausalLM
     if shard is not None and shard.stages > 1:
         stages.check_device(device)
         loader, options["config"] = stages.class_of_stage(source, shard)

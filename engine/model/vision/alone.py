@@ -1,17 +1,17 @@
 """A vision tower without the rest of its model: what an encoder node loads.
 
-transformers loads the whole checkpoint, of which the language model is given back at once. So the node needs the memory of the whole
-model for a moment, and that of the tower from then on.
+The model's own class makes it, and the language model is taken out before any weights are read: transformers then reads those of the
+tower, by the names that it knows for them. So the node needs memory for the tower, and none for the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
 
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.config import ModelConfig
@@ -70,13 +70,10 @@ def load_tower(model: ModelConfig, max_model_len: int | None, progress: Progress
     dtype = choose_dtype(model.dtype, source, config)
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
-    whole = load_model(source, config, dtype, device, tell, may_lack_head=True)
-    tower = find_tower(source, whole, threads)
+    alone = load_model(source, config, dtype, device, tell, tower_class=_tower_class(config))
+    tower = find_tower(source, alone, threads)
     if tower is None:
         raise ConfigurationError(f"{source.name} has no vision tower that can be loaded")
-    for part in (whole, whole.base_model):
-        _drop_language(part)
-    gc.collect()
     tell("reading the weights to know them again", 0.0)
     content = content_of(source)
     info = TowerInfo(
@@ -89,7 +86,20 @@ def load_tower(model: ModelConfig, max_model_len: int | None, progress: Progress
     return LoneTower(info, tower)
 
 
-def _drop_language(module: Any) -> None:
-    for name in _LANGUAGE:
-        if isinstance(getattr(module, name, None), torch.nn.Module):
-            setattr(module, name, None)
+def _tower_class(config: Any) -> type[PreTrainedModel]:
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+
+    class TowerAlone(whole):  # type: ignore[misc,valid-type]  # one of transformers' classes
+        _keys_to_ignore_on_load_unexpected = ("",)  # whatever the checkpoint has beside the tower's
+
+        def __init__(self, config: Any, *given: Any, **options: Any) -> None:
+            super().__init__(config, *given, **options)
+            for part in (self, self.base_model):
+                for name in _LANGUAGE:
+                    if isinstance(getattr(part, name, None), torch.nn.Module):
+                        setattr(part, name, None)
+            self.all_tied_weights_keys: dict[str, str] = {}
+
+    # Transformers looks for some things by these.
+    TowerAlone.__name__, TowerAlone.__module__ = whole.__name__, whole.__module__
+    return TowerAlone
