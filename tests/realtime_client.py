@@ -14,7 +14,7 @@ LONGEST_S = 60.0
 
 
 class RealtimeClient:
-    def __init__(self, url: str, *, receive_buffer: int = 0, **headers: str) -> None:
+    def __init__(self, url: str, *, receive_buffer: int = 0, query: str = "", **headers: str) -> None:
         address = httpx.URL(url)
         assert address.port is not None
         self._socket = socket.socket()
@@ -24,7 +24,7 @@ class RealtimeClient:
         self._socket.connect((address.host, address.port))
         self._frames = WSConnection(ConnectionType.CLIENT)
         extra = [(name.encode(), value.encode()) for name, value in headers.items()]
-        request = Request(host="x", target="/v1/realtime", extra_headers=extra)
+        request = Request(host="x", target=f"/v1/realtime{query}", extra_headers=extra)
         self._socket.sendall(self._frames.send(request))
         self._events: list[Event] = []
         self.opened = self.next_event()

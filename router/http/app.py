@@ -25,11 +25,9 @@ from tandem.router.http.gate import HttpGate
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
 from tandem.router.openai.served_model import ModelElsewhere
+from tandem.router.responses.response_store import ResponseNotFound
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]
-
-
-_NEVER_PASSED_ON = {"/v1/realtime"}  # a WebSocket
 
 
 class _Endpoint:
@@ -46,10 +44,12 @@ class _Endpoint:
         try:
             await self._handler(self._services, exchange)
         except ModelElsewhere as there:
-            if self._path in _NEVER_PASSED_ON:
-                raise
             with self._services.kept.share(len(exchange.body)):
                 await self._services.others.pass_on(exchange, there)
+        except ResponseNotFound as missing:
+            if "{response_id}" not in self._path:
+                raise
+            await self._services.others.find(exchange, missing)
 
 
 class _Routes:

@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from typing import Any
+from urllib.parse import parse_qs, quote
 
 import msgspec
 
@@ -26,6 +27,7 @@ from tandem.router.http.services import Services
 from tandem.router.http.websocket import GOING_AWAY, WebSocket
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.plan import plan_chat
+from tandem.router.openai.served_model import ModelElsewhere
 from tandem.router.realtime.events import (
     Conversation,
     ItemCreate,
@@ -56,6 +58,9 @@ async def realtime(services: Services, exchange: HttpExchange) -> None:
     _check_origin(services, exchange)
     if services.draining:
         raise RouterDraining("this router is shutting down; another takes new requests")
+    query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+    name = query.get("model", [None])[0]
+    services.model.check_name(name)
     timeouts, limits = services.config.timeouts, services.config.limits
     socket = WebSocket(
         exchange,
@@ -64,7 +69,7 @@ async def realtime(services: Services, exchange: HttpExchange) -> None:
         idle_s=timeouts.realtime_idle,
     )
     with services.bodies.share() as share:
-        session = _Session(services, exchange, socket, share)
+        session = _Session(services, exchange, socket, share, name)
         await socket.accept(session.event("session.created", session=session.shown()))
         await session.run()
 
@@ -85,7 +90,12 @@ class _Session:
     """Its own task reads events; one task makes the answer, one reads ahead. Both end with it."""
 
     def __init__(
-        self, services: Services, exchange: HttpExchange, socket: WebSocket, share: BodyShare
+        self,
+        services: Services,
+        exchange: HttpExchange,
+        socket: WebSocket,
+        share: BodyShare,
+        model: str | None,
     ) -> None:
         self._services = services
         self._exchange = exchange
@@ -93,7 +103,7 @@ class _Session:
         self._share = share
         self._id = f"sess_{secrets.token_hex(12)}"
         self._conversation = Conversation()
-        self._model: str | None = None
+        self._model = model
         self._instructions: str | None = None
         self._most_tokens: int | None = None
         self._answer: asyncio.Task[None] | None = None
@@ -178,7 +188,13 @@ class _Session:
 
     async def _update(self, event: SessionUpdate) -> None:
         session = event.session
-        self._services.model.check_name(session.model)
+        try:
+            self._services.model.check_name(session.model)
+        except ModelElsewhere as there:
+            raise InvalidRequest(
+                f"session.model: {there.model!r} is another deployment's: connect with /v1/realtime?model={quote(there.model)}",
+                "session.model",
+            ) from None
         self._model = session.model or self._model
         if session.instructions is not None:
             self._grow(session.instructions)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import httpx
 import pytest
+from wsproto.events import CloseConnection, RejectConnection
 
 from tandem.router.config import ApiKey, RouterConfig
 from tandem.wire.errors import ConfigurationError
+from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "seed": 3}
@@ -125,6 +128,111 @@ def test_two_routers_that_name_each_other_do_not_pass_it_on_for_ever(start_route
     answer = ask(third, model="three")
     assert answer.status_code == 404
     assert "two routers name each other" in answer.json()["error"]["message"]
+
+
+def test_a_conversation_goes_to_the_model_that_its_address_names(
+    two: tuple[RunningRouter, RunningRouter],
+) -> None:
+    front, code = two
+    with closing(RealtimeClient(front.url, query="?model=code")) as client:
+        assert client.hear("session.created")["session"]["model"] == "code"
+        for text in ("h", "i"):
+            client.say("input_text_buffer.append", text=text)
+        client.say("input_text_buffer.commit")
+        client.say("response.create", response={"seed": 3, "max_output_tokens": 5, "temperature": 1.0})
+        said = client.hear("response.output_text.done")["text"]
+        client.hear("response.done")
+    chat = code.chat("hi", seed=3, max_tokens=5, temperature=1.0).json()
+    assert said == chat["choices"][0]["message"]["content"]
+    assert front.nodes["d0"].submits == []
+
+
+def test_the_address_may_name_the_served_model_and_nothing_that_none_has(
+    two: tuple[RunningRouter, RunningRouter],
+) -> None:
+    front, _ = two
+    with closing(RealtimeClient(front.url, query="?model=fake")) as client:
+        assert client.hear("session.created")["session"]["model"] == "fake"
+        client.say("session.update", session={"type": "realtime", "model": "code"})
+        with pytest.raises(AssertionError, match=r"connect with /v1/realtime\?model=code"):
+            client.hear("session.updated")
+    with closing(RealtimeClient(front.url, query="?model=none")) as client:
+        assert isinstance(client.opened, RejectConnection)
+        assert client.opened.status_code == 404
+    answer = front.client.get("/v1/realtime?model=code")  # no WebSocket: its router says so
+    assert answer.status_code == 426
+
+
+def test_a_conversation_ends_with_the_client_with_the_other_router_and_with_this_one(
+    two: tuple[RunningRouter, RunningRouter],
+) -> None:
+    front, code = two
+    node = code.nodes["d0"]
+    node.set(pause_at=2)
+    with closing(RealtimeClient(front.url, query="?model=code")) as client:
+        client.say("input_text_buffer.append", text="hi")
+        client.say("input_text_buffer.commit")
+        client.say("response.create", response={"max_output_tokens": 50})
+        node.wait_until(lambda: bool(node.submits), "the other router has sent it to a node")
+    node.wait_until(lambda: bool(node.cancels), "its node hears that it is not wanted")
+    with (
+        closing(RealtimeClient(front.url, query="?model=code")) as stays,
+        closing(RealtimeClient(front.url, query="?model=code")) as other,
+    ):
+        for client in (stays, other):
+            client.hear("session.created")
+        stays.send(CloseConnection(code=1000))
+        assert isinstance(stays.next_event(), CloseConnection)
+        front.call(front.server.stop())
+        ended = other.next_event()
+        assert isinstance(ended, CloseConnection)
+        assert ended.code == 1001
+    with closing(RealtimeClient(code.url)) as client:
+        client.hear("session.created")  # it serves on
+
+
+def test_a_conversation_hears_that_the_other_router_stops(two: tuple[RunningRouter, RunningRouter]) -> None:
+    front, code = two
+    with closing(RealtimeClient(front.url, query="?model=code")) as client:
+        client.hear("session.created")
+        code.call(code.server.stop())
+        ended = client.next_event()
+        assert isinstance(ended, CloseConnection)
+        assert ended.code == 1001
+
+
+def test_a_response_is_found_by_its_id_at_whichever_deployment_made_it(
+    two: tuple[RunningRouter, RunningRouter],
+) -> None:
+    front, code = two
+    for model in ("fake", "code"):
+        made = front.client.post(
+            "/v1/responses", json={"model": model, "input": "hi", "max_output_tokens": 3}
+        )
+        response_id = made.json()["id"]
+        found = front.client.get(f"/v1/responses/{response_id}")
+        assert found.json() == made.json()
+        assert front.client.delete(f"/v1/responses/{response_id}").json()["deleted"]
+        assert front.client.get(f"/v1/responses/{response_id}").status_code == 404
+    made = front.client.post(
+        "/v1/responses", json={"model": "code", "input": "hi", "max_output_tokens": 3, "background": True}
+    )
+    path = f"/v1/responses/{made.json()['id']}"
+    assert "response.incomplete" in front.client.get(path, params={"stream": "true"}).text
+    assert front.client.post(f"{path}/cancel").json()["status"] == "incomplete"
+    code.call(code.server.stop())
+    away = front.client.get(path)
+    assert away.status_code == 503
+    assert "the routers of these models do not answer: fast-code" in away.json()["error"]["message"]
+
+
+def test_a_response_that_no_router_has_is_not_looked_for_for_ever(start_router: StartRouter) -> None:
+    first = start_router(model_name="one")
+    second = start_router(model_name="two", other_models={"one": first.url})
+    third = start_router(model_name="three", other_models={"two": second.url})
+    answer = third.client.get(f"/v1/responses/resp_{'0' * 48}")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "response_not_found"
 
 
 @pytest.mark.parametrize(
