@@ -114,15 +114,15 @@ def test_the_check_finds_a_misspelt_field_and_a_wrong_type(
     assert len(mistakes(validator, raycluster)) == 1
 
 
-def test_rays_autoscaler_reads_two_pools_out_of_it(raycluster: Document) -> None:
+def test_rays_autoscaler_reads_the_pools_out_of_it(raycluster: Document) -> None:
     raycluster["metadata"]["namespace"] = "default"
     types = _derive_autoscaling_config_from_ray_cr(raycluster)["available_node_types"]
-    assert set(types) == {"headgroup", "prefill", "decode"}
-    for pool in ("prefill", "decode"):
+    assert set(types) == {"headgroup", "prefill", "decode", "encode"}
+    for pool, least in (("prefill", 1), ("decode", 1), ("encode", 0)):
         resources = types[pool]["resources"]
         assert (resources["CPU"], resources[pool]) == (0, 1)
         assert types[pool]["labels"] == {"tandem-role": pool}
-        assert (types[pool]["min_workers"], types[pool]["max_workers"]) == (1, 8)
+        assert (types[pool]["min_workers"], types[pool]["max_workers"]) == (least, 8)
 
 
 def test_ray_is_guarded_and_the_autoscaler_is_the_second(raycluster: Document) -> None:
@@ -265,7 +265,9 @@ def test_every_pod_is_evacuated_within_its_grace(raycluster: Document, tmp_path:
 
 def test_a_disruption_leaves_a_pod_of_each_pool(raycluster: Document) -> None:
     budgets = [*yaml.safe_load_all((BASE / "disruption.yaml").read_text(encoding="utf-8"))]
-    for budget, group in zip(budgets, raycluster["spec"]["workerGroupSpecs"], strict=True):
+    groups = {group["groupName"]: group for group in raycluster["spec"]["workerGroupSpecs"]}
+    del groups["encode"]  # without its pods, images are encoded on those of the others
+    for budget, group in zip(budgets, groups.values(), strict=True):
         assert budget["spec"]["selector"]["matchLabels"] == {
             "ray.io/cluster": raycluster["metadata"]["name"],
             "ray.io/group": group["groupName"],
@@ -417,14 +419,11 @@ def test_all_components_go_together_and_with_gpus(
     for container in containers(raycluster):
         assert {"HF_TOKEN", "HF_HOME", "TANDEM_CACHE", "POD_IP"} <= environment_of(container).keys()
     _, *nodes = containers(raycluster)
-    for container in nodes:
+    device = {"rdma/hca_shared_devices_a": "1"}
+    for container, memory, more in zip(nodes, ("64Gi", "64Gi", "16Gi"), (device, device, {}), strict=True):
         for side in ("requests", "limits"):
-            assert container["resources"][side] == {
-                "cpu": "8",
-                "memory": "64Gi",
-                "nvidia.com/gpu": "1",
-                "rdma/hca_shared_devices_a": "1",
-            }
+            wanted = {"cpu": "8", "memory": memory, "nvidia.com/gpu": "1", **more}
+            assert container["resources"][side] == wanted
 
 
 @needs_kubectl
@@ -455,12 +454,13 @@ def test_the_hubs_token_is_a_secret_that_must_be_there(tmp_path: Path) -> None:
 
 
 @needs_kubectl
-def test_rdma_adds_one_right_and_a_device_to_nodes_alone(tmp_path: Path) -> None:
+def test_rdma_adds_one_right_and_a_device_to_nodes_that_hand_over(tmp_path: Path) -> None:
     """Locking memory is the right: a device reads and writes it without the kernel, so it must stay where it is."""
     made = with_components(tmp_path, BASE, "rdma")
-    head, *nodes = containers(made["RayCluster"])
-    assert head["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert not any(name.startswith("rdma/") for name in head["resources"]["limits"])
+    head, *nodes, encode = containers(made["RayCluster"])
+    for container in (head, encode):
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert not any(name.startswith("rdma/") for name in container["resources"]["limits"])
     for container in nodes:
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
         assert container["securityContext"]["allowPrivilegeEscalation"] is False

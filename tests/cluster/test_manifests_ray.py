@@ -53,11 +53,13 @@ def test_ray_accepts_the_file(file: Path, tmp_path: Path) -> None:
         prepared = bootstrapped(prepared)
         validate_config(prepared)
     types = AutoscalingConfig(prepared, skip_content_hash=True).get_node_type_configs()
-    assert set(types) == {"head", "prefill", "decode"}
-    for pool in ("prefill", "decode"):
+    assert set(types) == {"head", "prefill", "decode", "encode"}
+    for pool in ("prefill", "decode", "encode"):
         assert types[pool].resources == {"CPU": 0, pool: 1}
         assert types[pool].labels == {"tandem-role": pool}
-        assert 1 <= types[pool].min_worker_nodes <= types[pool].max_worker_nodes
+        assert types[pool].min_worker_nodes <= types[pool].max_worker_nodes
+        # No machine encodes images before one is asked for.
+        assert (types[pool].min_worker_nodes == 0) == (pool == "encode")
     assert types["head"].max_worker_nodes == 1
 
 
