@@ -1,10 +1,17 @@
-"""`tandem serve --encode 1 --prefill 1 --decode 1`: images are encoded on the encoder node, and by the prefill node when that is killed."""
+"""`tandem serve --encode 1 --prefill 1 --decode 1`: images are encoded on the encoder node, and by the prefill node when that is killed or
+stands still."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +24,7 @@ from tests.pictures import data_url, picture
 from tests.waiting import until
 
 NEW_TOKENS = 8
+ENCODER_S = 3
 FILES = [picture(seed, 40 + 3 * seed, 30) for seed in range(6)]
 FLAGS = (
     "--dtype", "float32",
@@ -36,6 +44,9 @@ class Client:
             {"type": "text", "text": "What is this? "},
             {"type": "image_url", "image_url": {"url": data_url(file)}},
         ]
+        return self.say(content)
+
+    def say(self, content: str | list[dict[str, Any]]) -> list[int]:
         body: dict[str, Any] = {
             "model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": NEW_TOKENS, "temperature": 0,
             "ignore_eos": True, "return_token_ids": True,
@@ -88,5 +99,81 @@ def test_images_are_encoded_on_the_encoder_node_and_its_death_loses_none(serve: 
     until(lambda: client.counters("prefill")["encoder_tokens"] > 0, 10)
     until(client.has_encoder, START_S)  # another one came in its place
     assert client.ask(FILES[0]) == expected[0]
+    command.process.send_signal(signal.SIGINT)
+    assert command.ended() in (0, 130)
+
+
+class Load:
+    """Clients that ask about one image after another, and one that asks without any. Every answer is compared, and timed."""
+
+    def __init__(self, url: str, expected: Sequence[list[int]]) -> None:
+        self._url, self._expected = url, expected
+        self._numbers = itertools.count()
+        self._over = threading.Event()
+        self.answered = self.texts = 0
+        self.longest_s = self.longest_text_s = 0.0
+
+    @contextmanager
+    def running(self, clients: int) -> Iterator[None]:
+        with ThreadPoolExecutor(clients + 1) as at_once:
+            ended = [at_once.submit(self._ask_images) for _ in range(clients)] + [
+                at_once.submit(self._ask_text)
+            ]
+            try:
+                yield
+            finally:
+                self._over.set()
+            for each in ended:
+                each.result()
+
+    def _ask_images(self) -> None:
+        client = Client(self._url)
+        while not self._over.is_set():
+            which = next(self._numbers) % len(self._expected)
+            begun = time.monotonic()
+            assert client.ask(FILES[which]) == self._expected[which]
+            self.longest_s = max(self.longest_s, time.monotonic() - begun)
+            self.answered += 1
+
+    def _ask_text(self) -> None:
+        client = Client(self._url)
+        while not self._over.is_set():
+            begun = time.monotonic()
+            client.say("Hello")
+            self.longest_text_s = max(self.longest_text_s, time.monotonic() - begun)
+            self.texts += 1
+
+
+@pytest.mark.timeout(400)
+def test_an_encoder_node_that_stands_still_stops_no_request(serve: Any, tmp_path: Path) -> None:
+    path = tiny_vision.smolvlm(tmp_path)
+    prompts = [["<|im_start|>User: What is this? ", file, "<end_of_utterance>\nAssistant:"] for file in FILES]
+    expected = tiny_vision.reference(path, prompts, NEW_TOKENS)
+    # Neither KV nor rows of an image are kept for the next request with it: each one asks the encoder node.
+    kept = ("--set", "cache.prefix_caching=false", "--set", "cache.encoder_tokens=48")
+    patience = ("--set", f"timeouts.nodes.encoder_s={ENCODER_S}")
+    command = serve(
+        "--model", str(path), "--encode", "1", "--prefill", "1", "--decode", "1", *FLAGS, *kept, *patience
+    )  # fmt: skip
+    url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
+    client = Client(url)
+    until(client.has_encoder, START_S)
+    load = Load(url, expected)
+    with load.running(3):
+        until(lambda: client.counters("prefill")["encoder_tokens_received"] > 0, 30)
+        frozen = command.pid_of("ray::EncodeActor")
+        os.kill(frozen, signal.SIGSTOP)
+        until(lambda: client.counters("prefill")["encoder_fallbacks"].get("late", 0) > 0, 30)
+        until(lambda: not client.has_encoder(), 30)
+        answered, texts = load.answered, load.texts
+        until(lambda: load.answered > answered + 10 and load.texts > texts + 3, 30)
+        received = client.counters("prefill")["encoder_tokens_received"]
+        # It wakes up with questions whose time is over, unless another one came in its place first.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(frozen, signal.SIGCONT)
+        until(client.has_encoder, START_S)
+        until(lambda: client.counters("prefill")["encoder_tokens_received"] > received, 60)
+    assert load.longest_s < ENCODER_S + 5
+    assert load.longest_text_s < ENCODER_S  # nothing of a text waits for an encoder node
     command.process.send_signal(signal.SIGINT)
     assert command.ended() in (0, 130)
