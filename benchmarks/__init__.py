@@ -8,6 +8,7 @@
     reserve          what `scheduler.reserve` costs and saves under memory pressure
     agents           agents' jobs with tool calls, with and without pins (`scheduler.policy: continuum`)
     engine           the engine alone (engine_work, engine_tandem, engine_vllm, engine_costs)
+    images           first tokens of texts while images are encoded, with an encoder node and without
     hybrid           what recurrent layers cost, beside a dense model and beside transformers
     parallel         what several ranks cost a step, beside one rank
     native_kernels   where a step's time goes in the native library

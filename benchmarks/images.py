@@ -1,0 +1,279 @@
+"""What an encoder node gains: the first tokens of texts while images are encoded, with `pools.encode` and without.
+
+    python -m benchmarks.images [--texts 24] [--every 1.0] [--senders 1] [--apart] [--out FOLDER]
+
+A model of SmolVLM-256M's shape with random weights; an image is one tile of 512 pixels, 64 tokens. Each system is started by itself, on
+all of the machine's cores: aggregated (with --apart one prefill and one decode node), then the same beside an encoder node. Texts come
+at fixed times, first alone and then while clients send one new image after another. Writes images.json and images.txt.
+
+    images/s    answered while the texts came
+    gaps        between two tokens of a text's answer
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import random
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+
+import httpx
+import msgspec
+import tokenizers
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForImageTextToText, SmolVLMConfig
+
+from benchmarks.bursting import BurstClient
+from benchmarks.ending import exit_status
+from benchmarks.side_by_side.processes import adopt_orphans
+from benchmarks.side_by_side.systems import RunningSystem, System, check_alive, running, tandem_system
+from tandem.cluster.models.store import prepare_model
+from tandem.cluster.saving import results_folder, write_json
+from tandem.loadgen.metrics import percentile
+from tandem.loadgen.report import MachineDescription
+from tandem.wire.errors import Unavailable
+
+_TILE = 512
+_WORDS = 48  # of a text's prompt
+_TOKENS = 16  # of its answer
+_PATIENCE_S = 120.0
+_ENCODER_READY_S = 120.0
+_SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% for line in message['content'] %}"
+    "{% if line['type'] == 'image' %}<image>{% else %}{{ line['text'] }}{% endif %}{% endfor %}\n{% endfor %}assistant:"
+)
+
+
+class Texts(msgspec.Struct, frozen=True):
+    """Milliseconds."""
+
+    ttft_p50: float
+    ttft_p90: float
+    ttft_max: float
+    gap_p99: float
+    failed: int
+
+
+class ImagesFigures(msgspec.Struct, frozen=True):
+    system: str
+    alone: Texts
+    beside_images: Texts
+    images_per_s: float
+    image_ms_p50: float  # from the request to the end of its answer, of four tokens
+    encoded_by: dict[str, int]  # tokens of images, by the role of the node
+
+
+class Outcome(msgspec.Struct):
+    made_at: str
+    machine: MachineDescription
+    command: str
+    measured: list[ImagesFigures] = []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--texts", type=int, default=24, metavar="N", help="alone, and as many beside images (%(default)s)"
+    )
+    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="a text (%(default)g)")
+    parser.add_argument(
+        "--senders", type=int, default=1, metavar="N", help="clients that send images (%(default)s)"
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="a prefill and a decode node, not an aggregated one"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/images"), metavar="FOLDER", help="(%(default)s)"
+    )
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    return exit_status(lambda: _run(options, console), console)
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    folder = results_folder(options.out)
+    outcome = Outcome(
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        MachineDescription.here(),
+        shlex.join(["python", "-m", "benchmarks.images", *sys.argv[1:]]),
+    )
+    adopt_orphans()
+    with tempfile.TemporaryDirectory() as model:
+        write_model(Path(model))
+        for system in _systems(Path(model), apart=options.apart):
+            with running(system, folder / system.key) as started:
+                console.print(f"{system.title}: ready after {started.ready_s:.1f} s", highlight=False)
+                outcome.measured.append(asyncio.run(measure(started, options)))
+                check_alive(started)
+            write_json(outcome, folder / "images.json")
+    show(Console(width=120), outcome)
+    with (folder / "images.txt").open("w", encoding="utf-8") as text:
+        show(Console(file=text, width=120), outcome)
+    return 0
+
+
+def _systems(model: Path, *, apart: bool) -> list[System]:
+    flags = ("--prefill", "1", "--decode", "1") if apart else ("--aggregated", "1")
+    name = "1P+1D" if apart else "aggregated"
+    return [
+        tandem_system("alone", name, model, *flags),
+        tandem_system("with-encoder", f"{name}, and an encoder node", model, "--encode", "1", *flags),
+    ]
+
+
+def write_model(folder: Path) -> None:
+    """SmolVLM-256M's sizes, with SmolLM2's words. An image is not cut: one tile of it takes a core long enough."""
+    words = tokenizers.Tokenizer.from_file(
+        str(Path(prepare_model("smollm2", lambda what, share: None).path) / "tokenizer.json")
+    )
+    words.add_special_tokens([tokenizers.AddedToken(one, special=True, normalized=False) for one in _SPECIAL])
+    words.save(str(folder / "tokenizer.json"))
+    config = SmolVLMConfig(
+        text_config={
+            "model_type": "llama", "vocab_size": words.get_vocab_size(), "hidden_size": 576, "intermediate_size": 1536,
+            "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+            "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+        },
+        vision_config={
+            "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+            "image_size": _TILE, "patch_size": 16,
+        },
+        scale_factor=4, image_token_id=words.token_to_id("<image>"), pad_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    processor = {
+        "image_processor_type": "SmolVLMImageProcessor", "do_convert_rgb": True, "do_image_splitting": False, "do_normalize": True,
+        "do_pad": True, "do_rescale": True, "do_resize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 1,
+        "rescale_factor": 1 / 255, "max_image_size": {"longest_edge": _TILE}, "size": {"longest_edge": _TILE},
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_bytes(msgspec.json.encode(processor))
+    settings = {"eos_token": "<end_of_utterance>", "chat_template": _TEMPLATE}
+    (folder / "tokenizer_config.json").write_bytes(msgspec.json.encode(settings))
+
+
+async def measure(started: RunningSystem, options: argparse.Namespace) -> ImagesFigures:
+    numbers = count()
+    rng = random.Random(0)
+    client = BurstClient(started.system.url, started.model, _PATIENCE_S, is_tandem=True)
+    async with (
+        client,
+        httpx.AsyncClient(base_url=started.system.url, timeout=_PATIENCE_S, trust_env=False) as http,
+    ):
+        if "encoder" in started.system.key:
+            await _until_encoder(http)
+        await _send_image(http, started.model, next(numbers))  # the first of each is slower
+        await _texts(client, rng, 2, 0.1)
+        alone = await _texts(client, rng, options.texts, options.every)
+        before = await _encoded(http)
+        took: list[float] = []
+        senders = [
+            asyncio.create_task(_send_on(http, started.model, numbers, took)) for _ in range(options.senders)
+        ]
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        beside = await _texts(client, rng, options.texts, options.every)
+        lasted = clock() - begun
+        for sender in senders:
+            sender.cancel()
+        ended = await asyncio.gather(*senders, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise Unavailable(f"an image was not answered: {error}") from error
+        await asyncio.sleep(1.0)  # what counters say is up to half a second old
+        after = await _encoded(http)
+    if not took:
+        raise Unavailable("no image was answered while the texts came: ask for more --texts")
+    return ImagesFigures(
+        started.system.title, alone, beside, len(took) / lasted, 1e3 * percentile(sorted(took), 50),
+        {role: tokens - before.get(role, 0) for role, tokens in after.items()},
+    )  # fmt: skip
+
+
+async def _texts(client: BurstClient, rng: random.Random, number: int, every_s: float) -> Texts:
+    prompts = [" ".join(str(rng.randrange(1000)) for _ in range(_WORDS)) for _ in range(number)]
+    asked = await client.play(prompts, [every_s * place for place in range(number)], _TOKENS)
+    whole = [one.timeline for one in asked if one.timeline.succeeded]
+    if not whole:
+        raise Unavailable(f"no text was answered: {asked[0].timeline.failure}")
+    firsts = sorted(timeline.ttft for timeline in whole)
+    gaps = sorted(gap for timeline in whole for gap in timeline.inter_token)
+    return Texts(
+        *(1e3 * percentile(firsts, at) for at in (50, 90, 100)),
+        gap_p99=1e3 * percentile(gaps, 99) if gaps else 0.0,
+        failed=len(asked) - len(whole),
+    )
+
+
+async def _send_on(http: httpx.AsyncClient, model: str, numbers: count[int], took: list[float]) -> None:
+    clock = asyncio.get_running_loop().time
+    while True:
+        begun = clock()
+        await _send_image(http, model, next(numbers))
+        took.append(clock() - begun)
+
+
+async def _send_image(http: httpx.AsyncClient, model: str, number: int) -> None:
+    file = io.BytesIO()
+    noise = random.Random(number).randbytes(64 * 64 * 3)  # a small file of a large image
+    Image.frombytes("RGB", (64, 64), noise).resize((_TILE, _TILE)).save(file, "JPEG")
+    url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+    body = {
+        "model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 4, "ignore_eos": True, "temperature": 0,
+    }  # fmt: skip
+    answer = await http.post("/v1/chat/completions", json=body)
+    if answer.status_code != 200:
+        raise Unavailable(f"status {answer.status_code}: {answer.text[:300]}")
+
+
+async def _encoded(http: httpx.AsyncClient) -> dict[str, int]:
+    nodes = (await http.get("/cluster")).raise_for_status().json()["nodes"]
+    return {node["role"]: int(node["counters"]["encoder_tokens"]) for node in nodes if node["counters"]}
+
+
+async def _until_encoder(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(_ENCODER_READY_S):
+        while True:
+            nodes = (await http.get("/cluster")).raise_for_status().json()["nodes"]
+            if any((node["role"], node["state"]) == ("encode", "ready") for node in nodes):
+                return
+            await asyncio.sleep(0.2)
+
+
+def show(console: Console, outcome: Outcome) -> None:
+    table = Table(title="Texts, alone and while images are encoded", title_justify="left")
+    for name in ("system", "texts", "TTFT p50 ms", "p90", "max", "gaps p99 ms", "images/s", "image p50 ms"):
+        table.add_column(name, justify="left" if name in ("system", "texts") else "right")
+    for one in outcome.measured:
+        for name, texts, more in (
+            ("alone", one.alone, ("", "")),
+            ("beside images", one.beside_images, (f"{one.images_per_s:.2f}", f"{one.image_ms_p50:.0f}")),
+        ):
+            table.add_row(one.system, name, *_row(texts), *more)
+    console.print(table)
+    for one in outcome.measured:
+        console.print(f"{one.system}: tokens of images encoded by {one.encoded_by}", highlight=False)
+
+
+def _row(texts: Texts) -> Sequence[str]:
+    values = (texts.ttft_p50, texts.ttft_p90, texts.ttft_max, texts.gap_p99)
+    return [f"{value:.0f}" for value in values]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
