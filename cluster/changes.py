@@ -12,13 +12,12 @@ from tandem.wire.nodes import Role
 
 _RESTART = "needs `tandem down`, then `tandem serve` again"
 _LATER = "`tandem apply` changes it while the cluster serves"
-# What nodes read when they start, what the controller can do with at once, and what routers read when they start but for where
-# clients find them; all else needs a restart.
+# What nodes read when they start, what the controller can do with at once, and what routers read when they start; all else needs a
+# restart.
 _OF_NODES = ("model", "cache", "scheduler", "transfer", "answers", "logs", "debug", "timeouts.nodes")
 _AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "controller", "pools.nodes_per_core")
 _OF_ROUTERS = ("router",)
 _OF_CONTROLLER = ("controller.env",)
-_WHERE_ROUTERS_ARE = ("router.host", "router.port", "router.inbox_host", "router.placement")
 # Whether nodes are replaced for it.
 _OF_POOLS = {
     "threads": True,
@@ -83,7 +82,7 @@ def _kind(name: str) -> str:
         return "controller"
     if within(_AT_ONCE):
         return "at_once"
-    if within(_OF_ROUTERS) and name not in _WHERE_ROUTERS_ARE:
+    if within(_OF_ROUTERS):
         return "routers"
     section, _, of_pool = name.partition(".")
     setting = of_pool.partition(".")[2].partition(".")[0]
@@ -100,13 +99,9 @@ def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
             f"model.served_name: {running.router.model_name} to put another model in its place under that name"
         )
     replace = msgspec.structs.replace
-    router = replace(
-        wanted.router,
-        **{
-            name.removeprefix("router."): getattr(running.router, name.removeprefix("router."))
-            for name in _WHERE_ROUTERS_ARE
-        },
-    )
+    router = wanted.router
+    if router.inbox_host == TandemConfig().router.inbox_host:  # routers were told one
+        router = replace(router, inbox_host=running.router.inbox_host)
     pools = {
         role.value: replace(
             wanted.pools.of(role),

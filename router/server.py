@@ -25,7 +25,7 @@ from tandem.router.http.door import Door, take_listener
 from tandem.router.http.memory import BodyBudget, KeptMemory
 from tandem.router.http.other_models import OtherModels
 from tandem.router.http.services import ClusterControl, Services
-from tandem.router.http.serving import HttpServer, listen
+from tandem.router.http.serving import HttpServer, is_at, listen, listen_beside
 from tandem.router.http.sibling_desk import answer_siblings
 from tandem.router.images.reader import ImageReader
 from tandem.router.keys import KeyRing, load_keys
@@ -90,6 +90,7 @@ class RouterServer:
         self._port: int | None = None
         self._door: Door | None = None
         self._listener: tuple[socket.socket, Tally] | None = None
+        self._former: tuple[socket.socket, Tally] | None = None  # of the router before, at another address
         self._accepts_by = 0.0  # at the latest, by the clock
         self.accepts = False  # connections of clients
         self.is_ending = False  # its process was told to end
@@ -117,11 +118,17 @@ class RouterServer:
         return self._door.name if self._door is not None else ""
 
     async def start(self, door: str = "") -> str:
-        """Returns the base URL, once it answers. `door`: of the router whose place it takes. A taken port is found before anything is
-        loaded."""
+        """Returns the base URL, once it answers. `door`: of the router whose place it takes, maybe at another address. A taken port is
+        found before anything is loaded."""
         config = self._config
         taken = await asyncio.to_thread(take_listener, door) if door else None
-        listener, tally = taken or (listen(config.host, config.port), Tally())
+        if taken is not None and not is_at(taken[0], config.host, config.port):
+            self._former, taken = taken, None
+        try:
+            listener, tally = taken or (self._listen(), Tally())
+        except BaseException:
+            self._never_accept()
+            raise
         try:
             self._port = listener.getsockname()[1]
             keys = load_keys(config.api_keys, config.api_keys_file)
@@ -245,14 +252,18 @@ class RouterServer:
             time.monotonic() >= self._accepts_by or not self.services.why_unhealthy()
         ):
             self.accepts = True
-            http.begin(*self._listener)
+            http.begin(*self._listener, self._former)
 
     def _never_accept(self) -> None:
         """If it does not yet: the router whose socket it is accepts."""
-        if not self.accepts and self._listener is not None:
-            for part in self._listener:
+        if not self.accepts:
+            for part in (*(self._listener or ()), *(self._former or ())):
                 part.close()
-            self._listener = None
+            self._listener = self._former = None
+
+    def _listen(self) -> socket.socket:
+        host, port = self._config.host, self._config.port
+        return listen(host, port) if self._former is None else listen_beside(self._former[0], host, port)
 
     async def _heartbeat(self) -> None:
         """Pings every node, and notices the silent ones no later than a third of an interval after they are."""

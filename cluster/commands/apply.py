@@ -21,6 +21,7 @@ from tandem.wire.errors import DeadlineExceeded, NodeLost, Unavailable
 
 LOOK_S = 1.0
 _AWAY = "the controller is away, and what serves goes on"
+_MOVES = ("router.host", "router.port", "router.placement")
 _GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back` takes it back"
 
 
@@ -46,7 +47,10 @@ def apply(
         replaces = bool(change.nodes or change.routers)
         if dry_run or not (replaces or change.exchange):
             return change, True
-        if not wait:
+        moves = any(name in _MOVES for name in change.routers)
+        if moves:
+            say("clients find routers at another address now, and for a minute at the old one, too")
+        if not wait or (moves and url is not None):
             say(_GOES_ON)
             return change, True
         done = not change.exchange or await follow_exchange(cluster, change.exchange, say)

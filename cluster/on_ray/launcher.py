@@ -357,10 +357,8 @@ def is_same_node(running: bytes, wanted: NodeConfig) -> bool:
 def is_same_router(running: bytes, wanted: RouterConfig) -> bool:
     """Also when the same tokenizer is to be found elsewhere the next time that it starts, and whatever others there are beside it."""
     made_with = msgspec.msgpack.decode(running, type=RouterConfig)
-    return (
-        msgspec.structs.replace(made_with, tokenizer_path=wanted.tokenizer_path, processes=wanted.processes)
-        == wanted
-    )
+    others = {"processes": wanted.processes, "placement": wanted.placement}
+    return msgspec.structs.replace(made_with, tokenizer_path=wanted.tokenizer_path, **others) == wanted
 
 
 def _without_role(config: NodeConfig) -> NodeConfig:

@@ -51,13 +51,14 @@ class Departures:
         task.add_done_callback(lambda _: self.nodes.pop(node_id, None))
         return task
 
-    def begin_router(self, name: str) -> None:
+    def begin_router(self, name: str, *, is_replaced: bool = True) -> None:
+        """`is_replaced`: another one takes its place, and is waited for."""
         self.routers.add(name)
-        self._tasks.spawn(self._retire_router(name), f"retire {name}")
+        self._tasks.spawn(self._retire_router(name, is_replaced), f"retire {name}")
 
-    async def _retire_router(self, name: str) -> None:
+    async def _retire_router(self, name: str, is_replaced: bool) -> None:
         router = self._fleet.routers.get(name)
-        if router is not None:
+        if router is not None and is_replaced:
             await first_of(self._until_another_accepts(router), self._until_none_comes(router))
         finished = router is None or await router.leave()
         await self._fleet.end_router(name)

@@ -201,7 +201,7 @@ class Fleet:
         name = f"{_ROUTER}-{place}" if place else _ROUTER
         taken = {record.name for record in known} | self._runs.keys()
         number = next(n for n in itertools.count(1) if _numbered(name, n) not in taken)
-        return RouterRecord(_numbered(name, number), place, self.router_config(host))
+        return RouterRecord(_numbered(name, number), place, self.router_config(place))
 
     def out_of_view(self, revision: int) -> dict[str, dict[str, str]]:
         """For each router that does not send requests to every node that serves: to which not, and why. `revision`: of the membership
@@ -240,10 +240,10 @@ class Fleet:
 
     def is_outdated(self, record: RouterRecord) -> bool:
         """It was made with another configuration than a new one would be."""
-        return _as_it_serves(record.config) != _as_it_serves(self.config.router)
+        return _as_it_serves(record.config) != _as_it_serves(self.router_config(record.place))
 
-    def router_config(self, host: Host | None) -> RouterConfig:
-        return self.config.router if host is None else router_config(self.config.router, host)
+    def router_config(self, place: str) -> RouterConfig:
+        return router_config(self.config.router, place) if place else self.config.router
 
     def _with_tokenizer(self, config: RouterConfig) -> RouterConfig:
         """It may be found elsewhere the next time that it is looked for."""
@@ -251,12 +251,15 @@ class Fleet:
 
     @property
     def head_router(self) -> RouterSupervisor | None:
-        """The one that serves, if one does."""
+        """The one that serves, if one does; while routers are replaced, a new one."""
         there = [router for router in self.routers.values() if not router.place]
         order = [ProcessPhase.READY, ProcessPhase.DRAINING, ProcessPhase.STARTING, ProcessPhase.RESTARTING]
         return min(
             there,
-            key=lambda router: order.index(router.phase) if router.phase in order else len(order),
+            key=lambda router: (
+                order.index(router.phase) if router.phase in order else len(order),
+                _as_it_serves(router.config) != _as_it_serves(self.config.router),
+            ),
             default=None,
         )
 
@@ -286,5 +289,5 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _as_it_serves(config: RouterConfig) -> RouterConfig:
-    """Without its addresses, which are its machine's, without where its tokenizer is found, and how many there are."""
-    return msgspec.structs.replace(config, host="-", inbox_host="-", tokenizer_path="-", processes=1)
+    """Without where its tokenizer is found, and how many others there are, and where."""
+    return msgspec.structs.replace(config, tokenizer_path="-", processes=1, placement=RouterPlacement.HEAD)

@@ -230,12 +230,10 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
     )
 
 
-def router_config(config: RouterConfig, host: Host) -> RouterConfig:
-    """On another machine than the configuration was written for: addresses of its own."""
+def router_config(config: RouterConfig, address: str) -> RouterConfig:
+    """At the address of another machine than the configuration was written for."""
     everywhere = config.host in ("0.0.0.0", "::")
-    return msgspec.structs.replace(
-        config, host=config.host if everywhere else host.address, inbox_host=host.address
-    )
+    return msgspec.structs.replace(config, host=config.host if everywhere else address, inbox_host=address)
 
 
 # --- reading the machine

@@ -323,15 +323,22 @@ class Reconciler:
         self.machines = [*present, *kept]
 
     async def _place_routers(self) -> None:
-        """`router.processes` in each place that there is. Those of a machine that is gone are gone with it."""
+        """`router.processes` in each place that there is. Those of a machine that is gone are gone with it; those on one where there are
+        to be none finish what they have."""
         async with self.writing:
             places, new = self.fleet.router_places(self.machines), self.state
+            hosts = {host.address: host for host in self.machines} | dict(places)
             wanted = self.fleet.config.router.processes
             ending: list[str] = []
+            elsewhere: list[str] = []
             for record in self.state.routers:
                 router = self.fleet.routers.get(record.name)
-                if record.place not in places:
+                if record.place not in hosts:
                     new = new.without_router(record.name)
+                elif record.place not in places:
+                    if not record.leaving:
+                        new = new.with_router(msgspec.structs.replace(record, leaving=True))
+                        elsewhere.append(record.name)
                 elif router is not None and router.load.is_ending and not record.leaving:
                     new = new.with_router(msgspec.structs.replace(record, leaving=True))
                     ending.append(record.name)
@@ -354,20 +361,26 @@ class Reconciler:
             for record in new.staying_routers:
                 if record.name not in self.fleet.routers and new.rollout is None:
                     # An earlier controller made it, maybe with another configuration.
-                    config = self.fleet.router_config(places[record.place])
+                    config = self.fleet.router_config(record.place)
                     new = new.with_router(msgspec.structs.replace(record, config=config))
             await self.keep(new)
             for name in [name for name in self.fleet.routers if new.router(name) is None]:
                 self._tasks.spawn(self.fleet.end_router(name), f"end {name}")
             for record in new.routers:
                 known = self.fleet.routers.keys() | self.departures.routers
-                if record.name not in known and not self.fleet.is_unseen(places[record.place]):
-                    self.fleet.launch_router(record, places[record.place])
+                host = hosts[record.place]
+                if record.name not in known and not self.fleet.is_unseen(host):
+                    self.fleet.launch_router(record, host)
                     if record.leaving:
-                        self.departures.begin_router(record.name)
+                        self.departures.begin_router(record.name, is_replaced=record.place in places)
             for name in ending:
                 self.note(f"{name} was told to end: another router takes its place")
                 self.departures.begin_router(name)
+            for name in elsewhere:
+                self.note(
+                    f"{name} goes when it has finished what it has: router.placement has none on its machine"
+                )
+                self.departures.begin_router(name, is_replaced=False)
             for name in too_many:
                 self.note(f"{name} goes when it has finished what it has: router.processes is {wanted}")
                 self.departures.begin_router(name)

@@ -9,6 +9,7 @@ from typing import Any
 from tandem.cluster.launcher import Host, RouterHandle
 from tandem.cluster.pools.state import RouterRecord
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
+from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import RouterInfo, RouterQueue
 
@@ -48,7 +49,9 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         return self.info.url if self.info is not None else ""
 
     def _launch(self) -> RouterHandle:
-        doors = [other.info.door for other in self._beside() if other.serves and other.info is not None]
+        there = [other for other in self._beside() if other.serves and other.info is not None]
+        there.sort(key=lambda other: _address(other.config) != _address(self.config))
+        doors = [other.info.door for other in there if other.info is not None]
         return self._around.launcher.launch_router(
             self.name, self.config, self.host, doors[0] if doors else ""
         )
@@ -172,6 +175,10 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         except TandemError as error:
             logger.warning("%s", error)
             return False
+
+
+def _address(config: RouterConfig) -> tuple[str, int]:
+    return config.host, config.port
 
 
 def _what_it_serves(load: RouterQueue) -> tuple[object, ...]:

@@ -30,6 +30,7 @@ WAIT_S, LONGEST_WAIT_S = 0.002, 0.01
 EXHAUSTED_S = 1.0
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 ACCEPTS_AT_ONCE = 64
+BACKLOG = 2048
 _LOCK = struct.Struct("hhqqi4x")  # the kernel's struct flock
 
 
@@ -161,11 +162,14 @@ class Acceptor:
             logger.debug("a connection did not begin: %s", error)
             connection.close()
 
-    def close(self) -> None:
-        """Takes no more; those that are in their handshake go on. Idempotent."""
+    def close(self, is_last: bool = False) -> None:
+        """Takes no more; those that are in their handshake go on. `is_last`: no other process has the socket, and what waits in its line
+        would be reset. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        if is_last:
+            self._accept(BACKLOG)
         self._loop.remove_reader(self._listener.fileno())
         for timer in (self._pause, self._stamp):
             if timer is not None:

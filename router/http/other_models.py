@@ -28,6 +28,7 @@ _OWN = frozenset(
 )
 _MARK = b"x-tandem-passed-on"  # by a router that was not asked by another one
 _CONNECT_S = 5.0
+_NOT_THERE = (401, 403, 404)  # a router that does not know the client's key has nothing of that client
 _PIECE_BYTES = 1 << 16
 _UPGRADE = [(b"connection", b"Upgrade"), (b"upgrade", b"websocket")]
 # What is said on a WebSocket when this router stops: between two messages, which is where nothing came for a while.
@@ -75,7 +76,7 @@ class OtherModels:
             for url, name in names.items():
                 try:
                     async with self._asked(exchange, url) as answer:
-                        if answer.status_code != missing.http_status:
+                        if answer.status_code not in _NOT_THERE:
                             exchange.notes += f" passed_on={url}"
                             await _relay(exchange, answer)
                             return

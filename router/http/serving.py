@@ -15,18 +15,19 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tandem.router.config import Limits, RouterConfig
-from tandem.router.http.accepting import Acceptor, Tally
+from tandem.router.http.accepting import BACKLOG, Acceptor, Tally
 from tandem.router.http.certificate import Certificate
 from tandem.router.http.protocol import HttpConnection
 from tandem.wire.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048
 # A client that pauses for longer between two requests finds its connection closed by a router that leaves.
 LEAVING_IDLE_S = 5.0
 # For connections that were accepted last, and are in their handshake of TLS.
 LEAVING_ACCEPTED_S = 1.0
+# Clients that know the address from before find a router there for so long.
+FORMER_ADDRESS_S = 60.0
 # For nodes, the model's files, logs, and Ray.
 OTHER_DESCRIPTORS = 512
 
@@ -50,13 +51,34 @@ def limits_that_fit(limits: Limits) -> Limits:
     return msgspec.structs.replace(limits, connections=room)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Before anything is loaded, so that a taken port is said at once."""
+def is_at(listener: socket.socket, host: str, port: int) -> bool:
+    """Whether that is where it listens. Port 0 is any."""
+    there = listener.getsockname()
+    try:
+        found = socket.getaddrinfo(host, port or there[1], listener.family, socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(address[:2] == there[:2] for *_, address in found)
+
+
+def listen_beside(there: socket.socket, host: str, port: int) -> socket.socket:
+    """At another address than `there`, which may be the same port on one of several addresses, or on all: the kernel allows that to
+    sockets that both say so, and these say it for this moment alone."""
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        return listen(host, port, shares=True)
+    finally:
+        there.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+
+
+def listen(host: str, port: int, *, shares: bool = False) -> socket.socket:
+    """Before anything is loaded, so that a taken port is said at once. `shares`: beside a socket of this port that shares it, too."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named: asyncio turns Nagle's algorithm off only on sockets that say that they are TCP, and
     # with it on every answer of two writes waits 40 ms for the client's delayed acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares))
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -65,6 +87,7 @@ def listen(host: str, port: int) -> socket.socket:
             f"router.port: cannot listen on {host}:{port}: {error.strerror or error}; choose another port"
         ) from error
     listener.listen(BACKLOG)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
     listener.setblocking(False)
     return listener
 
@@ -83,6 +106,7 @@ class HttpServer:
         tls = config.tls_certificate, config.tls_key
         self._certificate = Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None
         self._acceptor: Acceptor | None = None
+        self._former: Acceptor | None = None  # at the address that clients knew before
         self._date = (0, b"")  # of this second
         self._emptied: asyncio.Event | None = (
             None  # set when the last connection is closed, once it is waited for
@@ -102,8 +126,10 @@ class HttpServer:
             self._date = (now, formatdate(now, usegmt=True).encode())
         return self._date[1]
 
-    def begin(self, listener: socket.socket, tally: Tally) -> None:
-        """Both are its own from now on."""
+    def begin(
+        self, listener: socket.socket, tally: Tally, former: tuple[socket.socket, Tally] | None = None
+    ) -> None:
+        """All are its own from now on. `former`: of an address that is given up, where it answers for a while."""
         loop = asyncio.get_running_loop()
         certificate = self._certificate
         tls: dict[str, Any] = {}
@@ -115,6 +141,14 @@ class HttpServer:
             await loop.connect_accepted_socket(lambda: HttpConnection(self, loop), connection, **tls)
 
         self._acceptor = Acceptor(listener, tally, open_one, lambda: len(self.connections))
+        if former is not None:
+            self._former = Acceptor(*former, open_one, lambda: len(self.connections))
+            loop.call_later(FORMER_ADDRESS_S, self._former.close, True)
+
+    def _accept_no_more(self) -> None:
+        for acceptor in (self._acceptor, self._former):
+            if acceptor is not None:
+                acceptor.close()
 
     def look_at_certificate(self) -> None:
         """To be called every few seconds."""
@@ -126,8 +160,7 @@ class HttpServer:
         closed by then."""
         self._emptied = asyncio.Event()
         self.stopping = True
-        if self._acceptor is not None:
-            self._acceptor.close()
+        self._accept_no_more()
         for connection in list(self.connections):
             connection.expect_the_last(LEAVING_IDLE_S)
         try:
@@ -145,7 +178,7 @@ class HttpServer:
         self.stopping = True
         if self._acceptor is None:
             return
-        self._acceptor.close()
+        self._accept_no_more()
         for connection in list(self.connections):
             connection.shutdown()
         if self.tasks:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import threading
 from collections import Counter
 from pathlib import Path
 
+import httpx
 import msgspec
 from safetensors.torch import load_file, save_file
 
@@ -144,6 +146,42 @@ def test_a_router_is_replaced_under_load_at_its_address_and_no_request_fails(
         assert (view.rollout, view.revision) == (None, change.revision)
         assert [one.url for one in view.routers] == [server.url]
         assert {node.node_id for node in view.nodes} == {"prefill-0", "decode-0"}
+        server.until_quiet()
+
+
+def test_routers_move_to_another_port_under_load_and_no_request_fails_at_the_old_one(
+    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path
+) -> None:
+    config = _replace(float32_config(smollm2_path, prefill=1, decode=1), rollout=RolloutConfig(settle_s=1.0))
+    prompts = [[(13 * token + which) % 40_000 for token in range(1, 40)] for which in range(4)]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with deploy(config) as server:
+        control = server.deployment.control
+        expected = [server.complete(prompt, NEW_TOKENS)["choices"][0]["text"] for prompt in prompts]
+        with Asking(server, prompts, on_new_connections=True) as asking:
+            server.until(lambda _: len(asking.answers) > 2, "the old router answers")
+            router = _replace(
+                config.router, port=port, model_name=server.model, tokenizer_path=str(smollm2_path)
+            )
+            change = loop_thread.run(control.apply(_replace(config, router=router), dry_run=False))
+            assert (change.nodes, change.routers, change.refused) == ([], ["router.port"], [])
+            server.until(
+                lambda _: [one.name for one in loop_thread.run(control.view()).routers] == ["router~2"],
+                "the old router has gone",
+            )
+            done = len(asking.answers)
+            server.until(
+                lambda _: len(asking.answers) > done + 4, "answers of the new router at the old address"
+            )
+        assert asking.failures == []
+        assert set(asking.answers) <= set(enumerate(expected))
+        view = loop_thread.run(control.view())
+        assert (view.rollout, view.revision) == (None, change.revision)
+        assert [one.url for one in view.routers] == [f"http://127.0.0.1:{port}"] == [server.deployment.url]
+        with httpx.Client(base_url=server.deployment.url, timeout=60, trust_env=False) as http:
+            assert server.complete(prompts[0], NEW_TOKENS, http=http)["choices"][0]["text"] == expected[0]
         server.until_quiet()
 
 

@@ -235,6 +235,15 @@ def test_a_response_that_no_router_has_is_not_looked_for_for_ever(start_router: 
     assert answer.json()["error"]["code"] == "response_not_found"
 
 
+def test_a_router_that_does_not_know_the_key_has_no_response_of_it(start_router: StartRouter) -> None:
+    code = start_router(model_name="code", api_keys=(ApiKey(name="b", key="secret-of-b"),))
+    front = start_router(other_models={"code": code.url}, api_keys=(ApiKey(name="a", key="secret-of-a"),))
+    headers = {"authorization": "Bearer secret-of-a"}
+    answer = front.client.get(f"/v1/responses/resp_{'0' * 48}", headers=headers)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "response_not_found"
+
+
 @pytest.mark.parametrize(
     ("others", "why"),
     [

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
 
 from tandem.router.http import door, serving
+from tandem.wire.errors import ConfigurationError
 from tests.router.conftest import RunningRouter, StartRouter
 
 PATIENCE_S = 30.0
@@ -24,8 +27,8 @@ def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "LEAVING_IDLE_S", 0.3)
 
 
-def successor_of(first: RunningRouter, start_router: StartRouter) -> RunningRouter:
-    second = start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door))
+def successor_of(first: RunningRouter, start_router: StartRouter, **settings: Any) -> RunningRouter:
+    second = start_router(prefill=0, decode=0, door=first.look(lambda: first.server.door), **settings)
     second.board, second.nodes = first.board, first.nodes
     second.announce()
     second.wait_ready()
@@ -77,6 +80,68 @@ def test_under_load_nothing_fails(start_router: StartRouter) -> None:
         )
     assert failures == []
     assert (first.connections(), first.idle()) == (0, True)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "moves"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "0.0.0.0", False),
+        ("0.0.0.0", "127.0.0.1", False),
+        ("127.0.0.1", "::", False),
+    ],
+)
+def test_at_another_address_nothing_fails_at_the_one_before(
+    start_router: StartRouter, before: str, after: str, moves: bool
+) -> None:
+    first = start_router(host=before)
+    port = free_port() if moves else first.look(lambda: first.server._port)
+    with asking(first) as failures:
+        second = successor_of(first, start_router, host=after, port=port)
+        assert (second.url != first.url, f":{port}" in second.url) == (True, True)
+        assert first.call(first.server.leave(PATIENCE_S))
+        before_it = second.metric("tandem_prompt_tokens_total")
+        second.wait_for(
+            lambda: second.metric("tandem_prompt_tokens_total") > before_it + 200, "the new one answers alone"
+        )
+    assert failures == []
+    assert (first.connections(), first.idle()) == (0, True)
+    with pytest.raises(ConfigurationError, match="cannot listen on"):
+        serving.listen(after, port)  # what both sockets allowed each other, no other is allowed
+
+
+def test_the_address_before_is_given_up_after_a_while(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "FORMER_ADDRESS_S", 0.2)
+    first = start_router()
+    second = successor_of(first, start_router, port=free_port())
+    assert first.call(first.server.leave(PATIENCE_S))
+
+    def is_refused() -> bool:
+        try:
+            with first.new_client() as client:
+                client.get("/health")
+        except httpx.ConnectError:
+            return True
+        return False
+
+    second.wait_for(is_refused, "nothing listens there")
+    assert second.complete(max_tokens=3).status_code == 200
+
+
+def test_an_address_that_is_taken_is_said_and_the_router_before_serves_on(start_router: StartRouter) -> None:
+    first, other = start_router(), start_router()
+    with pytest.raises(ConfigurationError, match="choose another port"):
+        successor_of(first, start_router, port=other.look(lambda: other.server._port))
+    assert first.complete(max_tokens=3).status_code == 200
 
 
 def test_a_stream_goes_on_in_the_router_that_leaves(start_router: StartRouter) -> None:

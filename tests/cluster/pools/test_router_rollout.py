@@ -284,3 +284,62 @@ async def test_a_router_with_another_environment_gets_the_socket_and_shares_noth
         old.may_leave.set()
         await rig.clock.advance(3.0)
         assert list(running(rig)) == ["router~2"]
+
+
+@in_loop
+async def test_at_another_address_the_new_router_is_told_of_the_old_ones_socket_and_is_the_one_to_ask() -> (
+    None
+):
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        old = rig.launcher.router
+        old.may_leave.clear()
+        wanted = replace(rig.config, router=replace(rig.config.router, host="0.0.0.0", port=8123))
+        change = await rig.controller.apply(wanted, dry_run=False)
+        assert (change.routers, change.refused) == (["router.host", "router.port"], [])
+        await rig.clock.advance(3.0)
+        new = rig.launcher.router
+        assert (new.config.host, new.config.port, new.door) == ("0.0.0.0", 8123, "door of router 0")
+        await rig.clock.advance(10.0)
+        assert old.left_with is not None
+        assert rig.controller.url == new.url
+        old.may_leave.set()
+        await rig.clock.advance(3.0)
+        assert list(running(rig)) == ["router~2"]
+        assert await rollout_of(rig) is None
+
+
+@in_loop
+async def test_machines_get_routers_and_lose_them_while_the_heads_stays() -> None:
+    hosts = FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
+    config = TandemConfig(router=replace(TandemConfig().router, model_name="fake", host="0.0.0.0"))
+    async with Rig(pools=pools(1, 1), hosts=hosts, config=config) as rig:
+        await rig.controller.start()
+        heads = rig.launcher.router
+        everywhere = replace(config, router=replace(config.router, placement=RouterPlacement.EVERY_HOST))
+        change = await rig.controller.apply(everywhere, dry_run=False)
+        assert (change.routers, change.refused) == (["router.placement"], [])
+        await rig.clock.advance(20.0)
+        assert set(running(rig)) == {"router", "router-10.0.0.1", "router-10.0.0.2"}
+        others = [router for router in running(rig).values() if router is not heads]
+        for router in others:
+            router.may_leave.clear()
+        await rig.controller.apply(config, dry_run=False)
+        await rig.clock.advance(20.0)
+        assert all(router.left_with is not None for router in others)
+        assert set(running(rig)) == {"router", "router-10.0.0.1", "router-10.0.0.2"}, (
+            "they finish what they have"
+        )
+        rig.hosts.forget_waiters()
+        await rig.kill_controller()
+        starting = asyncio.create_task(rig.controller.start())
+        await settle()
+        await starting
+        await rig.clock.advance(5.0)
+        assert len(rig.launcher.routers) == 3, "a controller that comes back starts none of them again"
+        for router in others:
+            router.may_leave.set()
+        await rig.clock.advance(20.0)
+        assert list(running(rig).values()) == [heads]
+        assert heads.left_with is None
+        assert await rollout_of(rig) is None
