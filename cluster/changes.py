@@ -27,6 +27,8 @@ _OF_POOLS = {
     "transfer_options": True,
     "cache": True,
     "scheduler": True,
+    "resources": True,
+    "label_selector": True,
     "min": False,
     "max": False,
     "nodes": False,
@@ -102,19 +104,10 @@ def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
     router = wanted.router
     if router.inbox_host == TandemConfig().router.inbox_host:  # routers were told one
         router = replace(router, inbox_host=running.router.inbox_host)
-    pools = {
-        role.value: replace(
-            wanted.pools.of(role),
-            resources=running.pools.of(role).resources,
-            label_selector=running.pools.of(role).label_selector,
-        )
-        for role in Role
-    }
     return replace(
         wanted,
         name=running.name,
         router=router,
-        pools=replace(wanted.pools, **pools),
         controller=replace(wanted.controller, env=running.controller.env),
     )
 

@@ -116,8 +116,11 @@ class Launcher(Protocol):
     answers what it answered then, or is about to answer, and disturbs nothing.
     """
 
-    def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> NodeHandle:
-        """`slot` is which of the host's places it takes: its role, unless that was changed since it was placed."""
+    def launch_node(
+        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float]
+    ) -> NodeHandle:
+        """`slot` is which of the host's places it takes: its role, unless that was changed since it was placed. `needs`: what it takes
+        besides that, such as {"GPU": 1}."""
         ...
 
     def launch_router(
@@ -142,6 +145,30 @@ class Host(msgspec.Struct, frozen=True):
     # How many nodes of each role it offers room for; a role that is missing: none. None: as many as anyone asks for.
     slots: dict[Role, int] | None = None
     head: bool = False  # where the controller's router runs
+    # Roles that a node could have there that is made now, if nothing else ran there. None: any.
+    fits: frozenset[Role] | None = None
+
+    def could_have(self, role: Role) -> bool:
+        return self.fits is None or role in self.fits
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What Ray knows of a machine, or what one node takes of one: then the labels are a selector's."""
+
+    resources: dict[str, float]
+    labels: dict[str, str] = {}
+
+
+Needs = Mapping[Role, Offer]
+"""What one node of a role takes besides one of the role's own resource, such as {"GPU": 1}."""
+
+
+class TakenPlace(msgspec.Struct, frozen=True):
+    """A node's, which may have been made when its pool needed something else."""
+
+    host: str  # its name
+    slot: Role
+    needed: Offer  # with the role's own resource
 
 
 class Hosts(Protocol):
@@ -156,6 +183,10 @@ class Hosts(Protocol):
 
     def placing(self) -> AbstractAsyncContextManager[None]:
         """For as long as it lasts, no other deployment gives places on these machines to its nodes."""
+        ...
+
+    def use(self, needs: Needs, taken: Sequence[TakenPlace]) -> None:
+        """From the next look on: what nodes need that are made now, and the places of all that there are."""
         ...
 
     async def want(self, slots: dict[Role, int]) -> None:

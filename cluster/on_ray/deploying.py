@@ -62,7 +62,6 @@ class RayPlatform:
 
     def deployment(self, config: TandemConfig, events: Events) -> Deployment:
         begin_logging(config.logs, "controller")
-        needs = needs_of(config)
         own_ray = self._place.own_ray
         address = LOCAL_HOST if own_ray else ray.util.get_node_ip_address()
         hosts: Hosts = (
@@ -70,13 +69,12 @@ class RayPlatform:
             if own_ray
             else RayHosts(
                 RayStateStore(MACHINES, self._namespace),
-                needs,
+                needs_of(config),
                 say=functools.partial(events.trouble, "machines"),
                 neighbours=Neighbours(self._name),
             )
         )
-        resources = {role: need.resources for role, need in needs.items()}
-        launcher = RayLauncher(config.timeouts.stop_s, resources, namespace=self._namespace)
+        launcher = RayLauncher(config.timeouts.stop_s, namespace=self._namespace)
         store = RayStateStore(STATE, self._namespace)
         return Deployment(reachable(config, address), hosts, launcher, store, events, fix_model)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tandem.cluster.launcher import Host, StateStore
+from tandem.cluster.launcher import Host, Needs, Offer, StateStore, TakenPlace
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, joined_ray
 from tandem.cluster.pools.placement import MachineFacts, share_cores, this_machine
-from tandem.cluster.pools.room import ROLES, Needs, Offer, needed_by, places
+from tandem.cluster.pools.room import ROLES, needed_by, places, places_left
 from tandem.cluster.pools.state import NodePlacement
 from tandem.cluster.tasks import cancel
 from tandem.wire.errors import TandemError, Unavailable
@@ -45,8 +45,8 @@ class KnownHost(msgspec.Struct, frozen=True):
 class RayHosts:
     """`cluster.launcher.Hosts` for a cluster: every Ray node that offers a role's resource.
 
-    `needs` is what one node of a role takes besides that, such as {"GPU": 1}, and which labels its machine has: a place without
-    them is none. Places and cores that nodes of other deployments have are not offered.
+    Until `use` says more, `needs` is what one node of a role takes besides that, such as {"GPU": 1}, and which labels its machine has:
+    a place without them is none. Places and cores that nodes of other deployments have are not offered.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class RayHosts:
     ) -> None:
         self._store = store
         self._needs = needs
+        self._taken: dict[str, list[TakenPlace]] = {}  # by the machine's name
         self._nodes = nodes or ray_nodes
         self._find_out = find_out or _ask_ray_node
         self._request = request or _request_resources
@@ -81,6 +82,12 @@ class RayHosts:
         self._complaints: dict[str, str] = {}  # said once
         self._returned: frozenset[str] = frozenset()
         self._wanted: list[Offer] | None = None
+
+    def use(self, needs: Needs, taken: Sequence[TakenPlace]) -> None:
+        self._needs = needs
+        self._taken = {}
+        for place in taken:
+            self._taken.setdefault(place.host, []).append(place)
 
     async def present(self) -> list[Host]:
         there = await self._look()
@@ -154,16 +161,22 @@ class RayHosts:
             Host(
                 name=node["NodeID"],
                 address=node["NodeManagerAddress"],
-                slots={
-                    role: left
-                    for role, room in places(offer_of(node), self._needs).items()
-                    if (left := room - taken[node["NodeID"], role]) > 0
-                },
+                slots=self._room(node, taken),
                 head=any(name in node["Resources"] for name in HEAD_ONLY),
+                fits=frozenset(places(offer_of(node), self._needs)),
             )
             for node in nodes
         ]
         return {host.name: host for host in hosts if host.slots or host.head}
+
+    def _room(self, node: Mapping[str, Any], theirs: Counter[tuple[str, Role]]) -> dict[Role, int]:
+        """Places for what runs there, whatever else."""
+        name = node["NodeID"]
+        mine = self._taken.get(name, ())
+        own = Counter(place.slot for place in mine)
+        room = places_left(offer_of(node), self._needs, mine)
+        left = {role: max(own[role], count - theirs[name, role]) for role, count in room.items()}
+        return {role: count for role, count in left.items() if count > 0}
 
     async def _share(self) -> dict[str, tuple[int, ...]]:
         given = {name: known.cores for name, known in (self._known or {}).items()}
@@ -183,7 +196,12 @@ class RayHosts:
                 return
 
     async def want(self, slots: dict[Role, int]) -> None:
-        bundles = [needed_by(role, self._needs) for role in ROLES for _ in range(slots.get(role, 0))]
+        """Nodes that have a place are asked for as they were made."""
+        bundles: list[Offer] = []
+        for role in ROLES:
+            there = [place.needed for each in self._taken.values() for place in each if place.slot is role]
+            there = there[: slots.get(role, 0)]
+            bundles += [*there, *([needed_by(role, self._needs)] * (slots.get(role, 0) - len(there)))]
         if self._neighbours is not None:
             bundles = await self._neighbours.with_wanted(bundles)
         if bundles == self._wanted:

@@ -280,28 +280,20 @@ class RayRouter(RayHandle):
 
 
 class RayLauncher:
-    """`needs` is what Ray must set aside for a node of a role, besides the role's own resource, such as {"GPU": 1}.
+    """What is launched outlives the process that launched it, and is found again by its name in the deployment's namespace."""
 
-    What is launched outlives the process that launched it, and is found again by its name in the deployment's namespace.
-    """
-
-    def __init__(
-        self,
-        stop_s: float,
-        needs: Mapping[Role, Mapping[str, float]] | None = None,
-        *,
-        namespace: str,
-    ) -> None:
+    def __init__(self, stop_s: float, *, namespace: str) -> None:
         self._stop_s = stop_s
-        self._needs = needs or {}
         self._namespace = namespace
 
-    def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> NodeHandle:
+    def launch_node(
+        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float]
+    ) -> NodeHandle:
         options = _on_ray_node(host)
         if host.slots is not None:
-            needs = dict(self._needs.get(slot, {}))
-            gpus = needs.pop("GPU", 0)
-            options |= {"resources": {slot.value: 1, **needs}, "num_gpus": gpus}
+            gpus = needs.get("GPU", 0)
+            rest = {name: amount for name, amount in needs.items() if name != "GPU"}
+            options |= {"resources": {slot.value: 1, **rest}, "num_gpus": gpus}
             if gpus and config.engine.model.device.startswith("cuda:"):
                 config = _on_own_gpus(config)
         options["runtime_env"] = only_with(config.env)

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from tandem.cluster.launcher import Offer
 from tandem.cluster.on_ray.runtime import NAMESPACE, namespace_of
 from tandem.cluster.on_ray.state_store import RayStateStore, kept_under
-from tandem.cluster.pools.room import Offer
 from tandem.cluster.pools.state import NodePlacement
 
 logger = logging.getLogger(__name__)

@@ -102,10 +102,12 @@ class Fleet:
     def launch_node(
         self, record: NodeRecord, placement: NodePlacement, host: Host, *, is_seen: bool = True
     ) -> None:
+        config = self.config_of(record.revision)
         supervisor = NodeSupervisor(
-            node_config(self.config_of(record.revision), record.node_id, record.role, placement),
+            node_config(config, record.node_id, record.role, placement),
             host,
             placement.slot,
+            config.pools.of(placement.slot).resources,
             self._around,
             self._admit,
             self._keep_left_out,

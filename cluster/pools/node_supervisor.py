@@ -50,6 +50,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         config: NodeConfig,
         host: Host,
         slot: Role,
+        needs: Mapping[str, float],
         around: Surroundings,
         admit: Admit,
         keep_left_out: KeepLeftOut,
@@ -61,6 +62,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self.config = config
         self.host = host
         self.slot = slot
+        self._needs = needs  # of its machine, besides that place
         self.info = info
         self._has_worked = info is not None
         self.status: NodeStatus | None = None  # its last answer
@@ -86,7 +88,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return unseen or self._launch_now()
 
     def _launch_now(self) -> NodeHandle:
-        return self._around.launcher.launch_node(self.config, self.host, self.slot)
+        return self._around.launcher.launch_node(self.config, self.host, self.slot, self._needs)
 
     async def _start(self, handle: NodeHandle) -> NodeInfo:
         began = self._clock.now()

@@ -22,7 +22,7 @@ import msgspec
 
 from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted
-from tandem.cluster.launcher import Host
+from tandem.cluster.launcher import Host, Needs, TakenPlace
 from tandem.cluster.pools.room import check_cores
 from tandem.cluster.pools.state import ClosedSlot, NodePlacement, NodeRecord
 from tandem.machine.resources import core_quota, free_memory
@@ -317,6 +317,9 @@ class ThisMachine:
 
     def placing(self) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
+
+    def use(self, needs: Needs, taken: Sequence[TakenPlace]) -> None:
+        """It has what it has."""
 
     async def want(self, slots: dict[Role, int]) -> None:
         """No machines can be added here."""

@@ -16,12 +16,13 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ControllerDecision
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
-from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, StateStore
+from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, StateStore, TakenPlace
 from tandem.cluster.pools import plan, rollout, state
 from tandem.cluster.pools.departures import Departures, StateChange
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import AdapterPlaces, WantedAdapters
 from tandem.cluster.pools.rollout_watch import RolloutWatch
+from tandem.cluster.pools.room import needed_by, needs_of
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
@@ -164,6 +165,7 @@ class Reconciler:
         """After a restart of Ray's head, the machines that nodes run on may take a while to be seen again."""
         needed = {record.placement.host for record in known.nodes if record.placement is not None}
         deadline = self._clock.now() + self.config.timeouts.unresponsive_s
+        self._hosts.use(needs_of(self.fleet.config), self._taken_places())
         while True:
             machines = await self._until_told(self._hosts.present, "which machines there are")
             left = deadline - self._clock.now()
@@ -171,6 +173,16 @@ class Reconciler:
                 return machines
             with contextlib.suppress(DeadlineExceeded):
                 await self._clock.within(left, self._hosts.changed(left), "a change of the machines")
+
+    def _taken_places(self) -> list[TakenPlace]:
+        """Each by what its node was made with."""
+        return [
+            TakenPlace(
+                there.host, there.slot, needed_by(there.slot, needs_of(self.fleet.config_of(node.revision)))
+            )
+            for node in self.state.nodes
+            if (there := node.placement) is not None
+        ]
 
     async def _until_told(self, ask: Callable[[], Awaitable[T]], what: str) -> T:
         """Nodes may serve meanwhile, and there is no other controller that would look after them later."""
@@ -304,6 +316,7 @@ class Reconciler:
 
     async def _look(self) -> None:
         """A machine that Ray has lost sight of is kept, with what runs there, as long as others hear that."""
+        self._hosts.use(needs_of(self.fleet.config), self._taken_places())
         present = await self._hosts.present()
         seen = {host.name for host in present}
         self.fleet.machines_are_seen(present)
@@ -452,7 +465,7 @@ class Reconciler:
         async with self.writing:
             if self.state.rollout is None:
                 return
-            facts = self._watch.facts(self.state, self.config)
+            facts = self._watch.facts(self.state, self.config, self.machines)
             step = rollout.next_step(self.config.rollout, self.state, self.machines, facts)
             self.rollout_waits = step.why if isinstance(step, rollout.Wait) else ""
             match step:

@@ -12,6 +12,8 @@ from tandem.cluster.pools.plan import wanted_size
 from tandem.cluster.pools.state import ClusterState, NodeRecord, RouterRecord
 from tandem.wire.nodes import Role
 
+NO_MACHINE = "there is no machine with what a node needs now (pools.{0}.resources, pools.{0}.label_selector)"
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
@@ -118,7 +120,13 @@ def _in_pool(
     idle = [node for node in outdated if node.node_id in facts.idle]
     if idle:
         return Replace(idle[-1])
+    able = {host.name for host in hosts if host.could_have(role)}
+    if not able and state.rollout is not None and not state.rollout.going_back:
+        # A machine may come: until then no old node goes for nothing.
+        return Wait(f"{role.value}: {NO_MACHINE.format(role.value)}")
     serving = [node for node in outdated if node.node_id in facts.ready]
+    # First those that leave room for a new one.
+    serving.sort(key=lambda node: node.placement is None or node.placement.host not in able)
     if not serving:
         return Wait(f"{', '.join(node.node_id for node in outdated)}: not seen yet")
     least = wanted - most_unavailable(config, state, wanted, role)

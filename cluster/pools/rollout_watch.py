@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.launcher import Host
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
-from tandem.cluster.pools.rollout import RolloutFacts
+from tandem.cluster.pools.rollout import NO_MACHINE, RolloutFacts
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase
 from tandem.cluster.tasks import Clock
+from tandem.wire.nodes import Role
 
 # So many errors of a new node or router, and such a share of what it has finished, and it is not what was wished for.
 LEAST_ERRORS, MOST_ERRORS = 3, 0.05
@@ -20,12 +24,14 @@ class RolloutWatch:
         self._fleet = fleet
         self._clock = clock
         self._ready_since: dict[str, float] = {}  # of nodes and routers that the rollout has made
+        self._unfit_since: dict[Role, float] = {}  # pools whose new nodes fit on no machine
 
     def forget(self) -> None:
         """Another rollout begins, or this one is taken back."""
         self._ready_since.clear()
+        self._unfit_since.clear()
 
-    def facts(self, state: ClusterState, config: TandemConfig) -> RolloutFacts:
+    def facts(self, state: ClusterState, config: TandemConfig, machines: Sequence[Host]) -> RolloutFacts:
         """`config`: as an operator wishes it."""
         now, number = self._clock.now(), state.revision.number
         ready: set[str] = set()
@@ -49,6 +55,11 @@ class RolloutWatch:
                 ready.add(record.node_id)
             if record.revision == number and (why := _why_failed(node)):
                 failed[record.node_id] = why
+        for role in Role:
+            if not state.outdated(role) or any(host.could_have(role) for host in machines):
+                self._unfit_since.pop(role, None)
+            elif now - self._unfit_since.setdefault(role, now) >= config.timeouts.machines_s:
+                failed[role.value] = NO_MACHINE.format(role.value)
         outdated = {record.name for record in state.staying_routers if self._fleet.is_outdated(record)}
         places = {record.place for record in state.staying_routers if record.name in outdated}
         for new in state.staying_routers:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
-
-import msgspec
+from collections.abc import Iterable, Mapping, Sequence
 
 from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted, format_size
 from tandem.cluster.labels import matches
+from tandem.cluster.launcher import Needs, Offer, TakenPlace
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
@@ -112,17 +111,6 @@ def _rounded_down(size: int) -> str:
 ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ENCODE)
 
 
-class Offer(msgspec.Struct, frozen=True):
-    """What Ray knows of a machine, or what one node takes of one: then the labels are a selector's."""
-
-    resources: dict[str, float]
-    labels: dict[str, str] = {}
-
-
-Needs = Mapping[Role, Offer]
-"""What one node of a role takes besides one of the role's own resource, such as {"GPU": 1}."""
-
-
 def needs_of(config: TandemConfig) -> dict[Role, Offer]:
     pools = config.pools
     return {role: Offer(pools.of(role).resources, pools.of(role).label_selector) for role in Role}
@@ -142,6 +130,19 @@ def places(machine: Offer, needs: Needs) -> dict[Role, int]:
         if room and matches(machine.labels, wanted.labels):
             found[role] = room
     return found
+
+
+def places_left(machine: Offer, needs: Needs, taken: Sequence[TakenPlace]) -> dict[Role, int]:
+    """As `places`, with those that are taken: nodes that were made when their pool needed something else stay where they are, and others
+    get what they leave. `taken`: on this machine."""
+    if all(place.needed == needed_by(place.slot, needs) for place in taken):
+        return places(machine, needs)
+    left = dict(machine.resources)
+    for place in taken:
+        for name, amount in place.needed.resources.items():
+            left[name] = round(max(0.0, left.get(name, 0.0) - amount), 4)  # as finely as Ray counts
+    more = places(Offer(left, machine.labels), needs)
+    return dict(Counter(place.slot for place in taken) + Counter(more))
 
 
 def lacking(config: TandemConfig, machines: Iterable[Offer]) -> list[str]:

@@ -17,6 +17,7 @@ import pytest
 from tandem.router.http import door, serving
 from tandem.wire.errors import ConfigurationError
 from tests.router.conftest import RunningRouter, StartRouter
+from tests.waiting import until
 
 PATIENCE_S = 30.0
 
@@ -133,7 +134,7 @@ def test_the_address_before_is_given_up_after_a_while(
             return True
         return False
 
-    second.wait_for(is_refused, "nothing listens there")
+    until(is_refused)
     assert second.complete(max_tokens=3).status_code == 200
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.config import DEFAULT_NAME
+from tandem.cluster.launcher import Offer
 from tandem.cluster.on_ray.runtime import NAMESPACE, deployment_in, import_ray, namespace_of
 from tandem.cluster.pools import state
-from tandem.cluster.pools.room import Offer
 from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tandem.cluster.launcher import Offer, TakenPlace
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.pools.placement import MachineFacts
-from tandem.cluster.pools.room import Offer
 from tandem.cluster.pools.state import NodePlacement
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
@@ -250,3 +250,25 @@ async def test_the_autoscaler_is_asked_for_what_all_deployments_need() -> None:
     neighbour.nodes = []
     await hosts.want({Role.PREFILL: 1})
     assert world.requested == [[{"prefill": 1.0}, {"decode": 1.0}], [{"prefill": 1.0}]]
+
+
+@in_loop
+async def test_other_needs_keep_machines_with_nodes_and_are_asked_for() -> None:
+    world = World(ray_node("d", "10.0.0.3", decode=2.0), ray_node("e", "10.0.0.4", decode=2.0, GPU=4.0))
+    hosts = world.hosts()
+    assert {host.name: host.slots for host in await hosts.present()} == {
+        "d": {Role.DECODE: 2},
+        "e": {Role.DECODE: 2},
+    }
+    old = TakenPlace("d", Role.DECODE, Offer({"decode": 1.0}))
+    hosts.use({Role.DECODE: Offer({"GPU": 4})}, [old])
+    there = {host.name: host for host in await hosts.present()}
+    assert {name: host.slots for name, host in there.items()} == {
+        "d": {Role.DECODE: 1},
+        "e": {Role.DECODE: 1},
+    }
+    assert (there["d"].could_have(Role.DECODE), there["e"].could_have(Role.DECODE)) == (False, True)
+    await hosts.want({Role.DECODE: 2})
+    assert world.requested[-1] == [{"decode": 1.0}, {"decode": 1.0, "GPU": 4}]
+    hosts.use({Role.DECODE: Offer({"GPU": 4})}, [])
+    assert [host.name for host in await hosts.present()] == ["e"]

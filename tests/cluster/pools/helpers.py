@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.config import DEFAULT_MODEL, ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.launcher import Host, StateStore
+from tandem.cluster.launcher import Host, Needs, Offer, StateStore, TakenPlace
 from tandem.cluster.pools.controller import Controller
+from tandem.cluster.pools.room import places, places_left
 from tandem.cluster.tasks import Clock
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
@@ -191,6 +192,7 @@ class FakeNode(FakeProcess):
         self.config = config
         self.host = host
         self.slot = slot
+        self.needs: Mapping[str, float] = {}
         self.state = NodeState.READY
         self.step_age_s = 0.0
         self.free_blocks = 90
@@ -363,12 +365,13 @@ class FakeLauncher:
         self.prepare: dict[str, Prepare] = {}
         self._epochs = itertools.count(1)
 
-    def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> FakeNode:
+    def launch_node(self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float]) -> FakeNode:
         earlier = self.nodes[config.node_id]
         if earlier and not earlier[-1].died.done():
-            assert earlier[-1].host == host, "a node cannot be adopted on another machine"
+            assert earlier[-1].host.name == host.name, "a node cannot be adopted on another machine"
             return earlier[-1]
         node = FakeNode(config, host, slot, self._epochs)
+        node.needs = needs
         node.is_routed = self._is_routed
         self._prepare(config.node_id, node, len(earlier))
         earlier.append(node)
@@ -427,13 +430,25 @@ class FakeHosts:
     def __init__(self, *hosts: Host) -> None:
         self.hosts = list(hosts)
         self.wanted: dict[Role, int] = {}
+        self.offers: dict[str, Offer] = {}  # of machines whose places follow from what they have, by name
+        self.needs: Needs = {}
+        self.taken: Sequence[TakenPlace] = ()
         self.error: TandemError | None = None
         self._changed = asyncio.Event()
 
     async def present(self) -> list[Host]:
         if self.error is not None:
             raise self.error
-        return list(self.hosts)
+        return [self._with_places(host) for host in self.hosts]
+
+    def _with_places(self, host: Host) -> Host:
+        offer = self.offers.get(host.name)
+        if offer is None:
+            return host
+        here = [place for place in self.taken if place.host == host.name]
+        return msgspec.structs.replace(
+            host, slots=places_left(offer, self.needs, here), fits=frozenset(places(offer, self.needs))
+        )
 
     async def changed(self, timeout_s: float) -> None:
         """Time is the test's: only a change ends it."""
@@ -442,6 +457,9 @@ class FakeHosts:
 
     def placing(self) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
+
+    def use(self, needs: Needs, taken: Sequence[TakenPlace]) -> None:
+        self.needs, self.taken = needs, taken
 
     async def want(self, slots: dict[Role, int]) -> None:
         self.wanted = slots

@@ -355,6 +355,7 @@ async def test_what_cannot_be_applied_is_named_without_its_value() -> None:
         config = TandemConfig()
         other = replace(
             config,
+            name="another",
             model=replace(config.model, path="another"),
             router=replace(config.router, api_keys_file="/secret/file", port=9),
         )
@@ -362,11 +363,12 @@ async def test_what_cannot_be_applied_is_named_without_its_value() -> None:
         assert change.applied == []
         assert [line.split()[0] for line in change.refused] == [
             "model.path",
+            "name",
             "router.api_keys_file",
             "router.port",
         ]
-        assert all("tandem apply" in line for line in change.refused[:2])
-        assert "tandem down" in change.refused[2]
+        assert ["tandem apply" in line for line in change.refused] == [True, False, True, True]
+        assert "tandem down" in change.refused[1]
         assert all("secret" not in line for line in change.refused)
 
 

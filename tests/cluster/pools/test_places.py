@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.pools.room import Offer, lacking, places
+from tandem.cluster.launcher import Offer, TakenPlace
+from tandem.cluster.pools.room import lacking, places, places_left
 from tandem.wire.nodes import Role
 
 
@@ -51,3 +52,18 @@ def test_a_pool_that_follows_the_machines_needs_one_that_writes_answers() -> Non
     following = PoolConfig(nodes=None)
     (said,) = lacking(config(following, following), [])
     assert "pools.decode wants 1 node" in said
+
+
+def test_nodes_that_were_made_with_other_needs_stay_and_others_get_what_they_leave() -> None:
+    machine = Offer({"decode": 4.0, "prefill": 1.0, "GPU": 4.0}, {"zone": "a"})
+    two_gpus = {Role.DECODE: Offer({"GPU": 2}), Role.PREFILL: Offer({"GPU": 1})}
+    old = [TakenPlace("m", Role.DECODE, Offer({"decode": 1.0, "GPU": 1}))] * 2
+    assert places_left(machine, two_gpus, old) == {Role.DECODE: 3, Role.PREFILL: 1}, "two GPUs are left"
+    assert places_left(machine, two_gpus, old[:1]) == {Role.DECODE: 2, Role.PREFILL: 1}
+    assert places_left(machine, two_gpus, []) == {Role.DECODE: 2, Role.PREFILL: 1}
+    elsewhere = {Role.DECODE: Offer({}, {"zone": "b"})}
+    assert places_left(machine, elsewhere, old) == {Role.DECODE: 2, Role.PREFILL: 1}, (
+        "what is there, and no more"
+    )
+    same = [TakenPlace("m", Role.DECODE, Offer({"decode": 1.0, "GPU": 2}))]
+    assert places_left(machine, two_gpus, same) == places(machine, two_gpus)

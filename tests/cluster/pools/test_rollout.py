@@ -243,18 +243,18 @@ async def test_what_nodes_do_not_read_is_applied_at_once() -> None:
             pools=pools(1, PoolConfig(nodes=2, min=1, max=3)),
             autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
             timeouts=replace(TIMEOUTS, heartbeat_s=0.25),
-            router=replace(rig.config.router, port=9),
+            name="another",
         )
         asked = await rig.controller.apply(config, dry_run=True)
         assert (await rig.controller.configuration()) == rig.config
         change = await rig.controller.apply(config, dry_run=False)
         assert change == asked
-        assert (change.nodes, change.replaced, change.refused) == ([], [], ["router.port"])
+        assert (change.nodes, change.replaced, change.refused) == ([], [], ["name"])
         assert "decode: from 1 to 2, 1 node more" in change.at_once
         await settle()
         assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
         kept = await rig.controller.configuration()
-        assert kept == replace(config, router=rig.config.router)
+        assert kept == replace(config, name=rig.config.name)
         rig.launcher.router.load = RouterQueue(9, 60.0)
         await rig.clock.advance(30.0)
         assert len(rig.routed) == 4, "and it is scaled by its load from now on"

@@ -1,0 +1,140 @@
+"""Nodes move to machines that have what their pool needs now."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tandem.cluster.config import PoolConfig, TandemConfig
+from tandem.cluster.launcher import Offer
+from tandem.wire.nodes import Role
+from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop, one_machine
+from tests.cluster.pools.pools_rig import machine, pools
+
+replace = msgspec.structs.replace
+ENOUGH_S = 200.0
+
+
+def labelled(rig_config: TandemConfig, role: str, **pool: object) -> TandemConfig:
+    found: PoolConfig = getattr(rig_config.pools, role)
+    return replace(rig_config, pools=replace(rig_config.pools, **{role: replace(found, **pool)}))
+
+
+def three_machines() -> FakeHosts:
+    """One in zone b, two in zone a: the first nodes that decode are on these."""
+    head = replace(one_machine(8), slots={}, fits=frozenset())
+    hosts = FakeHosts(head, *(machine(name, prefill=1, decode=2) for name in "123"))
+    resources = {"prefill": 1.0, "decode": 2.0}
+    names = [host.name for host in hosts.hosts[1:]]
+    hosts.offers = {
+        name: Offer(resources | ({"GPU": 2.0} if zone == "b" else {}), {"zone": zone})
+        for name, zone in zip(names, "baa", strict=True)
+    }
+    return hosts
+
+
+def places_of(rig: Rig, role: Role) -> list[str]:
+    return sorted(node.host.name for node in rig.launcher.running if node.config.role is role)
+
+
+@pytest.mark.parametrize("wanted", [{"label_selector": {"zone": "b"}}, {"resources": {"GPU": 1}}])
+@in_loop
+async def test_a_pool_moves_to_machines_that_fit_and_none_of_its_places_is_empty_meanwhile(
+    wanted: dict[str, dict[str, object]],
+) -> None:
+    hosts = three_machines()
+    only = hosts.hosts[1].name
+    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
+        await rig.controller.start()
+        assert only not in places_of(rig, Role.DECODE)
+        change = await rig.controller.apply(labelled(rig.config, "decode", **wanted), dry_run=False)
+        assert change.refused == []
+        fewest = 2
+        for _ in range(int(ENOUGH_S)):
+            await rig.clock.advance(1.0)
+            view = await rig.controller.view()
+            fewest = min(fewest, sum(node.role == "decode" and node.phase == "ready" for node in view.nodes))
+        assert view.rollout is None
+        assert places_of(rig, Role.DECODE) == [only, only]
+        assert fewest >= 1
+        new = [node for node in rig.launcher.running if node.config.role is Role.DECODE]
+        assert all(node.needs == wanted.get("resources", {}) for node in new)
+        assert view.revision == change.revision
+
+
+@in_loop
+async def test_where_no_machine_fits_no_node_goes_and_in_the_end_all_is_taken_back() -> None:
+    async with Rig(pools=pools(1, 2), hosts=three_machines()) as rig:
+        await rig.controller.start()
+        before = {node.info.node_id for node in rig.launcher.running}
+        wanted = labelled(rig.config, "decode", label_selector={"zone": "c"})
+        await rig.controller.apply(wanted, dry_run=False)
+        await rig.clock.advance(60.0)
+        view = await rig.controller.view()
+        assert view.rollout is not None
+        assert "there is no machine with what a node needs now" in view.rollout.waits
+        serving = {node.info.node_id for node in rig.launcher.running if node.config.role is Role.DECODE}
+        assert serving <= before, "the old ones serve"
+        assert len(serving) == 2
+        await rig.clock.advance(rig.config.timeouts.machines_s + ENOUGH_S)
+        view = await rig.controller.view()
+        assert view.rollout is None
+        assert any("taken back: decode: there is no machine" in one.text for one in view.decisions)
+        assert (await rig.controller.configuration()).pools == rig.config.pools
+        assert len(places_of(rig, Role.DECODE)) == 2
+
+
+@in_loop
+async def test_a_machine_that_comes_in_time_is_used() -> None:
+    hosts = three_machines()
+    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
+        await rig.controller.start()
+        await rig.controller.apply(
+            labelled(rig.config, "decode", label_selector={"zone": "c"}), dry_run=False
+        )
+        await rig.clock.advance(60.0)
+        late = machine("4", prefill=1, decode=2)
+        hosts.offers[late.name] = Offer({"prefill": 1.0, "decode": 2.0}, {"zone": "c"})
+        hosts.join(late)
+        await rig.clock.advance(ENOUGH_S)
+        assert (await rig.controller.view()).rollout is None
+        assert places_of(rig, Role.DECODE) == [late.name]
+
+
+@in_loop
+async def test_a_pool_that_follows_the_machines_does_not_shrink_before_its_new_places_serve() -> None:
+    hosts = three_machines()
+    kept = [host.name for host in hosts.hosts[2:4]]
+    async with Rig(pools=replace(pools(1, 1), decode=PoolConfig(nodes=None)), hosts=hosts) as rig:
+        await rig.controller.start()
+        assert len(places_of(rig, Role.DECODE)) == 6
+        await rig.controller.apply(
+            labelled(rig.config, "decode", label_selector={"zone": "a"}), dry_run=False
+        )
+        fewest = 6
+        for _ in range(int(ENOUGH_S)):
+            await rig.clock.advance(1.0)
+            fewest = min(fewest, len(places_of(rig, Role.DECODE)))
+        assert (await rig.controller.view()).rollout is None
+        assert places_of(rig, Role.DECODE) == sorted(kept * 2)
+        assert fewest >= 3
+
+
+@in_loop
+async def test_a_controller_that_comes_back_in_the_middle_finds_old_and_new_nodes_where_they_are() -> None:
+    hosts = three_machines()
+    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
+        await rig.controller.start()
+        only = hosts.hosts[1].name
+        await rig.controller.apply(
+            labelled(rig.config, "decode", label_selector={"zone": "b"}), dry_run=False
+        )
+        await rig.clock.advance(4.0)
+        running = {id(node) for node in rig.launcher.running}
+        rig.hosts.forget_waiters()
+        await rig.kill_controller()
+        await rig.controller.start()
+        assert running <= {id(node) for node in rig.launcher.running}, "none was lost"
+        await rig.clock.advance(ENOUGH_S)
+        assert (await rig.controller.view()).rollout is None
+        assert places_of(rig, Role.DECODE) == [only, only]
