@@ -19,11 +19,14 @@ import pytest
 import yaml
 
 from tandem.cluster.cli import make_parser
+from tandem.cluster.launcher import Offer
 from tandem.cluster.models.store import models_folder
 from tandem.cluster.on_ray.runtime import import_ray
+from tandem.cluster.pools.room import needs_of, places
 from tandem.cluster.setting_layers import read_file
 from tandem.cluster.settings import resolve
 from tandem.router.config import RouterPlacement
+from tandem.wire.nodes import Role
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray import __version__ as ray_version  # noqa: E402
@@ -380,7 +383,11 @@ def with_components(folder: Path, base: Path, *names: str) -> dict[str, Document
 
 
 @needs_kubectl
-@pytest.mark.parametrize("folder", [BASE, KUBERAY / "overlays" / "gpu"], ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    [BASE, KUBERAY / "overlays" / "gpu", KUBERAY / "overlays" / "wide"],
+    ids=lambda folder: folder.name,
+)
 def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder: Path) -> None:
     rendered = rendered_by_kind(folder)
     assert set(rendered) == KINDS
@@ -395,6 +402,23 @@ def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder
     assert ":" in images.pop()
     (volume,) = raycluster["spec"]["headGroupSpec"]["template"]["spec"]["volumes"]
     assert volume["configMap"]["name"] == rendered["ConfigMap"]["metadata"]["name"]
+
+
+def test_pods_of_a_wide_node_offer_what_its_pool_asks_for(raycluster: Document) -> None:
+    """In Ray's own reading: a GPU for each rank, and the labels that the pool's nodes must have."""
+    folder = KUBERAY / "overlays" / "wide"
+    for patch in load(folder / "kustomization.yaml")["patches"]:
+        raycluster = patched(raycluster, patch["patch"])
+    raycluster["metadata"]["namespace"] = "default"
+    types = _derive_autoscaling_config_from_ray_cr(raycluster)["available_node_types"]
+    config = resolve([read_file(folder / "tandem.yaml")]).config
+    pool = config.pools.aggregated
+    group = types["aggregated"]
+    assert group["resources"]["GPU"] == pool.ranks == pool.resources["GPU"] == 4
+    offer = Offer({name: float(amount) for name, amount in group["resources"].items()}, group["labels"])
+    assert places(offer, needs_of(config))[Role.AGGREGATED] == 1
+    assert (group["min_workers"], group["max_workers"]) == (pool.min, pool.max)
+    assert [types[name]["min_workers"] for name in ("decode", "encode")] == [0, 0]
 
 
 # --- components
