@@ -76,6 +76,7 @@ class TransformersForward:
         self._picks_rows = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         self._cache_name = cache_parameter(parameters)
+        self._told = _that_takes_deeper_rows(model)
         self._hidden: torch.Tensor | None = None
         self._threads = threads
 
@@ -126,7 +127,7 @@ class TransformersForward:
         """What the model's first layers add to images' rows (Qwen3-VL's DeepStack), which its own code takes where it has encoded itself."""
         states, places = batch.image_states, batch.image_rows
         hidden = int(self._model.config.get_text_config().hidden_size)
-        if states is None or places is None or states.shape[1] == hidden:
+        if self._told is None or states is None or places is None or states.shape[1] == hidden:
             yield
             return
         _, *deeper = torch.split(states, hidden, dim=1)
@@ -139,8 +140,7 @@ class TransformersForward:
         def tell(_module: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return inputs, options | given
 
-        language: Any = self._model.base_model
-        hook = language.language_model.register_forward_pre_hook(tell, with_kwargs=True)
+        hook = self._told.register_forward_pre_hook(tell, with_kwargs=True)
         try:
             yield
         finally:
@@ -286,3 +286,11 @@ class _HookedStep:
         if hooks is not None:
             hooks.save_kv_layer(layer)
         return out[None], None
+
+
+def _that_takes_deeper_rows(model: PreTrainedModel) -> Any:
+    """The part of a model whose first layers add to images' rows; None where none does."""
+    language: Any = getattr(model.base_model, "language_model", None)
+    if language is None or "deepstack_visual_embeds" not in inspect.signature(language.forward).parameters:
+        return None
+    return language

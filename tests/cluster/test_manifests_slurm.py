@@ -20,8 +20,8 @@ FAKES = {
     "srun": """while [[ $1 == --* ]]; do flags+=" $1"; shift; done
 echo "srun$flags" >>{log}; exec "$@" """,
     "ray": """[[ $1 == health-check ]] && exit 0
-printf '%q ' ray "$@" >>{log}; echo >>{log}; trap 'exit 0' TERM; sleep 60 & wait""",
-    "tandem": """printf '%q ' tandem "$@" >>{log}; echo >>{log}
+echo "$(printf '%q ' ray "$@")" >>{log}; trap 'exit 0' TERM; sleep 60 & wait""",
+    "tandem": """echo "$(printf '%q ' tandem "$@")" >>{log}
 [[ $1 == serve ]] && echo >{serves}; exit 0""",
 }
 

@@ -240,9 +240,9 @@ def test_a_torch_without_cuda_has_no_gpus(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_router_on_another_machine_has_that_machine_s_addresses() -> None:
     config = RouterConfig(tokenizer_path="m", model_name="m", host="10.0.0.1", inbox_host="10.0.0.1")
-    there = router_config(config, Host(name="b", address="10.0.0.2"))
+    there = router_config(config, "10.0.0.2")
     assert (there.host, there.inbox_host) == ("10.0.0.2", "10.0.0.2")
-    everywhere = router_config(msgspec.structs.replace(config, host="0.0.0.0"), Host("b", "10.0.0.2"))
+    everywhere = router_config(msgspec.structs.replace(config, host="0.0.0.0"), "10.0.0.2")
     assert (everywhere.host, everywhere.inbox_host) == ("0.0.0.0", "10.0.0.2")
 
 
