@@ -97,3 +97,59 @@ def test_nodes_run_only_where_the_labels_are_that_their_pool_wants(
         tandem.until_roles(aggregated=2)
     finally:
         tandem("down", "--now", status=None)
+
+
+SERVED = "SmolLM2-135M-Instruct"
+WHERE = """
+import logging, ray
+ray.init(address="auto", namespace="tandem", logging_level=logging.ERROR, log_to_driver=False)
+def where(self):
+    return ray.get_runtime_context().get_node_id()
+zones = {node["NodeID"]: node["Labels"].get("zone", "") for node in ray.nodes()}
+for one in sorted(ray.util.list_named_actors()):
+    if one.startswith("aggregated-"):
+        print(one, zones[ray.get(ray.get_actor(one).__ray_call__.remote(where))])
+"""
+
+
+def zones_of(tandem: Tandem) -> list[list[str]]:
+    return [line.split() for line in tandem.python(WHERE).splitlines()]
+
+
+def test_a_pool_moves_to_machines_with_other_labels_and_resources_under_load(
+    ray_nodes: RayNodes, tmp_path: Path
+) -> None:
+    ray_nodes.add_machine({"zone": "left"}, aggregated=1)
+    ray_nodes.add_machine({"zone": "right"}, aggregated=1, big=1)
+    tandem = Tandem(ray_nodes.address, tmp_path)
+    settings = tmp_path / "moving.yaml"
+    port = free_port()
+
+    def settings_with(**pool: object) -> str:
+        config = {
+            "model": MODEL,
+            "router": {"port": port},
+            "cache": {"memory_bytes": "256MiB"},
+            "pools": {"aggregated": {"nodes": 1, **pool}},
+            "rollout": {"settle_s": 1},
+            "timeouts": {"machines_s": 5},
+        }
+        settings.write_text(json.dumps(config))
+        return str(settings)
+
+    tandem("serve", "--detach", "--config", settings_with(label_selector={"zone": "left"}), timeout_s=START_S)
+    try:
+        tandem.url = f"http://127.0.0.1:{port}"
+        assert zones_of(tandem) == [["aggregated-0", "left"]]
+        with Load(tandem.url, SERVED):
+            wanted = {"label_selector": {"zone": "right"}, "resources": {"big": 1}}
+            said = tandem("apply", settings_with(**wanted), timeout_s=START_S)
+            assert "done: 1 node and 1 router serve with this configuration" in said
+            assert zones_of(tandem) == [["aggregated-1", "right"]]
+            said = tandem(
+                "apply", settings_with(label_selector={"zone": "none"}), status=1, timeout_s=START_S
+            )
+            assert "taken back: aggregated: there is no machine with what a node needs now" in said
+            assert zones_of(tandem) == [["aggregated-1", "right"]], "it was not touched"
+    finally:
+        tandem("down", "--now", status=None)

@@ -227,3 +227,38 @@ def test_a_controller_of_a_later_version_takes_the_place_of_this_one_under_load_
         tandem("down")
     finally:
         ray_nodes.close()
+
+
+def test_a_command_in_the_foreground_stays_while_its_controller_is_replaced_and_still_ends_all(
+    smollm2_path: Path, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {
+        "model": "smollm2", "pools": {"aggregated": 1}, "cache": {"memory_bytes": "256MiB"},
+        "router": {"port": free_port()}, "rollout": {"settle_s": 1},
+    }  # fmt: skip
+    file = tmp_path / "tandem.yaml"
+    file.write_text(json.dumps(config))
+    ray_nodes = RayNodes(aggregated=1)
+    try:
+        tandem = Tandem(ray_nodes.address, tmp_path)
+        tandem.url = f"http://127.0.0.1:{config['router']['port']}"
+        with tandem.begun("serve", "--config", str(file)) as command:
+            tandem.until(bool, "it serves")
+            before = processes(tandem)
+            config["controller"] = {"env": {"TANDEM_TEST_OTHER": "1"}}
+            file.write_text(json.dumps(config))
+            with Load(tandem.url, "SmolLM2-135M-Instruct"):
+                said = tandem("apply", "tandem.yaml", timeout_s=START_S)
+                assert "done: the controller is another one" in said
+            after = processes(tandem)
+            assert before.pop("controller") != after.pop("controller")
+            assert before == after, "nodes and routers stay"
+            assert command.poll() is None
+            command.terminate()
+            said, _ = command.communicate(timeout=END_S)
+            assert command.returncode == 0, said
+            assert "everything was finished" in said
+        assert ray_nodes.processes("ray::ControllerActor") == {}
+        assert ray_nodes.processes("ray::RouterActor") == {}
+    finally:
+        ray_nodes.close()
