@@ -44,8 +44,8 @@ from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.simulator.costs import read_costs
 from tandem.simulator.outcome import SimulationReport
-from tandem.simulator.plan_command import evaluator, least_work
-from tandem.simulator.planner import Planner, least_nodes
+from tandem.simulator.plan_command import evaluator, least_by_width
+from tandem.simulator.planner import Planner
 from tandem.simulator.show import progress
 from tandem.simulator.simulation import SimulationSetup, simulate
 from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic
@@ -203,15 +203,16 @@ def autoscaler(options: argparse.Namespace) -> list[dict[str, Any]]:
         scaled = simulate(SimulationSetup(config, costs, traffic, LIMITS), on_progress)
     rows = [_row("the autoscaler", scaled)]
     with progress(console, "constant sizes") as on_progress:
+        of_one_width = {role: {costs[role].width: costs[role]} for role in ENGINE_ROLES}
         evaluate = evaluator(
             lambda settings: TandemConfig(),
-            costs,
+            of_one_width,
             traffic,
             LIMITS,
             options.attainment,
             lambda what: on_progress,
         )
-        least = least_nodes(least_work(costs, traffic), traffic.seconds)
+        least = least_by_width(of_one_width, traffic)
         prices = {"prefill": 1.0, "decode": 1.0, "aggregated": 1e6}  # of two roles, as the autoscaler's are
         plan = Planner(evaluate, prices, options.attainment, options.most, least).plan()
     if plan.chosen is not None:

@@ -12,23 +12,28 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.replay.reading import TraceReader
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 from tandem.loadgen.traces import TraceRow, read_trace
-from tandem.simulator.costs import CostModel, read_costs
+from tandem.simulator.costs import CostModel, Width, read_costs
 from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic, rows_of_steps
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
+CostsByWidth = Mapping[Role, Mapping[Width, CostModel]]
 
-def add_costs(parser: argparse.ArgumentParser, title: str = "nodes", *, required: bool = True) -> None:
+
+def add_costs(
+    parser: argparse.ArgumentParser, title: str = "nodes", *, required: bool = True, several: bool = False
+) -> None:
+    """`several`: of nodes of several widths."""
     group = parser.add_argument_group(title)
-    group.add_argument(
-        "--costs",
-        type=Path,
-        required=required,
-        metavar="FILE",
-        help="of a node, as `tandem profile` writes them",
-    )
-    group.add_argument("--prefill-costs", type=Path, metavar="FILE", help="of prefill nodes, if they differ")
-    group.add_argument("--decode-costs", type=Path, metavar="FILE", help="of decode nodes, if they differ")
+    more = "; several files: of nodes of several widths, which are compared" if several else ""
+    for flag, what, is_required in (
+        ("--costs", f"of a node, as `tandem profile` writes them{more}", required),
+        ("--prefill-costs", "of prefill nodes, if they differ", False),
+        ("--decode-costs", "of decode nodes, if they differ", False),
+    ):
+        group.add_argument(
+            flag, type=Path, required=is_required, metavar="FILE", nargs="+" if several else None, help=what
+        )
 
 
 def costs_of(options: argparse.Namespace) -> dict[Role, CostModel]:
@@ -37,6 +42,30 @@ def costs_of(options: argparse.Namespace) -> dict[Role, CostModel]:
         if file is not None:
             costs[role] = read_costs(file)
     return costs
+
+
+def costs_by_width(options: argparse.Namespace) -> CostsByWidth:
+    everywhere = _by_width("--costs", options.costs)
+    costs = dict.fromkeys(ENGINE_ROLES, everywhere)
+    for role, flag, files in (
+        (Role.PREFILL, "--prefill-costs", options.prefill_costs),
+        (Role.DECODE, "--decode-costs", options.decode_costs),
+    ):
+        if files is not None:
+            costs[role] = _by_width(flag, files)
+    return costs
+
+
+def _by_width(flag: str, files: Sequence[Path]) -> dict[Width, CostModel]:
+    found: dict[Width, CostModel] = {}
+    for file in files:
+        costs = read_costs(file)
+        if costs.width in found:
+            raise ConfigurationError(
+                f"{flag}: {file} is of nodes of {costs.width}, and so is another of the files: give one for each width"
+            )
+        found[costs.width] = costs
+    return found
 
 
 def add_traffic(parser: argparse.ArgumentParser) -> None:

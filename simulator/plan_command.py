@@ -15,11 +15,12 @@ from rich.text import Text
 from tandem.cluster.config import TandemConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
-from tandem.simulator.costs import CostModel
+from tandem.simulator.costs import CostModel, Width
 from tandem.simulator.options import (
+    CostsByWidth,
     add_costs,
     add_traffic,
-    costs_of,
+    costs_by_width,
     money,
     service_level,
     slo_of,
@@ -39,7 +40,7 @@ Configure = Callable[[Mapping[str, str]], TandemConfig]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_costs(parser)
+    add_costs(parser, several=True)
     add_traffic(parser)
     asked = parser.add_argument_group("what is asked for")
     asked.add_argument(
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=money,
         required=True,
         metavar="PRICES",
-        help="of a node in an hour, such as prefill=2.5,decode=2 (aggregated: the dearer of these, unless it is named)",
+        help="of each of a node's devices in an hour, such as prefill=2.5,decode=2 (aggregated: the dearer of these, unless it is named)",
     )
     asked.add_argument(
         "--attainment",
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace, configure: Configure, *, as_json: bool) -> 
     if missing := [role for role in ("prefill", "decode") if role not in prices]:
         raise ConfigurationError(f"--cost must name what a {' and a '.join(missing)} node costs")
     prices.setdefault("aggregated", max(prices.values()))
-    costs, traffic = costs_of(options), traffic_of(options)
+    costs, traffic = costs_by_width(options), traffic_of(options)
     _, slo = slo_of(options, configure({}))
     console = Console(stderr=as_json)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace, configure: Configure, *, as_json: bool) -> 
             prices,
             options.attainment,
             options.most_nodes,
-            least_nodes(least_work(costs, traffic), traffic.seconds),
+            least_by_width(costs, traffic),
         )
         plan = planner.plan()
     if options.picture is not None:
@@ -112,14 +113,16 @@ def run(options: argparse.Namespace, configure: Configure, *, as_json: bool) -> 
 
 def evaluator(
     configure: Configure,
-    costs: Mapping[Role, CostModel],
+    costs: CostsByWidth,
     traffic: PlayedTraffic,
     slo: ServiceLevel,
     target: float,
     say: Callable[[str], OnProgress],
 ) -> Evaluate:
     def evaluate(layout: PoolSizes, settings: Mapping[str, str], faster: float) -> SimulationReport:
-        config = msgspec.structs.replace(configure(settings), pools=layout.pools())
+        config = configure(settings)
+        config = msgspec.structs.replace(config, pools=layout.pools(config.pools))
+        of_nodes = {role: costs[role][layout.widths.of(role)] for role in ENGINE_ROLES}
         rows = [
             TraceRow(row.arrival_s / faster, row.input_tokens, row.output_tokens, row.blocks)
             for row in traffic.rows
@@ -128,10 +131,23 @@ def evaluator(
         what = " ".join(
             [str(layout), *settings.values(), *([f"{faster:g} times as fast"] if faster != 1 else [])]
         )
-        setup = SimulationSetup(config, costs, played, slo, give_up_below=target)
+        setup = SimulationSetup(config, of_nodes, played, slo, give_up_below=target)
         return simulate(setup, say(what))
 
     return evaluate
+
+
+def least_by_width(costs: CostsByWidth, traffic: PlayedTraffic) -> dict[Role, dict[Width, int]]:
+    found: dict[Role, dict[Width, int]] = {}
+    for role in ENGINE_ROLES:
+        of_role = {
+            width: least_work(dict.fromkeys(ENGINE_ROLES, model), traffic)[role]
+            for width, model in costs[role].items()
+        }
+        found[role] = {
+            width: least_nodes({role: work}, traffic.seconds)[role] for width, work in of_role.items()
+        }
+    return found
 
 
 def least_work(costs: Mapping[Role, CostModel], traffic: PlayedTraffic) -> dict[Role, float]:
@@ -169,10 +185,25 @@ def render(plan: Plan, slo: ServiceLevel) -> RenderableType:
     lines = [f"{len(plan.trials)} clusters were simulated"]
     if plan.chosen is not None:
         lines.append(f"take {plan.chosen.layout}: {plan.chosen.cost:.2f} an hour")
+        lines.append(f"in tandem.yaml: pools: {_as_settings(plan.chosen.layout)}")
     lines += plan.why
     if plan.breaks_first:
         lines.append(f"what gives way first: {plan.breaks_first}")
     return Group(table, *(Text(line) for line in lines))
+
+
+def _as_settings(layout: PoolSizes) -> str:
+    pools = []
+    for role in ENGINE_ROLES:
+        width = layout.widths.of(role)
+        said = {
+            "nodes": layout.of(role),
+            **({"tensor_parallel": width.tensor_parallel} if width.tensor_parallel > 1 else {}),
+            **({"pipeline_parallel": width.pipeline_parallel} if width.pipeline_parallel > 1 else {}),
+        }
+        if layout.of(role):
+            pools.append(f"{role.value}: {{{', '.join(f'{name}: {value}' for name, value in said.items())}}}")
+    return f"{{{', '.join(pools)}}}"
 
 
 def _cells(trial: Trial) -> list[str]:

@@ -6,12 +6,14 @@ are tried cost little.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from tandem.cluster.config import PoolConfig, PoolsConfig
+from tandem.simulator.costs import Width
 from tandem.simulator.outcome import SimulationReport
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import ENGINE_ROLES, Role
@@ -39,10 +41,23 @@ _BREAKS = {
 }
 
 
+class Widths(msgspec.Struct, frozen=True, order=True):
+    """Into how many ranks the nodes of each role are cut."""
+
+    prefill: Width = Width()
+    decode: Width = Width()
+    aggregated: Width = Width()
+
+    def of(self, role: Role) -> Width:
+        found: Width = getattr(self, role.value)
+        return found
+
+
 class PoolSizes(msgspec.Struct, frozen=True, order=True):
     prefill: int = 0
     decode: int = 0
     aggregated: int = 0
+    widths: Widths = Widths()
 
     def of(self, role: Role) -> int:
         return int(getattr(self, role.value))
@@ -50,15 +65,34 @@ class PoolSizes(msgspec.Struct, frozen=True, order=True):
     def with_size(self, role: Role, size: int) -> PoolSizes:
         return msgspec.structs.replace(self, **{role.value: size})
 
-    def pools(self) -> PoolsConfig:
-        prefill, decode, aggregated = (PoolConfig(nodes=self.of(role)) for role in ENGINE_ROLES)
+    def pools(self, given: PoolsConfig) -> PoolsConfig:
+        """With what each pool sets for itself, and these sizes, which stay."""
+        prefill, decode, aggregated = (
+            msgspec.structs.replace(
+                given.of(role),
+                nodes=self.of(role),
+                min=PoolConfig().min,
+                max=None,
+                tensor_parallel=self.widths.of(role).tensor_parallel,
+                pipeline_parallel=self.widths.of(role).pipeline_parallel,
+            )
+            for role in ENGINE_ROLES
+        )
         return PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated)
 
     def cost(self, money: Mapping[str, float]) -> float:
-        return math.fsum(self.of(role) * money[role.value] for role in ENGINE_ROLES)
+        """Of an hour: each of a node's ranks has a device of its own."""
+        return math.fsum(
+            self.of(role) * self.widths.of(role).ranks * money[role.value] for role in ENGINE_ROLES
+        )
 
     def __str__(self) -> str:
-        return ", ".join(f"{self.of(role)} {role.value}" for role in ENGINE_ROLES if self.of(role))
+        return ", ".join(
+            f"{self.of(role)} {role.value}"
+            + (f" ({width})" if (width := self.widths.of(role)).ranks > 1 else "")
+            for role in ENGINE_ROLES
+            if self.of(role)
+        )
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -99,10 +133,10 @@ class Planner:
         money: Mapping[str, float],
         target: float,
         most_nodes: int,
-        least: Mapping[Role, int],
+        least: Mapping[Role, Mapping[Width, int]],
     ) -> None:
-        """`target`: the share of the requests that must be within the limits. `least`: fewer nodes than these cannot have the time for
-        the traffic's work."""
+        """`target`: the share of the requests that must be within the limits. `least`: the widths that nodes of each role may have, and
+        for each: fewer nodes than these cannot have the time for the traffic's work."""
         self._evaluate = evaluate
         self._money = money
         self._target = target
@@ -111,12 +145,40 @@ class Planner:
         self._trials: dict[tuple[PoolSizes, tuple[tuple[str, str], ...]], Trial] = {}
 
     def plan(self) -> Plan:
-        best = [trial for trial in (self._aggregated(), self._separate()) if trial is not None]
-        if not best:
+        found = [*self._of_each_width(self._aggregated, (Role.AGGREGATED,))]
+        found += self._of_each_width(self._separate, (Role.PREFILL, Role.DECODE))
+        if not found:
             return Plan(None, list(self._trials.values()), [self._why_none()], "")
-        chosen = self._with_settings(min(best, key=lambda trial: trial.cost))
-        why = list(self._why(chosen, best))
+        cheapest = [
+            min(kind, key=lambda trial: trial.cost)
+            for kind in (
+                [trial for trial in found if trial.layout.aggregated],
+                [trial for trial in found if not trial.layout.aggregated],
+            )
+            if kind
+        ]
+        chosen = self._with_settings(min(cheapest, key=lambda trial: trial.cost))
+        why = [*self._why(chosen, cheapest), *self._why_this_width(chosen, found)]
         return Plan(chosen, list(self._trials.values()), why, self._breaks_first(chosen))
+
+    def _of_each_width(
+        self, search: Callable[[Widths], Trial | None], roles: Sequence[Role]
+    ) -> Iterator[Trial]:
+        """The smallest that is enough of each width, or of each two. Those whose fewest nodes cost more than what is known to be enough
+        are left out."""
+        cheapest = math.inf
+        for chosen in itertools.product(*(self._least[role] for role in roles)):
+            widths = Widths(**{role.value: width for role, width in zip(roles, chosen, strict=True)})
+            fewest = {role.value: self._fewest_of(role, widths) for role in roles}
+            if PoolSizes(**fewest, widths=widths).cost(self._money) >= cheapest:
+                continue
+            trial = search(widths)
+            if trial is not None:
+                cheapest = min(cheapest, trial.cost)
+                yield trial
+
+    def _fewest_of(self, role: Role, widths: Widths) -> int:
+        return max(self._least[role][widths.of(role)], 1)
 
     def _try(self, layout: PoolSizes, settings: Mapping[str, str] | None = None) -> Trial:
         settings = dict(settings or {})
@@ -142,7 +204,7 @@ class Planner:
         self, layout: PoolSizes, role: Role, settings: Mapping[str, str] | None = None
     ) -> PoolSizes | None:
         """The layout with as few nodes of the role as are enough: doubled until they are, then halved in between."""
-        low = high = max(self._least[role], 1)
+        low = high = self._fewest_of(role, layout.widths)
         while not self._is_enough(self._try(layout.with_size(role, high), settings)):
             if high >= self._most:
                 return None
@@ -155,24 +217,25 @@ class Planner:
                 low = middle + 1
         return layout.with_size(role, high)
 
-    def _aggregated(self) -> Trial | None:
+    def _aggregated(self, widths: Widths) -> Trial | None:
         """Prompts stand in the way of answers here, so other settings may be enough where the defaults are not."""
         for settings in ({}, *VARIANTS):
-            found = self._fewest(PoolSizes(), Role.AGGREGATED, settings)
+            found = self._fewest(PoolSizes(widths=widths), Role.AGGREGATED, settings)
             if found is not None:
                 return self._try(found, settings)
         return None
 
-    def _separate(self) -> Trial | None:
+    def _separate(self, widths: Widths) -> Trial | None:
         """First both pools together, in proportion to their work, until they are enough; then each as small as it may be."""
-        prefill, decode = (max(self._least[role], 1) for role in (Role.PREFILL, Role.DECODE))
-        layout = PoolSizes(prefill, decode)
+        prefill, decode = (self._fewest_of(role, widths) for role in (Role.PREFILL, Role.DECODE))
+        layout = PoolSizes(prefill, decode, widths=widths)
         while not self._is_enough(self._try(layout)):
             if max(layout.prefill, layout.decode) >= self._most:
                 return None
-            layout = PoolSizes(
-                *(min(self._most, math.ceil(1.5 * size)) for size in (layout.prefill, layout.decode))
+            prefill, decode = (
+                min(self._most, math.ceil(1.5 * size)) for size in (layout.prefill, layout.decode)
             )
+            layout = PoolSizes(prefill, decode, widths=widths)
         for role in sorted((Role.PREFILL, Role.DECODE), key=lambda role: -self._money[role.value]):
             layout = self._fewest(layout, role) or layout
         return self._try(layout)
@@ -227,6 +290,19 @@ class Planner:
         if chosen.settings:
             names = ", ".join(f"{name}: {value}" for name, value in chosen.settings.items())
             yield f"with {names} more of the requests are within the limits than without"
+
+    def _why_this_width(self, chosen: Trial, found: Sequence[Trial]) -> Iterator[str]:
+        others = [
+            trial
+            for trial in found
+            if trial.layout.widths != chosen.layout.widths
+            and bool(trial.layout.aggregated) is bool(chosen.layout.aggregated)
+        ]
+        if others:
+            nearest = min(others, key=lambda trial: trial.cost)
+            yield f"of other widths {nearest.layout} keep the limits, for {nearest.cost:.2f} an hour"
+        elif any(len(widths) > 1 for widths in self._least.values()):
+            yield "no other width keeps the limits for less"
 
     def _breaks_first(self, chosen: Trial) -> str:
         for factor in FASTER:

@@ -62,7 +62,9 @@ def other_clusters(
 
     def play(sizes: PoolSizes) -> dict[int, tuple[float, float]]:
         answers: dict[int, tuple[float, float]] = {}
-        setup = SimulationSetup(msgspec.structs.replace(config, pools=sizes.pools()), costs, traffic)
+        setup = SimulationSetup(
+            msgspec.structs.replace(config, pools=sizes.pools(config.pools)), costs, traffic
+        )
         simulate(
             setup, on_progress, lambda index, first_s, whole_s: answers.update({index: (first_s, whole_s)})
         )

@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.cluster.cli import main
+from tandem.cluster.config import PoolConfig, PoolsConfig
+from tandem.simulator.costs import Width
 from tandem.simulator.outcome import NodeLoad, SimulationReport
-from tandem.simulator.planner import Plan, Planner, PoolSizes
+from tandem.simulator.planner import Plan, Planner, PoolSizes, Widths
 from tandem.wire.nodes import Role
 from tests.simulator.worlds import node_costs
 
-LEAST = dict.fromkeys(Role, 1)
+LEAST: dict[Role, dict[Width, int]] = {role: {Width(): 1} for role in Role}
 
 
 def a_report(attainment: float, misses: Mapping[str, int]) -> SimulationReport:
@@ -87,6 +89,45 @@ def test_it_says_why_and_what_gives_way_first() -> None:
     assert plan.breaks_first == "at 1.1 times the traffic: the first token comes too late for 7 requests"
 
 
+class WideTraffic:
+    """Prompts need nodes of two ranks, whatever their number; answers are written by 6 nodes of one rank, or 4 of two."""
+
+    def __init__(self) -> None:
+        self.asked: list[PoolSizes] = []
+
+    def __call__(self, layout: PoolSizes, settings: Mapping[str, str], faster: float) -> SimulationReport:
+        self.asked.append(layout)
+        if layout.aggregated or layout.widths.prefill.ranks < 2:
+            return a_report(0.5, {"ttft": 3})
+        need = {1: 6, 2: 4}[layout.widths.decode.ranks]
+        return NeedyTraffic.answer(layout.decode, need, faster, "itl")
+
+
+def test_widths_are_compared_and_each_rank_has_its_price() -> None:
+    widths = {Width(1): 1, Width(2): 1}
+    money = {"prefill": 3.0, "decode": 1.0, "aggregated": 3.0}
+    plan = Planner(WideTraffic(), money, 0.99, 16, dict.fromkeys(Role, widths)).plan()
+    assert plan.chosen is not None
+    layout = plan.chosen.layout
+    assert (str(layout), plan.chosen.cost) == ("1 prefill (TP 2), 6 decode", 12.0)
+    assert "of other widths 1 prefill (TP 2), 4 decode (TP 2) keep the limits, for 14.00 an hour" in plan.why
+    given = PoolsConfig(decode=PoolConfig(nodes=None, max=9, scheduler={"max_num_seqs": 8}))
+    pools = layout.pools(given)
+    assert (pools.prefill.nodes, pools.prefill.tensor_parallel) == (1, 2)
+    assert pools.decode == PoolConfig(nodes=6, scheduler={"max_num_seqs": 8}), (
+        "what the pool sets for itself stays"
+    )
+
+
+def test_a_width_that_must_cost_more_is_not_tried() -> None:
+    traffic = NeedyTraffic(2, 2, 2)
+    least = {role: {Width(1): 1, Width(8): 1} for role in Role}
+    plan = Planner(traffic, dict.fromkeys(("prefill", "decode", "aggregated"), 1.0), 0.99, 64, least).plan()
+    assert plan.chosen is not None
+    assert plan.chosen.layout == PoolSizes(aggregated=2)
+    assert all(layout.widths == Widths() for layout in traffic.asked)
+
+
 def test_limits_that_no_size_keeps_are_said_to_be_so() -> None:
     plan = plan_for(NeedyTraffic(100, 100, 100), {"prefill": 1.0, "decode": 1.0, "aggregated": 1.0}, most=8)
     assert plan.chosen is None
@@ -140,10 +181,34 @@ def test_the_command_plans_and_draws(folder: Path, capsys: pytest.CaptureFixture
     assert len(circles) == 2 + len(whole), "one for each, and two that explain the colours"
 
 
+def test_the_command_compares_widths(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here a node of one rank reads prompts too slowly for the limits, however many there are."""
+    wide = msgspec.structs.replace(node_costs(), tensor_parallel=2)
+    seconds = [[value * 20 for value in row] for row in wide.prefill.seconds]
+    narrow = msgspec.structs.replace(
+        wide, tensor_parallel=1, prefill=msgspec.structs.replace(wide.prefill, seconds=seconds)
+    )
+    for name, costs in (("wide.json", wide), ("narrow.json", narrow)):
+        (folder / name).write_bytes(msgspec.json.encode(costs))
+    given = [*TRAFFIC, *PRICES, "--attainment", "0.9", "--most-nodes", "4", "-o", "json"]
+    assert main(["plan", "--costs", "narrow.json", "wide.json", *given]) == 0
+    layout = json.loads(capsys.readouterr().out)["chosen"]["layout"]
+    reads = "aggregated" if layout["aggregated"] else "prefill"
+    assert layout["widths"][reads]["tensor_parallel"] == 2
+    assert main(["plan", "--costs", "wide.json", "wide.json", *given]) == 1
+    assert "give one for each width" in capsys.readouterr().err
+
+
 def test_the_command_says_what_to_take(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--costs", "node.json", *TRAFFIC, *PRICES, "--most-nodes", "8"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for words in ("take ", "an hour", "what gives way first", "clusters were simulated"):
+    for words in (
+        "take ",
+        "in tandem.yaml: pools: {",
+        "an hour",
+        "what gives way first",
+        "clusters were simulated",
+    ):
         assert words in said
 
 
