@@ -163,6 +163,8 @@ def test_a_cluster_answers_as_by_single_steps(
         key=lambda row: row.arrival_s,
     )
     prefill, decode, aggregated = nodes
+    # So does KV on its way: the decode node's steps begin with what came from a prefill node, and more comes from there.
+    costs = msgspec.structs.replace(node_costs(blocks=blocks, max_model_len=1400), kv_bytes_per_token=1025.0)
     reports = [
         simulate(
             a_setup(
@@ -170,7 +172,7 @@ def test_a_cluster_answers_as_by_single_steps(
                 prefill=prefill,
                 decode=decode,
                 aggregated=aggregated,
-                costs=node_costs(blocks=blocks, max_model_len=1400),
+                costs=costs,
                 slo=ServiceLevel(ttft=0.1, itl=0.0085),
                 by_steps=by_steps,
             )
