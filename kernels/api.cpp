@@ -140,6 +140,11 @@ int tandem_norm_rows(tandem_operations* o, int32_t norm, const tandem_rows* x, c
   return guarded([&] { o->operations.norm(norm, *x, *out); });
 }
 
+int tandem_update_rows(tandem_operations* o, const int64_t* slots, int32_t rank, const tandem_rows* down,
+                       const tandem_rows* up, const tandem_rows* x, const tandem_rows* out) {
+  return guarded([&] { o->operations.update(slots, rank, *down, *up, *x, *out); });
+}
+
 int tandem_operations_begin(tandem_operations* o, const tandem_batch* batch) {
   return guarded([&] { o->operations.begin(*batch); });
 }

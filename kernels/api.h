@@ -162,6 +162,10 @@ TANDEM_API int tandem_linear_rows(tandem_operations*, int32_t matrix, const tand
 TANDEM_API int tandem_gated_rows(tandem_operations*, int32_t gate_up, int32_t down, int32_t activation,
                                  const tandem_rows* x, const tandem_rows* out);
 TANDEM_API int tandem_norm_rows(tandem_operations*, int32_t norm, const tandem_rows* x, const tandem_rows* out);
+// Adds what each row's adapter adds: out += up · (down · x), with the matrices of slot s from row s * rank on, of the operations' own
+// dtype. Slots below 0: the row has none.
+TANDEM_API int tandem_update_rows(tandem_operations*, const int64_t* slots, int32_t rank, const tandem_rows* down,
+                                  const tandem_rows* up, const tandem_rows* x, const tandem_rows* out);
 TANDEM_API int tandem_operations_begin(tandem_operations*, const tandem_batch*);
 TANDEM_API int tandem_attend(tandem_operations*, int32_t kind, int32_t slot, const tandem_heads* q,
                              const tandem_heads* k, const tandem_heads* v, const tandem_rotary_rows* rotary,

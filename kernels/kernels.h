@@ -152,6 +152,10 @@ struct Kernels {
   void (*norm)(const Norm&, int begin, int end);
   void (*norm_row)(float* x, const float* weight, int n, float eps);  // in place
   void (*rotary)(const Rotary&, int begin, int end);
+  // Plain matrices of this dtype, `n` rows of which lie `stride` elements apart. out[j] = x · row j, of k elements;
+  // and out[i] += the rows' elements i, each times its factor.
+  void (*dot_rows)(const float* x, const void* rows, int64_t stride, int n, int k, float* out);
+  void (*add_rows)(const float* factors, const void* rows, int64_t stride, int n, int k, float* out);
   size_t (*attention_scratch)(int head_dim);
   int64_t (*partial_floats)(int head_dim, int lanes);
   // `next` is a split task that will soon run, or null: its K and V are worth fetching.

@@ -142,6 +142,18 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, c_int32, c_int32, c_int32, POINTER(KernelRows), POINTER(KernelRows)],
     ),
     "tandem_norm_rows": (c_int32, [c_void_p, c_int32, POINTER(KernelRows), POINTER(KernelRows)]),
+    "tandem_update_rows": (
+        c_int32,
+        [
+            c_void_p,
+            c_void_p,
+            c_int32,
+            POINTER(KernelRows),
+            POINTER(KernelRows),
+            POINTER(KernelRows),
+            POINTER(KernelRows),
+        ],
+    ),
     "tandem_operations_begin": (c_int32, [c_void_p, POINTER(StepBatch)]),
     "tandem_attend": (
         c_int32,

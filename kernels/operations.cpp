@@ -196,6 +196,58 @@ void Operations::linear(int index, const tandem_rows& x, const tandem_rows& out)
   });
 }
 
+void Operations::update(const int64_t* slots, int rank, const tandem_rows& down, const tandem_rows& up,
+                        const tandem_rows& x, const tandem_rows& out) {
+  require(rank > 0 && down.count == up.count && down.count % rank == 0, "the slots of an update have one rank");
+  require(dtype_of(down.dtype) == kernels_->dtype && dtype_of(up.dtype) == kernels_->dtype,
+          "an update's matrices are of the operations' dtype");
+  require_rows(x, static_cast<int>(down.width), "what an update reads");
+  require_rows(out, static_cast<int>(up.width), "what an update is added to");
+  require(x.count == out.count, "as many rows go out as come in");
+  for (int64_t row = 0; row < x.count; row++)
+    require(slots[row] < down.count / rank, "there is no slot " + std::to_string(slots[row]));
+  const int inputs = static_cast<int>(down.width), outputs = static_cast<int>(up.width);
+  const int element = kernels_->dtype == Dtype::f32 ? 4 : 2;
+  grow_scratch(static_cast<size_t>(std::max(inputs, outputs)) * 4);
+  middle_.reserve(static_cast<size_t>(x.count) * static_cast<size_t>(rank) * 4);
+  float* const low = reinterpret_cast<float*>(middle_.data());
+  // A row is divided, so that one alone keeps several threads busy: in parts that do not depend on how many threads there are.
+  constexpr int kParts = 4;
+  const auto part = [](int n, int index) { return static_cast<int>(static_cast<int64_t>(n) * index / kParts); };
+  const int tasks = static_cast<int>(x.count) * kParts;
+  const auto matrix_at = [&](const tandem_rows& matrix, int64_t slot, int row, int column) {
+    return static_cast<const char*>(matrix.data) + ((slot * rank + row) * matrix.stride + column) * element;
+  };
+  team_.run([&](int thread) {
+    float* const row_of = reinterpret_cast<float*>(scratch_of(thread));
+    int64_t widened = -1;
+    team_.divide(thread, tasks, [&](int task) {
+      const int64_t row = task / kParts, slot = slots[row];
+      const int begin = part(rank, task % kParts), end = part(rank, task % kParts + 1);
+      if (slot < 0 || begin == end) return;
+      if (widened != row) widen(x.data, row * x.stride, dtype_of(x.dtype), inputs, row_of);
+      widened = row;
+      // What the second half will read comes meanwhile.
+      for (int r = begin; r < end; r++) {
+        const char* const line = static_cast<const char*>(matrix_at(up, slot, r, 0));
+        for (int byte = 0; byte < outputs * element; byte += 64) __builtin_prefetch(line + byte, 0, 2);
+      }
+      kernels_->dot_rows(row_of, matrix_at(down, slot, begin, 0), down.stride, end - begin, inputs,
+                         low + row * rank + begin);
+    });
+    team_.barrier();
+    team_.divide(thread, tasks, [&](int task) {
+      const int64_t row = task / kParts, slot = slots[row];
+      const int begin = part(outputs, task % kParts), end = part(outputs, task % kParts + 1);
+      if (slot < 0 || begin == end) return;
+      const Dtype dtype = dtype_of(out.dtype);
+      widen(out.data, row * out.stride + begin, dtype, end - begin, row_of);
+      kernels_->add_rows(low + row * rank, matrix_at(up, slot, 0, begin), up.stride, rank, end - begin, row_of);
+      narrow(row_of, end - begin, dtype, out.data, row * out.stride + begin);
+    });
+  });
+}
+
 void Operations::gated(int gate_up, int down, int activation, const tandem_rows& x, const tandem_rows& out) {
   const Linear &first = matrix(gate_up), &second = matrix(down);
   require_rows(x, first.k, "the input of a gated product");

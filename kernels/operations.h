@@ -30,6 +30,10 @@ class Operations {
   void gated(int gate_up, int down, int activation, const tandem_rows& x, const tandem_rows& out);
   void norm(int norm, const tandem_rows& x, const tandem_rows& out);
 
+  // Adds each row's low-rank update to `out`.
+  void update(const int64_t* slots, int rank, const tandem_rows& down, const tandem_rows& up, const tandem_rows& x,
+              const tandem_rows& out);
+
   // What the batch points to must stay until the last `attend` of the step.
   void begin(const tandem_batch& batch);
   void attend(int kind, int slot, const tandem_heads& q, const tandem_heads& k, const tandem_heads& v,

@@ -92,6 +92,28 @@ class CpuPieces:
 
         return run
 
+    def update(
+        self,
+        slots: torch.Tensor,
+        rank: int,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        x: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Adds to each row of `out` what the adapter in its slot makes of the row of `x`. `down`: [slots * rank, inputs]; `up`: [slots * rank,
+        outputs]."""
+        rows, into = in_rows(x, down.shape[1]), in_rows(out, up.shape[1])
+        pointers = (
+            byref(described(down)),
+            byref(described(up)),
+            byref(described(rows)),
+            byref(described(into)),
+        )
+        arguments = (self.handle, slots.data_ptr(), rank, *pointers)
+        # The matrices are the layer's, and stay as long as it does.
+        tape.call(self.native.tandem_update_rows, arguments, (slots, rows, into))
+
     def _add(self, matrices: Sequence[Matrix], *, interleave: bool) -> tuple[int, int, int]:
         """Its number, outputs and inputs."""
         weights = [matrix.weight.contiguous() for matrix in matrices]

@@ -1,15 +1,15 @@
 """The model's linear layers, and what adapters add to the rows that want them.
 
-Slot s of a layer is rows [s * max_rank, (s + 1) * max_rank) of two stacked matrices. A step multiplies all its rows by the stacks of
-the slots in use, two products for any number of adapters, and clears between them what is not of a row's own adapter. So a row
-without one gets zeros, and shapes do not depend on who wants what.
+Slot s of a layer is rows [s * max_rank, (s + 1) * max_rank) of two stacked matrices. On CPUs our kernels read of them what each row's
+own adapter has. Elsewhere a step multiplies all its rows by the stacks of the slots in use, two products for any number of adapters,
+and clears between them what is not of a row's own adapter: so a row without one gets zeros, and shapes do not depend on who wants what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,11 +20,28 @@ from tandem.engine.model.lora.folder import LayerUpdate
 from tandem.engine.model.quantized.kernels import KernelLinear
 
 
-class _StepRows:
-    """Which columns of the stacks each of the step's rows leaves out."""
+class RowKernels(Protocol):
+    """What reads of the stacks what each row's own adapter has (engine.model.fused.cpu.CpuPieces)."""
 
-    def __init__(self) -> None:
-        self.left_out: torch.Tensor | None = None  # bool [T, columns]; None: no row wants an adapter
+    def update(
+        self,
+        slots: torch.Tensor,
+        rank: int,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        x: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+class _StepRows:
+    """Which slots the step's rows want, and so which columns of the stacks each leaves out."""
+
+    def __init__(self, kernels: RowKernels | None = None) -> None:
+        self.kernels = kernels
+        self.slots: torch.Tensor | None = None  # int64 [T]; None: no row wants an adapter
+        self.rank = 0  # of a slot
+        self.left_out: torch.Tensor | None = None  # bool [T, columns], without the kernels
         self.stacked = 0  # layers that have stacks; none ever loses them
 
 
@@ -42,9 +59,13 @@ class AdaptedLayer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self._base(x)
-        left_out = self._rows.left_out
-        if left_out is None or self._down is None or self._up is None:
+        slots, left_out = self._rows.slots, self._rows.left_out
+        if slots is None or self._down is None or self._up is None:
             return out
+        if self._rows.kernels is not None:
+            self._rows.kernels.update(slots, self._rows.rank, self._down, self._up, x, out)
+            return out
+        assert left_out is not None
         columns = left_out.shape[1]
         low = x.reshape(-1, self.inputs) @ self._down[:columns].T
         low.masked_fill_(left_out, 0)
@@ -96,15 +117,24 @@ class AdaptedLayers:
         if slots is None:
             yield
             return
-        columns = torch.arange(used * self.rank, device=slots.device) // self.rank
-        self._rows.left_out = slots[:, None] != columns[None]
+        self._rows.slots, self._rows.rank = slots, self.rank
+        if self._rows.kernels is None:
+            columns = torch.arange(used * self.rank, device=slots.device) // self.rank
+            self._rows.left_out = slots[:, None] != columns[None]
         try:
             yield
         finally:
-            self._rows.left_out = None
+            self._rows.slots = self._rows.left_out = None
 
 
-def find_layers(model: nn.Module, run: Callable[[int], Any], *, slots: int, rank: int) -> AdaptedLayers:
+def find_layers(
+    model: nn.Module,
+    run: Callable[[int], Any],
+    *,
+    slots: int,
+    rank: int,
+    kernels: RowKernels | None = None,
+) -> AdaptedLayers:
     """Takes the place of the forward of each linear layer that computes all of a step's rows, in the step's order: `run` computes a
     step of so many tokens, the logits of the last alone."""
     tokens = 5
@@ -122,7 +152,7 @@ def find_layers(model: nn.Module, run: Callable[[int], Any], *, slots: int, rank
         for hook in hooks:
             hook.remove()
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    rows = _StepRows()
+    rows = _StepRows(kernels)
     layers: dict[str, AdaptedLayer] = {}
     unfit: dict[str, str] = {}
     for name, module in model.named_modules():
