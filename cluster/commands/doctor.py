@@ -10,8 +10,10 @@ from rich.markup import escape
 
 from tandem.cluster.commands.link_checks import link_checks
 from tandem.cluster.commands.machine_checks import Check, Finding, Level, checks_for
+from tandem.cluster.commands.numa_check import check_numa
 from tandem.cluster.commands.output import print_json
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.pools.placement import this_machine
 
 
 def doctor(
@@ -19,7 +21,8 @@ def doctor(
 ) -> int:
     """1 where something FAILs. `hosts`: the cluster's other machines, whose ports must be open for this one."""
     with Console(stderr=True).status("looking at this machine (about ten seconds)"):
-        findings = run_checks({**checks_for(config), **link_checks(hosts)})
+        numa = {"numa": lambda: check_numa(config, this_machine())}
+        findings = run_checks({**checks_for(config), **numa, **link_checks(hosts)})
     if as_json:
         print_json(findings)
     else:

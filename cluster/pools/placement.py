@@ -53,6 +53,7 @@ def place_nodes(config: TandemConfig, machine: LocalMachine) -> list[NodeRecord]
     host = this_host(machine, "")
     check_cores(config.pools, len(host.cores))
     _seats(host, config.pools)
+    _check_devices(config, host)
     nodes: list[NodeRecord] = []
     for role in _ROLE_ORDER:
         for index in range(config.pools.of(role).first_size):
@@ -98,13 +99,9 @@ def _place_on(
     cores = _choose_cores(host.cores, seats, taken, role, config.pools.of(role).threads)
     if cores is None:
         return None
-    width = config.pools.of(role).ranks  # a node has the devices from its own on
-    devices = [
-        _device_for(index * width, config.model.device, host.gpus) for index in range(max(1, len(seats)))
-    ]
-    used = Counter(placement.device for placement in taken)
-    device = min(dict.fromkeys(devices), key=lambda device: used[device])
-    neighbours = max(Counter(devices)[device], used[device] + 1)
+    if not _has_devices(config, host, role):
+        return None
+    device, neighbours = _choose_device(config, host, seats, taken, role)
     return NodePlacement(
         host.name,
         host.address,
@@ -188,14 +185,63 @@ def _free_seat(seats: Sequence[Seat], taken: Sequence[NodePlacement], role: Role
     return sizes[0] if sizes else min((size for _, size in seats), default=1)
 
 
+# --- devices
+
+
 def computes_on_cpu(config: TandemConfig, machine: LocalMachine) -> bool:
-    return _device_for(0, config.model.device, machine.gpus) in ("auto", "cpu")
+    return not _shares_gpus(config, machine.gpus) and config.model.device in ("auto", "cpu")
 
 
-def _device_for(index: int, device: str, gpus: int) -> str:
-    if device in ("auto", "cuda") and gpus > 0:
-        return f"cuda:{index % gpus}"
-    return device
+def _shares_gpus(config: TandemConfig, gpus: int) -> bool:
+    """Nodes are spread over the GPUs that there are."""
+    return gpus > 0 and config.model.device in ("auto", "cuda")
+
+
+def _has_devices(config: TandemConfig, host: Host, role: Role) -> bool:
+    return not _shares_gpus(config, host.gpus) or config.pools.of(role).ranks <= host.gpus
+
+
+def _check_devices(config: TandemConfig, host: Host) -> None:
+    for role in _ROLE_ORDER:
+        if config.pools.of(role).first_size and not _has_devices(config, host, role):
+            raise ConfigurationError(
+                f"a {role.value} node has {config.pools.of(role).ranks} ranks (pools.{role.value}.tensor_parallel times "
+                f"pipeline_parallel), each of which takes a GPU, and this machine has {counted(host.gpus, 'GPU')}: make the node "
+                "narrower, or set model.device to cpu"
+            )
+
+
+def _choose_device(
+    config: TandemConfig, host: Host, seats: Sequence[Seat], taken: Sequence[NodePlacement], role: Role
+) -> tuple[str, int]:
+    """The first of the GPUs that a node's ranks have, which follow one another; and how many nodes share the fullest of them, those to
+    come included."""
+    device, gpus, pools = config.model.device, host.gpus, config.pools
+    if not _shares_gpus(config, gpus):
+        return device, max(1, len(seats), len(taken) + 1)
+    used, expected = [0] * gpus, [0] * gpus
+    for placement in taken:
+        kind, _, first = placement.device.partition(":")
+        if kind == "cuda":
+            _occupy(used, int(first or 0), pools.of(placement.slot).ranks)
+    for seat, _ in seats:
+        size = pools.of(seat).ranks
+        _occupy(expected, _emptiest(expected, size), size)
+    width = pools.of(role).ranks
+    begin = _emptiest(used, width)
+    own = range(begin, begin + width)
+    return f"cuda:{begin}", max(max(expected[gpu], used[gpu] + 1) for gpu in own)
+
+
+def _emptiest(used: Sequence[int], width: int) -> int:
+    """Where `width` GPUs begin of which the fullest has the fewest nodes: the first such place, so that there are no gaps."""
+    starts = range(max(1, len(used) - width + 1))
+    return min(starts, key=lambda start: (max(used[start : start + width]), sum(used[start : start + width])))
+
+
+def _occupy(used: list[int], first: int, width: int) -> None:
+    for gpu in range(first, min(first + width, len(used))):
+        used[gpu] += 1
 
 
 # --- what a process is told

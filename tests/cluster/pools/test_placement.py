@@ -162,6 +162,60 @@ def test_nodes_take_turns_on_gpus_and_share_the_memory_of_each() -> None:
     assert [placement.memory_share for placement in placed] == [0.425, 0.85, 0.425]
 
 
+def wide(**pools: tuple[int, int]) -> TandemConfig:
+    """Each pool: how many nodes, and of how many ranks."""
+    return TandemConfig(
+        pools=PoolsConfig(
+            **{
+                name: PoolConfig(nodes=count, tensor_parallel=width)
+                for name, (count, width) in {"prefill": (0, 1), "decode": (0, 1), **pools}.items()
+            }
+        )
+    )
+
+
+def gpus_of(asked: TandemConfig, placement: NodePlacement) -> set[int]:
+    first = int(placement.device.removeprefix("cuda:"))
+    return set(range(first, first + asked.pools.of(placement.slot).ranks))
+
+
+def test_wide_nodes_and_narrow_ones_of_one_machine_have_gpus_of_their_own() -> None:
+    asked = wide(prefill=(1, 2), decode=(2, 1))
+    placed = placed_on(asked, machine(8, gpus=4))
+    assert {node: placement.device for node, placement in placed.items()} == {
+        "prefill-0": "cuda:0",
+        "decode-0": "cuda:2",
+        "decode-1": "cuda:3",
+    }
+    assert {placement.memory_share for placement in placed.values()} == {0.85}
+
+
+@given(
+    prefill=st.tuples(st.integers(0, 4), st.integers(1, 4)),
+    decode=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    gpus=st.integers(4, 12),
+)
+def test_a_nodes_gpus_follow_one_another_and_are_shared_only_where_there_are_too_few(
+    prefill: tuple[int, int], decode: tuple[int, int], gpus: int
+) -> None:
+    asked = wide(prefill=prefill, decode=decode)
+    placed = placed_on(asked, machine(16, gpus=gpus))
+    used = [0] * gpus
+    for placement in placed.values():
+        for gpu in gpus_of(asked, placement):  # raises where there is none of that number
+            used[gpu] += 1
+    if sum(count * width for count, width in (prefill, decode)) <= gpus:
+        assert max(used) == 1
+    for placement in placed.values():
+        sharing = max(used[gpu] for gpu in gpus_of(asked, placement))
+        assert placement.memory_share * sharing <= 0.85 + 1e-9
+
+
+def test_a_node_of_more_ranks_than_gpus_is_refused_before_it_starts() -> None:
+    with pytest.raises(ConfigurationError, match=r"decode node has 4 ranks .* this machine has 2 GPUs"):
+        placed_on(wide(decode=(1, 4)), machine(8, gpus=2))
+
+
 def test_a_device_that_was_named_is_kept() -> None:
     asked = msgspec.structs.replace(config(1, 1), model=ModelConfig(path="m", device="cuda:3"))
     assert {placement.device for placement in placed_on(asked, machine(2, gpus=8)).values()} == {"cuda:3"}

@@ -1,0 +1,154 @@
+"""Where this machine's cores, GPUs and network devices lie: memory of another NUMA node is slower to reach, in every step and every transfer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.cluster.commands.machine_checks import Finding, Level
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.describe import counted
+from tandem.cluster.pools.placement import LocalMachine, place_nodes
+from tandem.cluster.pools.state import NodeRecord
+from tandem.wire.errors import TandemError
+
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"  # how the PCI class of what computes begins: VGA or 3D controller
+
+
+@dataclass(frozen=True, slots=True)
+class NumaMap:
+    """By the kernel's numbers. -1: it does not know."""
+
+    cores: Mapping[int, int]
+    gpus: Sequence[int]  # in the order of the bus, which is CUDA's for GPUs of one kind
+    devices: Mapping[str, int]  # RDMA devices
+
+    @property
+    def nodes(self) -> list[int]:
+        return sorted(set(self.cores.values()))
+
+
+def read_numa(sysfs: Path) -> NumaMap:
+    cores = {
+        core: int(folder.name.removeprefix("node"))
+        for folder in sorted((sysfs / "devices/system/node").glob("node[0-9]*"))
+        for core in _listed(_read(folder / "cpulist"))
+    }
+    gpus = [
+        _number(device / "numa_node")
+        for device in sorted((sysfs / "bus/pci/devices").glob("*"))
+        if _read(device / "vendor") == _NVIDIA and _read(device / "class").startswith(_DISPLAY)
+    ]
+    devices = {
+        device.name: _number(device / "device/numa_node")
+        for device in sorted((sysfs / "class/infiniband").glob("*"))
+    }
+    return NumaMap(cores, gpus, devices)
+
+
+def check_numa(config: TandemConfig, machine: LocalMachine, sysfs: Path = Path("/sys")) -> Finding:
+    found = read_numa(sysfs)
+    if not found.nodes:
+        return Finding("numa", Level.OK, "the kernel tells of no NUMA nodes")
+    if len(found.nodes) == 1:
+        return Finding("numa", Level.OK, "one NUMA node: all memory is equally near")
+    what = f"{counted(len(found.nodes), 'NUMA node')}: {'; '.join(_described(found, number) for number in found.nodes)}"
+    try:
+        nodes = place_nodes(config, machine)
+    except TandemError:
+        nodes = []  # the finding on cores says why
+    problems = [*_of_cores(found, nodes, machine), *_of_gpus(found, nodes, config, machine)]
+    if not problems:
+        return Finding("numa", Level.OK, what)
+    return Finding(
+        "numa",
+        Level.WARN,
+        f"{what}. {'; '.join(why for why, _ in problems)}",
+        "; ".join(dict.fromkeys(advice for _, advice in problems)),
+    )
+
+
+def _described(found: NumaMap, number: int) -> str:
+    here = [
+        counted(sum(node == number for node in found.cores.values()), "core"),
+        *([counted(count, "GPU")] if (count := sum(node == number for node in found.gpus)) else []),
+        *(device for device, node in found.devices.items() if node == number),
+    ]
+    return f"{', '.join(here)} on {number}"
+
+
+def _of_cores(
+    found: NumaMap, nodes: Sequence[NodeRecord], machine: LocalMachine
+) -> Iterable[tuple[str, str]]:
+    largest = max(sum(found.cores.get(core) == number for core in machine.cores) for number in found.nodes)
+    for node in nodes:
+        cores = node.placement.cores if node.placement is not None else ()
+        on = {found.cores[core] for core in cores if core in found.cores}
+        if len(on) > 1 and len(cores) <= largest:
+            yield (
+                f"{node.node_id}'s {len(cores)} cores lie on NUMA nodes {_and(on)}",
+                f"give each pool `threads` that divide a NUMA node's {counted(largest, 'core')}",
+            )
+        elif len(on) > 1:
+            yield (
+                f"{node.node_id} has more cores than a NUMA node ({len(cores)} on {_and(on)})",
+                f"serve with more nodes of {largest} threads each, or with ranks (tensor_parallel)",
+            )
+
+
+def _of_gpus(
+    found: NumaMap, nodes: Sequence[NodeRecord], config: TandemConfig, machine: LocalMachine
+) -> Iterable[tuple[str, str]]:
+    if len(found.gpus) != machine.gpus or -1 in found.gpus:
+        return  # some are hidden from this process, or a hypervisor hides where they lie: which is which is not known
+    for node in nodes:
+        device = re.fullmatch(r"cuda:(\d+)", node.placement.device) if node.placement is not None else None
+        if device is None or node.placement is None:
+            continue
+        first, width = int(device[1]), config.pools.of(node.role).ranks
+        on = set(found.gpus[first : first + width])
+        cores = {found.cores[core] for core in node.placement.cores if core in found.cores}
+        if len(on) > 1:
+            yield (
+                f"{node.node_id}'s {width} GPUs lie on NUMA nodes {_and(on)}",
+                "a node's ranks sum up several times in every layer: unless the GPUs are linked (nvidia-smi topo -m says NV#), "
+                "choose a tensor_parallel that divides a NUMA node's GPUs",
+            )
+        elif cores and not on & cores:
+            yield (
+                f"{node.node_id} computes on a GPU of NUMA node {_and(on)}, and its cores are of {_and(cores)}",
+                "let this process run on the GPUs' own cores: docker run --cpuset-cpus, taskset, or Kubernetes' topology manager "
+                "(single-numa-node)",
+            )
+    near = {node for node in found.devices.values() if node >= 0}
+    if far := set(found.gpus) - near if near else set():
+        yield (
+            f"the GPUs of NUMA node {_and(far)} have no RDMA device beside them",
+            "KV from there crosses between the processors: put prefill and decode nodes on GPUs beside an RDMA device",
+        )
+
+
+def _and(numbers: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(numbers)))
+
+
+def _listed(text: str) -> Iterable[int]:
+    """`0-3,8`, as the kernel writes it. A NUMA node of memory alone has no cores."""
+    for part in filter(None, text.split(",")):
+        low, _, high = part.partition("-")
+        yield from range(int(low), int(high or low) + 1)
+
+
+def _number(file: Path) -> int:
+    text = _read(file)
+    return int(text) if re.fullmatch(r"\d+", text) else -1
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,127 @@
+"""What the doctor says of a machine with several NUMA nodes. The kernel's files are written into a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.commands.machine_checks import Finding, Level
+from tandem.cluster.commands.numa_check import check_numa
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.pools.placement import LocalMachine
+
+
+def kernel(
+    sysfs: Path, cores: Sequence[str], gpus: Sequence[int] = (), rdma: Sequence[int] = (), others: int = 1
+) -> None:
+    for number, listed in enumerate(cores):
+        write(sysfs / f"devices/system/node/node{number}/cpulist", listed)
+    for number, node in enumerate(gpus):
+        pci(sysfs, f"0000:{0x10 + 8 * number:02x}:00.0", "0x10de", "0x030200", node)
+    for number in range(others):  # what is no GPU: a bridge, and NVIDIA's own switch
+        pci(sysfs, f"0000:f{number}:00.0", "0x8086", "0x060400", 0)
+        pci(sysfs, f"0000:e{number}:00.0", "0x10de", "0x068000", 1)
+    for number, node in enumerate(rdma):
+        write(sysfs / f"class/infiniband/mlx5_{number}/device/numa_node", str(node))
+
+
+def pci(sysfs: Path, address: str, vendor: str, kind: str, node: int) -> None:
+    folder = sysfs / "bus/pci/devices" / address
+    write(folder / "vendor", vendor)
+    write(folder / "class", kind)
+    write(folder / "numa_node", str(node))
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{text}\n")
+
+
+def found_on(
+    sysfs: Path,
+    cores: int,
+    *,
+    gpus: int = 0,
+    prefill: PoolConfig | None = None,
+    decode: PoolConfig | None = None,
+    usable: Sequence[int] | None = None,
+) -> Finding:
+    pools = PoolsConfig(prefill=prefill or PoolConfig(nodes=1), decode=decode or PoolConfig(nodes=1))
+    machine = LocalMachine(tuple(range(cores)) if usable is None else tuple(usable), gpus)
+    return check_numa(TandemConfig(pools=pools), machine, sysfs)
+
+
+def test_a_kernel_that_tells_nothing_is_no_problem(tmp_path: Path) -> None:
+    found = found_on(tmp_path, 4)
+    assert (found.level, found.what) == (Level.OK, "the kernel tells of no NUMA nodes")
+
+
+def test_one_numa_node_is_no_problem(tmp_path: Path) -> None:
+    kernel(tmp_path, ["0-7"])
+    assert found_on(tmp_path, 8).what == "one NUMA node: all memory is equally near"
+
+
+def test_nodes_that_keep_to_one_numa_node_each_are_in_order(tmp_path: Path) -> None:
+    kernel(tmp_path, ["0-3", "4-7", ""])  # the third is memory alone
+    found = found_on(tmp_path, 8)
+    assert (found.level, found.what) == (Level.OK, "2 NUMA nodes: 4 cores on 0; 4 cores on 1")
+
+
+def test_cores_of_two_numa_nodes_are_worth_a_warning(tmp_path: Path) -> None:
+    kernel(tmp_path, ["0-3", "4-7"])
+    found = found_on(
+        tmp_path, 8, prefill=PoolConfig(nodes=1, threads=3), decode=PoolConfig(nodes=1, threads=3)
+    )
+    assert found.level is Level.WARN
+    assert "decode-0's 3 cores lie on NUMA nodes 0 and 1" in found.what
+    assert "`threads` that divide a NUMA node's 4 cores" in found.advice
+
+
+def test_a_node_larger_than_a_numa_node_is_told_of_ranks(tmp_path: Path) -> None:
+    kernel(tmp_path, ["0-3", "4-7"])
+    found = found_on(tmp_path, 8, prefill=PoolConfig(nodes=0), decode=PoolConfig(nodes=1))
+    assert "decode-0 has more cores than a NUMA node (8 on 0 and 1)" in found.what
+    assert "ranks" in found.advice
+
+
+def test_hardware_threads_are_counted_where_they_lie(tmp_path: Path) -> None:
+    kernel(tmp_path, ["0-1,4-5", "2-3,6-7"])
+    found = found_on(tmp_path, 8, usable=[0, 4, 1, 5, 2, 6, 3, 7])
+    assert found.level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("lie", "level"),
+    [
+        ([0, 0, 1, 1], Level.OK),
+        ([0, 0, 0, 1], Level.WARN),  # decode-0 has the last two
+        ([-1, -1, -1, -1], Level.OK),  # a virtual machine
+    ],
+)
+def test_a_nodes_gpus_are_held_against_numa_nodes(tmp_path: Path, lie: list[int], level: Level) -> None:
+    kernel(tmp_path, ["0-3", "4-7"], gpus=lie)
+    pool = PoolConfig(nodes=1, tensor_parallel=2)
+    found = found_on(tmp_path, 8, gpus=4, prefill=pool, decode=pool)
+    assert found.level is level
+    assert ("decode-0's 2 GPUs lie on NUMA nodes 0 and 1" in found.what) is (level is Level.WARN)
+
+
+def test_gpus_far_from_the_cores_that_serve_them_are_named(tmp_path: Path) -> None:
+    kernel(tmp_path, ["0-3", "4-7"], gpus=[1])
+    found = found_on(tmp_path, 4, gpus=1, usable=range(4))
+    assert "prefill-0 computes on a GPU of NUMA node 1, and its cores are of 0" in found.what
+    assert "single-numa-node" in found.advice
+
+
+def test_gpus_that_this_process_does_not_see_are_not_guessed_about(tmp_path: Path) -> None:
+    kernel(tmp_path, ["0-3", "4-7"], gpus=[0, 1])
+    assert found_on(tmp_path, 8, gpus=1).level is Level.OK
+
+
+def test_gpus_without_an_rdma_device_beside_them_are_named(tmp_path: Path) -> None:
+    kernel(tmp_path, ["0-3", "4-7"], gpus=[0, 1], rdma=[0])
+    found = found_on(tmp_path, 8, gpus=2)
+    assert "4 cores, 1 GPU, mlx5_0 on 0" in found.what
+    assert "the GPUs of NUMA node 1 have no RDMA device beside them" in found.what
