@@ -21,11 +21,11 @@ from tandem.router.engine_metrics import EngineCollector
 from tandem.router.figures import SharedFigures
 from tandem.router.http.accepting import Tally
 from tandem.router.http.app import make_app
-from tandem.router.http.door import Door, take_listener
-from tandem.router.http.memory import BodyBudget, KeptMemory
+from tandem.router.http.body import BodyBudget, KeptMemory
+from tandem.router.http.door import Door, Listener, take_listeners
 from tandem.router.http.other_models import OtherModels
 from tandem.router.http.services import ClusterControl, Services
-from tandem.router.http.serving import HttpServer, is_at, listen, listen_beside
+from tandem.router.http.serving import HttpServer, is_at, listen_beside
 from tandem.router.http.sibling_desk import answer_siblings
 from tandem.router.images.reader import ImageReader
 from tandem.router.keys import KeyRing, load_keys
@@ -35,8 +35,7 @@ from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.openai.served_model import ServedModel
 from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
-from tandem.router.sent_reports import SentReports
-from tandem.router.siblings import Siblings
+from tandem.router.siblings import SentReports, Siblings
 from tandem.router.supervision import TaskSupervisor
 from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
@@ -89,8 +88,8 @@ class RouterServer:
         self._probe = ListenerProbe()
         self._port: int | None = None
         self._door: Door | None = None
-        self._listener: tuple[socket.socket, Tally] | None = None
-        self._former: tuple[socket.socket, Tally] | None = None  # of the router before, at another address
+        self._listener: Listener | None = None
+        self._former: list[Listener] = []  # of routers before, at other addresses
         self._accepts_by = 0.0  # at the latest, by the clock
         self.accepts = False  # connections of clients
         self.is_ending = False  # its process was told to end
@@ -121,9 +120,9 @@ class RouterServer:
         """Returns the base URL, once it answers. `door`: of the router whose place it takes, maybe at another address. A taken port is
         found before anything is loaded."""
         config = self._config
-        taken = await asyncio.to_thread(take_listener, door) if door else None
-        if taken is not None and not is_at(taken[0], config.host, config.port):
-            self._former, taken = taken, None
+        self._former = await asyncio.to_thread(take_listeners, door) if door else []
+        taken = next((each for each in self._former if is_at(each[0], config.host, config.port)), None)
+        self._former = [each for each in self._former if each is not taken]
         try:
             listener, tally = taken or (self._listen(), Tally())
         except BaseException:
@@ -240,7 +239,7 @@ class RouterServer:
         self._http = HttpServer(make_app(services), self._config, services.metrics.slow_readers_cut.inc)
         answer_siblings(services)
         await services.siblings.listen()
-        self._door = Door(listener, tally)
+        self._door = Door(listener, tally, self._former)
         self._accept_if_time(self._http)
         services.supervisor.run("heartbeat", self._heartbeat)
         services.supervisor.run("siblings", self._know_siblings)
@@ -252,18 +251,20 @@ class RouterServer:
             time.monotonic() >= self._accepts_by or not self.services.why_unhealthy()
         ):
             self.accepts = True
-            http.begin(*self._listener, self._former)
+            forget = self._door.forget_former if self._door is not None else lambda: None
+            http.begin(*self._listener, self._former, forget)
 
     def _never_accept(self) -> None:
         """If it does not yet: the router whose socket it is accepts."""
         if not self.accepts:
-            for part in (*(self._listener or ()), *(self._former or ())):
-                part.close()
-            self._listener = self._former = None
+            for each in self._former if self._listener is None else [self._listener, *self._former]:
+                for part in each:
+                    part.close()
+            self._listener, self._former = None, []
 
     def _listen(self) -> socket.socket:
         host, port = self._config.host, self._config.port
-        return listen(host, port) if self._former is None else listen_beside(self._former[0], host, port)
+        return listen_beside([there for there, _ in self._former], host, port)
 
     async def _heartbeat(self) -> None:
         """Pings every node, and notices the silent ones no later than a third of an interval after they are."""

@@ -24,6 +24,8 @@ class RolloutFacts:
     oldest_wait_s: float  # of the requests in routers' lines
     longest_wait_s: float  # that users should feel
     processes: int = 1  # of routers, in each place
+    # Machines that had no router before, and where none has served for long enough.
+    coming: Set[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | Replace
         if len(there) > facts.processes and new:
             return ReplaceRouter(old)
         return AddRouter(old)
+    if facts.coming:
+        return Wait(f"the routers of {', '.join(sorted(facts.coming))}: not served for long enough")
     return None
 
 

@@ -61,7 +61,8 @@ class RolloutWatch:
             elif now - self._unfit_since.setdefault(role, now) >= config.timeouts.machines_s:
                 failed[role.value] = NO_MACHINE.format(role.value)
         outdated = {record.name for record in state.staying_routers if self._fleet.is_outdated(record)}
-        places = {record.place for record in state.staying_routers if record.name in outdated}
+        new_places = self._new_places(state, machines)
+        places = {record.place for record in state.staying_routers if record.name in outdated} | new_places
         for new in state.staying_routers:
             router = self._fleet.routers.get(new.name)
             if router is None or new.place not in places or new.name in outdated:
@@ -72,6 +73,9 @@ class RolloutWatch:
                 ready.add(router.name)
             if why := _why_failed_router(router):
                 failed[router.name] = why
+        settled = {
+            record.place for record in state.staying_routers if record.name in ready or record.name in failed
+        }
         return RolloutFacts(
             ready,
             idle - ready,
@@ -80,7 +84,18 @@ class RolloutWatch:
             self._fleet.longest_wait_s(),
             config.slo.ttft_s,
             self._fleet.config.router.processes,
+            new_places - settled,
         )
+
+    def _new_places(self, state: ClusterState, machines: Sequence[Host]) -> set[str]:
+        """Where `router.placement` has a router now, and had none before."""
+        if state.rollout is None or not state.rollout.routers:
+            return set()
+        before = self._fleet.config_of(state.rollout.before.number).router.placement
+        if before is self._fleet.config.router.placement:
+            return set()
+        there = self._fleet.router_places(machines)
+        return {place for place, host in there.items() if place and not self._fleet.is_unseen(host)}
 
 
 def _why_failed(node: NodeSupervisor) -> str:

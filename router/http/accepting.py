@@ -162,13 +162,13 @@ class Acceptor:
             logger.debug("a connection did not begin: %s", error)
             connection.close()
 
-    def close(self, is_last: bool = False) -> None:
-        """Takes no more; those that are in their handshake go on. `is_last`: no other process has the socket, and what waits in its line
-        would be reset. Idempotent."""
+    def close(self, *, takes_the_line: bool = False) -> None:
+        """Takes no more; those that are in their handshake go on. `takes_the_line`: but for what waits in its line, which would be reset
+        if no other process has the socket. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        if is_last:
+        if takes_the_line:
             self._accept(BACKLOG)
         self._loop.remove_reader(self._listener.fileno())
         for timer in (self._pause, self._stamp):

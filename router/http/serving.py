@@ -7,7 +7,7 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from typing import Any
 
@@ -61,14 +61,16 @@ def is_at(listener: socket.socket, host: str, port: int) -> bool:
     return any(address[:2] == there[:2] for *_, address in found)
 
 
-def listen_beside(there: socket.socket, host: str, port: int) -> socket.socket:
-    """At another address than `there`, which may be the same port on one of several addresses, or on all: the kernel allows that to
-    sockets that both say so, and these say it for this moment alone."""
-    there.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+def listen_beside(others: Sequence[socket.socket], host: str, port: int) -> socket.socket:
+    """At another address than `others`, which may have the same port on one of several addresses, or on all: the kernel allows that to
+    sockets that all say so, and these say it for this moment alone."""
+    for there in others:
+        there.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        return listen(host, port, shares=True)
+        return listen(host, port, shares=bool(others))
     finally:
-        there.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+        for there in others:
+            there.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
 
 
 def listen(host: str, port: int, *, shares: bool = False) -> socket.socket:
@@ -106,7 +108,7 @@ class HttpServer:
         tls = config.tls_certificate, config.tls_key
         self._certificate = Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None
         self._acceptor: Acceptor | None = None
-        self._former: Acceptor | None = None  # at the address that clients knew before
+        self._former: list[Acceptor] = []  # at addresses that clients knew before
         self._date = (0, b"")  # of this second
         self._emptied: asyncio.Event | None = (
             None  # set when the last connection is closed, once it is waited for
@@ -127,9 +129,13 @@ class HttpServer:
         return self._date[1]
 
     def begin(
-        self, listener: socket.socket, tally: Tally, former: tuple[socket.socket, Tally] | None = None
+        self,
+        listener: socket.socket,
+        tally: Tally,
+        former: Sequence[tuple[socket.socket, Tally]] = (),
+        on_former_closed: Callable[[], None] = lambda: None,
     ) -> None:
-        """All are its own from now on. `former`: of an address that is given up, where it answers for a while."""
+        """All are its own from now on. `former`: of addresses that are given up, where it answers for a while."""
         loop = asyncio.get_running_loop()
         certificate = self._certificate
         tls: dict[str, Any] = {}
@@ -141,14 +147,19 @@ class HttpServer:
             await loop.connect_accepted_socket(lambda: HttpConnection(self, loop), connection, **tls)
 
         self._acceptor = Acceptor(listener, tally, open_one, lambda: len(self.connections))
-        if former is not None:
-            self._former = Acceptor(*former, open_one, lambda: len(self.connections))
-            loop.call_later(FORMER_ADDRESS_S, self._former.close, True)
+        self._former = [Acceptor(*each, open_one, lambda: len(self.connections)) for each in former]
+        if former:
+            loop.call_later(FORMER_ADDRESS_S, self._give_up_former, on_former_closed)
 
-    def _accept_no_more(self) -> None:
-        for acceptor in (self._acceptor, self._former):
+    def _give_up_former(self, then: Callable[[], None]) -> None:
+        then()
+        for acceptor in self._former:
+            acceptor.close(takes_the_line=True)
+
+    def _accept_no_more(self, *, takes_the_line: bool = False) -> None:
+        for acceptor in (self._acceptor, *self._former):
             if acceptor is not None:
-                acceptor.close()
+                acceptor.close(takes_the_line=takes_the_line)
 
     def look_at_certificate(self) -> None:
         """To be called every few seconds."""
@@ -160,7 +171,7 @@ class HttpServer:
         closed by then."""
         self._emptied = asyncio.Event()
         self.stopping = True
-        self._accept_no_more()
+        self._accept_no_more(takes_the_line=True)
         for connection in list(self.connections):
             connection.expect_the_last(LEAVING_IDLE_S)
         try:

@@ -138,6 +138,34 @@ def test_the_address_before_is_given_up_after_a_while(
     assert second.complete(max_tokens=3).status_code == 200
 
 
+def test_a_move_that_is_taken_back_at_once_finds_the_address_before_free(start_router: StartRouter) -> None:
+    first = start_router()
+    port = first.look(lambda: first.server._port)
+    with asking(first) as failures:
+        second = successor_of(first, start_router, port=free_port())
+        assert first.call(first.server.leave(PATIENCE_S))
+        third = successor_of(second, start_router, port=port)
+        assert third.url == first.url
+        assert second.call(second.server.leave(PATIENCE_S))
+        assert third.complete(max_tokens=3).status_code == 200
+    assert failures == []
+
+
+def test_who_knows_the_address_from_two_moves_ago_is_answered_too(start_router: StartRouter) -> None:
+    first = start_router()
+    with asking(first) as failures:
+        second = successor_of(first, start_router, port=free_port())
+        assert first.call(first.server.leave(PATIENCE_S))
+        third = successor_of(second, start_router, port=free_port())
+        assert second.call(second.server.leave(PATIENCE_S))
+        before = third.metric("tandem_prompt_tokens_total")
+        third.wait_for(
+            lambda: third.metric("tandem_prompt_tokens_total") > before, "the third one answers alone"
+        )
+    assert failures == []
+    assert len({first.url, second.url, third.url}) == 3
+
+
 def test_an_address_that_is_taken_is_said_and_the_router_before_serves_on(start_router: StartRouter) -> None:
     first, other = start_router(), start_router()
     with pytest.raises(ConfigurationError, match="choose another port"):
@@ -182,7 +210,7 @@ def test_a_router_whose_predecessor_is_gone_has_a_socket_of_its_own(start_router
     gone = start_router()
     name = gone.look(lambda: gone.server.door)
     gone.call(gone.server.stop())
-    assert door.take_listener(name) is None
+    assert door.take_listeners(name) == []
     alone = start_router(door=name)
     assert alone.complete(max_tokens=3).status_code == 200
 

@@ -345,3 +345,25 @@ async def test_machines_get_routers_and_lose_them_while_the_heads_stays() -> Non
         assert list(running(rig).values()) == [heads]
         assert heads.left_with is None
         assert await rollout_of(rig) is None
+
+
+@in_loop
+async def test_a_router_that_does_not_start_on_a_machine_that_had_none_takes_all_back() -> None:
+    hosts = FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
+    config = TandemConfig(router=replace(TandemConfig().router, model_name="fake", host="0.0.0.0"))
+    async with Rig(pools=pools(1, 1), hosts=hosts, config=config) as rig:
+        await rig.controller.start()
+        heads = rig.launcher.router
+
+        def broken(router: FakeRouter, _: int) -> None:
+            router.start_error = ConfigurationError("router.port: cannot listen there")
+
+        rig.launcher.prepare["router-10.0.0.2"] = broken
+        everywhere = replace(config, router=replace(config.router, placement=RouterPlacement.EVERY_HOST))
+        await rig.controller.apply(everywhere, dry_run=False)
+        await rig.clock.advance(LONG_S)
+        view = await rig.controller.view()
+        assert (view.rollout, view.revision) == (None, 0)
+        assert any("taken back: " in one.text and "cannot listen" in one.text for one in view.decisions)
+        assert list(running(rig).values()) == [heads]
+        assert heads.left_with is None
