@@ -16,6 +16,8 @@
 # make test-clients    other projects' clients and load generators, unchanged, against a real `tandem serve`: each set in an
 #                    environment of its own under build/ (about ten minutes, two of them without the installing);
 #                    SETS='clients litellm aiperf guidellm' says which, VLLM=/path/to/vllm adds vLLM's bench
+# make test-versions OTHER=v0.1.0   nodes, routers and controllers of this version and of that commit in one cluster, under load
+# make test-image  the image of manifests/kuberay, built as it stands on a stand-in for Ray's, and served from: needs root, buildah and debootstrap
 # make test-models   every causal model class of transformers, tiny: served exactly, or refused, as docs/models.md says (some
 #                    minutes); make models-page writes that page
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
@@ -33,7 +35,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-clusters test-faults test-gpu-packages test-hosts test-lab test-models models-page bench soak check wheel test-install docs clean install
+.PHONY: help serve test test-clients test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -86,6 +88,16 @@ test-gpu-packages: install
 	PYTHONPATH=build/gpu-packages $(BIN)/python -m pytest -q \
 		tests/engine/model/test_flashinfer_package.py tests/engine/model/test_triton_ops.py \
 		tests/benchmarks/test_gpu_dry_run.py
+
+# The last tag, unless another commit is named. Where there is neither, .ci/run's clusters test a later version that is made from this one.
+OTHER ?= $(shell git describe --tags --abbrev=0 2>/dev/null)
+test-versions: install
+	@$(if $(OTHER),,echo "there is no tag yet: name a commit, OTHER=..." && exit 1)
+	@$(BIN)/tandem models fetch > /dev/null
+	TANDEM_OTHER='$(OTHER)' $(BIN)/python -m pytest -v --durations=5 tests/integration/test_versions_together.py
+
+test-image: install
+	TANDEM_TEST_IMAGE=1 $(BIN)/python -m pytest -v -rs tests/packaging/test_image.py
 
 test-hosts: install
 	TANDEM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts -v -rs

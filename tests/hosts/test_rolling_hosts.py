@@ -13,7 +13,7 @@ from lab_model import make_tiny_model
 from serving import Answers, Client, give_kernels
 from tools import install_absent, why_impossible
 
-from tests.later_tandem import LATER, make_later_tandem
+from tests.other_tandem import LATER, make_later_tandem
 
 APPLY_S = 400.0
 ROLLOUT: dict[str, Any] = {"rollout": {"settle_s": 1}}

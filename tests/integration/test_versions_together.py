@@ -1,4 +1,5 @@
-"""Processes of two versions in one cluster: a later Tandem, in which every message says more, beside this one."""
+"""Processes of two versions in one cluster: a later Tandem, in which every message says more, beside this one. With TANDEM_OTHER=v0.1.0 the
+other one is that commit: `make test-versions OTHER=v0.1.0`."""
 
 from __future__ import annotations
 
@@ -15,23 +16,30 @@ import pytest
 
 from tandem.wire.versions import WIRE_VERSION
 from tests.integration.cluster_lab import END_S, START_S, Load, RayNodes, Tandem, free_port
-from tests.later_tandem import LATER, ROOT, make_later_tandem
+from tests.other_tandem import ROOT, make_other_tandem
 
 PROMPTS = [f"{count} little stories about the sea, one after the other: " * 6 for count in range(8)]
 
 
 @pytest.fixture(scope="module")
-def later_tandem(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_later_tandem(tmp_path_factory.mktemp("later"))
+def other(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    return make_other_tandem(tmp_path_factory.mktemp("other"))
 
 
-@pytest.mark.parametrize("later", ["decode nodes", "all but the decode nodes"])
+@pytest.fixture
+def other_tandem(other: tuple[Path, int]) -> Path:
+    return other[0]
+
+
+@pytest.mark.parametrize("of_the_other", ["decode nodes", "all but the decode nodes"])
 def test_old_and_new_answer_together(
-    serve: Any, later: str, later_tandem: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Any, of_the_other: str, other: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Router, prefill node and decode node: every request crosses the line between the two, on each kind of link."""
-    decode_is_later = later == "decode nodes"
-    decode, others = (later_tandem, ROOT) if decode_is_later else (ROOT, later_tandem)
+    decode_is_other = of_the_other == "decode nodes"
+    (decode, decodes_version), (others, others_version) = (
+        (other, (ROOT, WIRE_VERSION)) if decode_is_other else ((ROOT, WIRE_VERSION), other)
+    )
     monkeypatch.chdir(tmp_path)  # a command's own folder would come before PYTHONPATH
     monkeypatch.setenv("PYTHONPATH", str(others))
     config = {
@@ -52,8 +60,8 @@ def test_old_and_new_answer_together(
     }
     versions = {name: node["wire_version"] for name, node in nodes.items()}
     assert versions == {
-        "decode-0": LATER if decode_is_later else WIRE_VERSION,
-        "prefill-0": WIRE_VERSION if decode_is_later else LATER,
+        "decode-0": decodes_version,
+        "prefill-0": others_version,
     }
     assert nodes["decode-0"]["counters"]["transfer_blocks_received"] > 0, "KV went from one to the other"
     for node in nodes.values():
@@ -85,8 +93,8 @@ def streamed(url: str, prompt: str) -> str:
     return text
 
 
-def test_a_router_of_a_later_version_takes_the_place_of_this_one_under_load(
-    smollm2_path: Path, later_tandem: Path, tmp_path: Path
+def test_a_router_of_another_version_takes_the_place_of_this_one_under_load(
+    smollm2_path: Path, other: tuple[Path, int], tmp_path: Path
 ) -> None:
     config: dict[str, Any] = {
         "model": "smollm2", "pools": {"aggregated": 1}, "cache": {"memory_bytes": "256MiB"},
@@ -100,13 +108,13 @@ def test_a_router_of_a_later_version_takes_the_place_of_this_one_under_load(
         tandem.url = f"http://127.0.0.1:{config['router']['port']}"
         tandem("serve", "--detach", timeout_s=START_S)
         assert routers_version(tandem.url) == WIRE_VERSION
-        config["router"]["env"] = {"PYTHONPATH": str(later_tandem)}
+        config["router"]["env"] = {"PYTHONPATH": str(other[0])}
         file.write_text(json.dumps(config))
         with Load(tandem.url, "SmolLM2-135M-Instruct") as load:
             tandem("apply", "tandem.yaml", timeout_s=START_S)
-            assert routers_version(tandem.url) == LATER
+            assert routers_version(tandem.url) == other[1]
             done = load.finished
-            tandem.until(lambda nodes: load.finished > done + 2, "answers through the later router")
+            tandem.until(lambda nodes: load.finished > done + 2, "answers through the other router")
         (node,) = tandem.nodes().values()
         assert node["wire_version"] == WIRE_VERSION
         tandem("down")
@@ -160,12 +168,12 @@ class Killing:
                 self.killed.add(process)
 
 
-def test_a_controller_of_a_later_version_takes_the_place_of_this_one_under_load_and_gives_it_back(
-    smollm2_path: Path, later_tandem: Path, tmp_path: Path
+def test_a_controller_of_another_version_takes_the_place_of_this_one_under_load_and_gives_it_back(
+    smollm2_path: Path, other_tandem: Path, tmp_path: Path
 ) -> None:
     """Nodes and routers go on as the processes that they are, also when a version does not serve and the old one comes back."""
     broken = tmp_path / "broken"
-    shutil.copytree(later_tandem, broken)
+    shutil.copytree(other_tandem, broken)
     deployment = broken / "tandem/cluster/pools/deployment.py"
     source = deployment.read_text(encoding="utf-8")
     look = "        clock = Clock()\n"
@@ -193,16 +201,16 @@ def test_a_controller_of_a_later_version_takes_the_place_of_this_one_under_load_
         others = {name: there for name, there in first.items() if name != "controller"}
         assert set(others) == {"aggregated-0", "router"}
         with Load(tandem.url, "SmolLM2-135M-Instruct") as load:
-            said = apply({"PYTHONPATH": str(later_tandem)}, 60)
+            said = apply({"PYTHONPATH": str(other_tandem)}, 60)
             assert "done: the controller is another one" in said
             later = processes(tandem)
-            assert later.pop("controller")[1] == later_tandem
+            assert later.pop("controller")[1] == other_tandem
             assert later == others
 
             said = apply({"PYTHONPATH": str(broken)}, 5, status=1)
             assert "this version is broken" in said
             restored = processes(tandem)
-            assert restored.pop("controller")[1] == later_tandem
+            assert restored.pop("controller")[1] == other_tandem
             assert restored == others
 
             no_tandem = tmp_path / "no"
@@ -210,7 +218,7 @@ def test_a_controller_of_a_later_version_takes_the_place_of_this_one_under_load_
             (no_tandem / "tandem/__init__.py").write_text("raise ImportError('this is no Tandem')\n")
             said = apply({"PYTHONPATH": str(no_tandem)}, 60, status=1)
             assert "the old one serves: a process with its environment does not start" in said
-            assert processes(tandem)["controller"][1] == later_tandem
+            assert processes(tandem)["controller"][1] == other_tandem
 
             # A rollout begins with it, which the next controller goes on with; and what makes that is killed on the way.
             config["debug"] = True

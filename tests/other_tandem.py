@@ -1,9 +1,15 @@
-"""A later version of Tandem, for tests of two versions in one cluster."""
+"""Another version of Tandem, for tests of two versions in one cluster: a later one, made from this one; or any commit of this repository,
+named by TANDEM_OTHER."""
 
 from __future__ import annotations
 
 import ast
+import io
+import os
+import re
 import shutil
+import subprocess
+import tarfile
 from pathlib import Path
 
 from tandem.wire.versions import WIRE_VERSION
@@ -11,6 +17,23 @@ from tandem.wire.versions import WIRE_VERSION
 ROOT = Path(__file__).parents[1]
 LATER = WIRE_VERSION + 1
 MESSAGES = ("handoff", "images", "lines", "nodes", "pooling", "requests", "sampling", "sharing", "tracing")
+
+
+def make_other_tandem(place: Path) -> tuple[Path, int]:
+    """Where its package is, and the version of its messages."""
+    ref = os.environ.get("TANDEM_OTHER", "")
+    if not ref:
+        return make_later_tandem(place), LATER
+    files = subprocess.run(
+        ["git", "archive", ref], cwd=ROOT, capture_output=True, check=True, timeout=60
+    ).stdout
+    with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+        archive.extractall(place, filter="data")
+    found = re.search(
+        r"^WIRE_VERSION = (\d+)$", (place / "tandem/wire/versions.py").read_text(), re.MULTILINE
+    )
+    assert found is not None, f"{ref} says no version of its messages"
+    return place, int(found[1])
 
 
 def make_later_tandem(place: Path) -> Path:
