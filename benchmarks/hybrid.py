@@ -10,6 +10,7 @@ medians, so that what else the machine does falls on all.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from benchmarks.engine_tandem import EngineBench
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
+from tandem.engine.model.caches import cache_parameter
 from tandem.engine.model.loading import load_runner
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.machine.resources import usable_cores
@@ -119,20 +121,21 @@ def _engine(path: Path, dtype: str, threads: int, tokens: int) -> Engine:
 
 def _transformers(model: Any, prompt: list[int]) -> tuple[float, float]:
     """Seconds for the prompt, and for a token after 256 of them."""
+    name = cache_parameter(inspect.signature(model.forward).parameters) or ""
     with torch.inference_mode():
         start = time.perf_counter()
         model(
             input_ids=torch.tensor([prompt]),
             logits_to_keep=1,
-            past_key_values=DynamicCache(config=model.config),
+            **{name: DynamicCache(config=model.config)},
         )
         whole = time.perf_counter() - start
         cache = DynamicCache(config=model.config)
-        model(input_ids=torch.tensor([prompt[:CONTEXT]]), logits_to_keep=1, past_key_values=cache)
+        model(input_ids=torch.tensor([prompt[:CONTEXT]]), logits_to_keep=1, **{name: cache})
         taken = []
         for token in prompt[:DECODES]:
             start = time.perf_counter()
-            model(input_ids=torch.tensor([[token]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[token]]), **{name: cache})
             taken.append(time.perf_counter() - start)
     return whole, statistics.median(taken)
 

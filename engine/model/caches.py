@@ -2,6 +2,8 @@
 
 OwnCache    transformers' own, of one request: a model runs with it as it was made
 StepCache   of one step of many requests: keys and values go their own way through attention, and it says what came before
+
+A model runs as one sequence over all requests' tokens: what depends on the tokens before gets some of the rows at a time (`RowsOf`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,27 @@ from tandem.wire.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+class RowsOf:
+    """Rows [start, end) of whatever has one for each of a step's `rows` tokens."""
+
+    def __init__(self, start: int, end: int, rows: int, *, as_batch: bool) -> None:
+        """`as_batch`: each row is a sequence of its own."""
+        self._start, self._end, self._rows, self._as_batch = start, end, rows, as_batch
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(self(item) for item in value)
+        if isinstance(value, dict):
+            return {name: self(item) for name, item in value.items()}
+        if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[:2] != (1, self._rows):
+            return value
+        mine = value[:, self._start : self._end]
+        return mine.transpose(0, 1) if self._as_batch else mine
+
+    def back(self, out: torch.Tensor) -> torch.Tensor:
+        return out.transpose(0, 1) if self._as_batch else out
 
 
 class OwnCache(DynamicCache):  # type: ignore[misc]
@@ -153,5 +176,5 @@ class StepCache(Cache):  # type: ignore[misc]
 
 
 def cache_parameter(parameters: Any) -> str | None:
-    """By which name a model takes its cache."""
-    return next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
+    """By which name a model takes its cache. Transformers 5.24 renamed it; models outside of it may have the older names for long."""
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in parameters), None)

@@ -3,6 +3,7 @@ the write to the cache."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 from collections.abc import Callable
@@ -64,11 +65,10 @@ class RotaryWatch:
         self._modules: dict[nn.Module, bool] = {}
         self._sources: dict[nn.Module, tuple[int, int]] = {}  # where their queries and keys were before
         for module in model.modules():
-            forward = type(module).forward
-            plain = isinstance(forward, types.FunctionType) and not hasattr(forward, "__wrapped__")
-            if plain and hasattr(module, "layer_idx") and _ROTARY in forward.__code__.co_names:
+            code = _unwrapped(type(module).forward)
+            if code and hasattr(module, "layer_idx") and _ROTARY in code[-1].__code__.co_names:
                 self._modules[module] = False
-                real = forward.__globals__.get(_ROTARY)
+                real = code[-1].__globals__.get(_ROTARY)
                 if callable(real):
                     _give(module, self._watched(real))
 
@@ -125,12 +125,48 @@ def _are_alike(one: Norm, other: Norm) -> bool:
 
 def _give(module: nn.Module, rotary: Callable[..., Any]) -> None:
     """This module's code, with another function under that name. Other models of its class keep theirs."""
-    own = type(module).forward
-    changed = types.FunctionType(
-        own.__code__, {**own.__globals__, _ROTARY: rotary}, own.__name__, own.__defaults__, own.__closure__
-    )
-    changed.__kwdefaults__ = own.__kwdefaults__
+    *decorators, own = _unwrapped(type(module).forward)
+    changed = _copied(own, {**own.__globals__, _ROTARY: rotary}, own.__closure__)
+    inner = own
+    for decorator in reversed(decorators):
+        cells = (
+            types.CellType(changed) if cell is _cell_of(decorator, inner) else cell
+            for cell in decorator.__closure__ or ()
+        )
+        changed, inner = _copied(decorator, decorator.__globals__, tuple(cells)), decorator
     module.forward = types.MethodType(changed, module)
+
+
+def _unwrapped(forward: Any) -> list[types.FunctionType]:
+    """A method's decorators, the outermost first, and last the method itself. Empty where one of them is no function that calls the
+    next: then nothing can be put into it."""
+    nested: list[types.FunctionType] = []
+    while isinstance(forward, types.FunctionType):
+        nested.append(forward)
+        inner = getattr(forward, "__wrapped__", None)
+        if inner is None:
+            return nested
+        if _cell_of(forward, inner) is None:
+            break
+        forward = inner
+    return []
+
+
+def _cell_of(decorator: types.FunctionType, inner: object) -> types.CellType | None:
+    """Where a decorator keeps the function that it calls."""
+    for cell in decorator.__closure__ or ():
+        with contextlib.suppress(ValueError):  # nothing in it yet
+            if cell.cell_contents is inner:
+                return cell
+    return None
+
+
+def _copied(
+    function: types.FunctionType, names: dict[str, Any], closure: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    copied = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def replace_forward(module: nn.Module, piece: Piece) -> None:

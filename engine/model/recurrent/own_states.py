@@ -28,11 +28,13 @@ def _recurrent_gemma(
     position_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     use_cache: bool = True,
-    past_key_values: Any = None,
+    cache: Any = None,
+    past_key_values: Any = None,  # the cache's name before transformers 5.24
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """A convolution over the last tokens, then a gated linear recurrence."""
-    layer, lru, cache = block.layer_idx, block.rg_lru, past_key_values
+    layer, lru = block.layer_idx, block.rg_lru
+    cache = past_key_values if cache is None else cache
     gate = block.act_fn(block.linear_y(input_states))
     x = block.linear_x(input_states).transpose(1, 2)  # [batch, width, rows]
     rows, before = x.shape[-1], block.conv1d_width - 1
