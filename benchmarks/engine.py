@@ -25,9 +25,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_costs import Costs, read_costs
+from benchmarks.engine_costs import (
+    MAX_BATCHED_TOKENS,
+    MAX_MODEL_LEN,
+    Costs,
+    Times,
+    Work,
+    random_work,
+    read_costs,
+)
 from benchmarks.engine_tandem import Say, run_tandem
-from benchmarks.engine_work import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, Times, Work, random_work
 from benchmarks.machine import MachineLimits, measure_limits
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-from benchmarks.engine_work import Times, Work
+from benchmarks.engine_costs import Times, Work
 from tandem.engine.core import Engine
 from tandem.engine.request import Request
 from tandem.wire.sampling import SamplingParams

@@ -27,9 +27,8 @@ import msgspec
 import torch
 
 from benchmarks import gpu_handover
-from benchmarks.engine_costs import Costs, read_costs
+from benchmarks.engine_costs import MAX_BATCHED_TOKENS, Costs, Times, random_work, read_costs
 from benchmarks.engine_tandem import run_tandem
-from benchmarks.engine_work import MAX_BATCHED_TOKENS, Times, random_work
 from benchmarks.gpu_handover import Ask, Told
 from benchmarks.gpu_models import PARITY_SHAPE, SPEED_SHAPES, make_model
 from benchmarks.gpu_parity import check_parity

@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from benchmarks.machine import measure_limits
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.memory import allocate_cache

@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, Reserve, SchedulerConfig
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput

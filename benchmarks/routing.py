@@ -28,18 +28,17 @@ from rich.table import Table
 
 from benchmarks.policies import BLOCK, TRACES, Simulation, words
 from tandem.engine.cache.events import CacheEvents
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
 from tandem.loadgen.metrics import percentile
-from tandem.router.cached_blocks import CachedBlocks
 from tandem.router.choosing import Chooser
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
 from tandem.router.policy import PoolSnapshot, RoutingRequest
 from tandem.router.pool import NodePool
-from tandem.router.prefixes import NodeBits, Overlaps, PrefixRecord, PromptHashes
+from tandem.router.prefixes import CachedBlocks, NodeBits, Overlaps, PrefixRecord, PromptHashes
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus

@@ -30,7 +30,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.config import CacheConfig, HashAlgorithm, SchedulerConfig
 from tandem.engine.request import Request

@@ -40,7 +40,7 @@ from vllm.v1.request import Request as TheirRequest
 from vllm.v1.request import RequestStatus as TheirStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, Reserve, SchedulerConfig, SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput

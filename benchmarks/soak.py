@@ -31,8 +31,7 @@ from benchmarks.soaking.cluster import SoakCluster
 from benchmarks.soaking.killing import Killer
 from benchmarks.soaking.load import SoakLoad
 from benchmarks.soaking.questions import SoakQuestions
-from benchmarks.soaking.show import print_soaked
-from benchmarks.soaking.verdict import SoakVerdict, judge, tallied
+from benchmarks.soaking.verdict import SoakVerdict, judge, print_soaked, tallied
 from benchmarks.soaking.watching import ProcessWatch
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json

@@ -35,7 +35,7 @@ from rich.table import Table
 from benchmarks.scheduler import BLOCK_SIZE, CONTEXT, NUM_BLOCKS, TOKEN_BUDGET, add_all, random_prompts
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import write_json
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner

@@ -1,6 +1,6 @@
 """The composition root: from one configuration to a running deployment, and everything that keeps it running.
 
-    cli           the `tandem` command; what its subcommands do is commands/ and trace/; vllm_flags: the
+    cli           the `tandem` command; subcommands: what each does with its options, by commands/ and trace/; vllm_flags: the
                   flags that people bring from vLLM and SGLang; completion: in bash, zsh and fish;
                   documents: what the pages say of settings and flags
     config        everything that can be set; setting_names, setting_layers: found by name, read from each source;

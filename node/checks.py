@@ -1,4 +1,4 @@
-"""What of a request is checked against the model that is here, before anything is made of it.
+"""What of a request is checked against the model that is here, and what the engine is given of it.
 
 A router has checked it by its own copy of the model's folder, which may be another one. What passed unseen would stop a step for all of its
 requests, or be another answer.
@@ -6,20 +6,67 @@ requests, or be another answer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from tandem.engine.cache.hashing import BlockHasher
 from tandem.engine.model.runner import ModelInfo
+from tandem.engine.request import Request
 from tandem.wire.adapters import name_of
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.errors import AdapterMissing, InvalidRequest
-from tandem.wire.requests import Submit
+from tandem.wire.nodes import Role
+from tandem.wire.requests import Submit, TokenChunk
+from tandem.wire.sampling import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from tandem.engine.model.lora.slots import AdapterSlots
 
 _INFINITE_BFLOAT16 = 0x7F80  # the exponent of what is infinite, or no number
+
+
+class RoleRules(Protocol):
+    @property
+    def role(self) -> Role: ...
+
+    def sampling_for(self, submit: Submit) -> SamplingParams:
+        """What this node is to sample of the request. Raises InvalidRequest for one that is not its business."""
+        ...
+
+    def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
+        """How an update's finish reason reads to the router."""
+        ...
+
+
+def request_of(
+    submit: Submit,
+    sampling: SamplingParams,
+    now: float,
+    eos_token_ids: frozenset[int],
+    block_hasher: BlockHasher | None,
+) -> Request:
+    """What the engine is given of it. `sampling`: what this node is to sample."""
+    return Request(
+        submit.request_id,
+        submit.prompt_token_ids,
+        sampling,
+        output_token_ids=submit.output_token_ids,
+        priority=submit.priority,
+        arrival_time=now,
+        cache_salt=submit.cache_salt,
+        lora=submit.lora,
+        media=submit.media,
+        images=submit.images,
+        embeds=submit.embeds,
+        transfer=submit.transfer,
+        cache_peers=submit.cache_peers,
+        pooling=submit.pooling,
+        job_id=submit.job_id,
+        is_last_step=submit.is_last_step,
+        eos_token_ids=eos_token_ids,
+        block_hasher=block_hasher,
+    )
 
 
 def check_submit(

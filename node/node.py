@@ -25,12 +25,13 @@ from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConf
 from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
+from tandem.node.checks import RoleRules
 from tandem.node.config import NodeConfig, refused_with_devices, refused_with_ranks
 from tandem.node.encoders import EncoderDesk
 from tandem.node.loop import Item, Mailbox, RanksLost
 from tandem.node.ranks.supervisor import Ranks, shares_of
 from tandem.node.routers import RouterLine
-from tandem.node.service import NodeService, RoleRules
+from tandem.node.service import NodeService
 from tandem.node.trace_file import TraceFile
 from tandem.wire.embeds import TYPES
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable

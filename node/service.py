@@ -21,18 +21,18 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tandem.engine.canary import Canary
 from tandem.engine.core import Engine
-from tandem.engine.request import Request, RequestStatus
+from tandem.engine.request import RequestStatus
 from tandem.engine.scheduling.stats import SchedulerStats
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
 from tandem.node.answers import KeptAnswers, keeps_here
 from tandem.node.cache_news import CacheNewsDesk
-from tandem.node.checks import check_submit
+from tandem.node.checks import RoleRules, check_submit, request_of
 from tandem.node.config import NodeConfig
 from tandem.node.encoders import EncoderDesk, RowsCame
 from tandem.node.live_requests import LiveRequests
@@ -77,7 +77,6 @@ from tandem.wire.requests import (
     ToNode,
     TurnEnded,
 )
-from tandem.wire.sampling import FinishReason, SamplingParams
 from tandem.wire.tracing import ClockReading, NodeTrace
 
 if TYPE_CHECKING:
@@ -86,19 +85,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STATS_PERIOD_S = 0.1
-
-
-class RoleRules(Protocol):
-    @property
-    def role(self) -> Role: ...
-
-    def sampling_for(self, submit: Submit) -> SamplingParams:
-        """What this node is to sample of the request. Raises InvalidRequest for one that is not its business."""
-        ...
-
-    def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
-        """How an update's finish reason reads to the router."""
-        ...
 
 
 class NodeService:
@@ -424,26 +410,7 @@ class NodeService:
         )
         self._canary.stand_aside()
         now = self._clock()
-        request = Request(
-            submit.request_id,
-            submit.prompt_token_ids,
-            self._rules.sampling_for(submit),
-            output_token_ids=submit.output_token_ids,
-            priority=submit.priority,
-            arrival_time=now,
-            cache_salt=submit.cache_salt,
-            lora=submit.lora,
-            media=submit.media,
-            images=submit.images,
-            embeds=submit.embeds,
-            transfer=submit.transfer,
-            cache_peers=submit.cache_peers,
-            pooling=submit.pooling,
-            job_id=submit.job_id,
-            is_last_step=submit.is_last_step,
-            eos_token_ids=self._eos,
-            block_hasher=self._block_hasher,
-        )
+        request = request_of(submit, self._rules.sampling_for(submit), now, self._eos, self._block_hasher)
         if keeps_here(submit):
             self._kept.begin(submit)
         grammar = request.sampling.grammar

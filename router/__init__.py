@@ -14,7 +14,7 @@ Floor 2: imports wire and nothing else of ours. It knows neither engine nor tran
     text/       tokenizer, chat template, incremental detokenization, stop strings
     pool        who is in the cluster and how each node says it is doing
     rates       what was measured of the nodes
-    prefixes    what was sent where; cached_blocks: what nodes say that they have cached
+    prefixes    what was sent where, and what nodes say that they have cached
     policy/     pure functions from a snapshot of the pools to a decision that explains itself
     choosing    where a request goes: pool, prefixes and policy as one
     dispatch/   a request's life: queue, submission to both nodes, deadlines, failover, cancellation
@@ -23,8 +23,8 @@ Floor 2: imports wire and nothing else of ours. It knows neither engine nor tran
     hosting     the same, as the process that holds it sees it
     tracing/    where a request's time went
     metrics, node_metrics   the router's own, and what the nodes report
-    siblings    the other router processes on the port; figures: what all of them count;
-                sent_reports: what each tells the others of its requests
+    siblings    the other router processes on the port; what each tells
+                the others of its requests; figures: what all of them count
     recent      the last ten minutes: how often it was fast enough, and the slowest requests with their causes
     page_state  what the page and `tandem top` show of all this
     engine_metrics   the nodes' figures under the names that vLLM's dashboards ask for

@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tandem.router.cached_blocks import CachedBlocks
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy import NodeSnapshot, PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
-from tandem.router.policy.alternatives import Alternative, alternatives
-from tandem.router.policy.cache_peers import at_mirror, with_cache_peers
+from tandem.router.policy.choose import Alternative, alternatives, at_mirror, with_cache_peers
 from tandem.router.pool import NodePool
-from tandem.router.prefixes import Overlaps, PrefixRecord, PromptHashes
+from tandem.router.prefixes import CachedBlocks, Overlaps, PrefixRecord, PromptHashes
 from tandem.wire.errors import Unavailable
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.nodes import NodeInfo

@@ -9,9 +9,9 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem.router.cached_blocks import CachedBlocks
 from tandem.router.links import NodeLinks
 from tandem.router.pool import Member, NodePool
+from tandem.router.prefixes import CachedBlocks
 from tandem.router.supervision import TaskSupervisor
 from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, NodeStatus, TierStatus
 

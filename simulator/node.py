@@ -13,12 +13,12 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.node.service import RoleRules
+from tandem.node.checks import RoleRules
 from tandem.node.status import node_counters, node_status
 from tandem.simulator.costs import CostModel, DecodeRun
 from tandem.simulator.network import Network, Port, SimulatedConnector

@@ -5,6 +5,5 @@ asking       one request, as one of many kinds of client would make it, some of 
 load         many of them at once, for as long as it lasts
 watching     memory, descriptors and threads of every process, and whether they grow
 killing      a node every now and then, and how long it takes to come back
-verdict      everything that was measured, and what of it must not be
-show         as a table
+verdict      everything that was measured, as a table, and what of it must not be
 """

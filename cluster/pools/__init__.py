@@ -1,7 +1,8 @@
 """Keeps a deployment's pools what they should be, on the machines that there are. Knows no Ray.
 
 deployment, controller_host       a controller and the address that answers; as the process that holds it sees it
-controller, reconciler, plan      what may be asked for; the one task that changes things; what it changes next
+controller, limits                what may be asked for, and what may not
+reconciler, plan                  the one task that changes things; what it changes next
 rollout, rollout_watch            which node is replaced next, when the configuration is another one; what is seen of the new ones
 departures                        nodes and routers that go
 state, view                       what the next controller must know, what routers are told; what commands are told

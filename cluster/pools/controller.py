@@ -25,26 +25,23 @@ from tandem.cluster.pools import plan
 from tandem.cluster.pools.adapter_desk import AdapterDesk
 from tandem.cluster.pools.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling import PoolBounds, Resize
+from tandem.cluster.pools.limits import check_alike, check_limits, check_room, check_writers
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
-from tandem.cluster.pools.room import too_many_for_cores
-from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClosedSlot, ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
-from tandem.cluster.pools.view import cluster_view, scaled_pool
+from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs, scaled_pool
 from tandem.cluster.tasks import Clock, Tasks, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, TandemError, Unavailable
-from tandem.wire.logs import ClusterLogs, LogPage, LogsQuery, recent_page
+from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import NodeInfo, Role
 
 logger = logging.getLogger(__name__)
 
 
 _POOLS = tuple(role.value for role in Role)
-_CONTROLLER = "controller"  # among the names of logs
 _WORTH_SAYING_S = 1.0  # a wait of so long
-_LOG_LINES_AT_ONCE = 20_000  # of all processes together
 
 
 class Controller:
@@ -217,7 +214,7 @@ class Controller:
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
         for role, size in wanted.items():
-            self._check_limits(role, size)
+            check_limits(self._config, role, size)
         async with self._pools.writing:
             lines = [self._describe_scaling(role, size) for role, size in wanted.items()]
             await self._resize(wanted)
@@ -241,8 +238,8 @@ class Controller:
     async def _resize(self, wanted: dict[Role, int]) -> None:
         """Holding `writing`."""
         new = self._pools.state.with_sizes(wanted)
-        self._check_writers(new)
-        self._check_room(new)
+        check_writers(new)
+        check_room(self._config.pools, self._pools.state, new, self._pools.machines)
         await self._pools.keep(new)
         self._autoscaler.changed()
         self._pools.wake()
@@ -330,10 +327,10 @@ class Controller:
                     "a rollout is under way: wait for its end (`tandem status`), or take it back with `tandem apply --back`"
                 )
             for role, size in found.sizes.items():
-                _check_limits(wanted, role, size)
+                check_limits(wanted, role, size)
             sized = before.with_sizes(found.sizes)
-            self._check_writers(sized)
-            self._check_room(sized)
+            check_writers(sized)
+            check_room(running.pools, before, sized, self._pools.machines)
             if found.sizes:
                 await self._pools.keep(sized)
             await self._pools.apply(wanted, nodes=bool(found.nodes), routers=bool(found.routers))
@@ -413,32 +410,10 @@ class Controller:
         return done
 
     async def logs(self, query: LogsQuery) -> ClusterLogs:
-        fleet = self._fleet
         for name in query.names:
-            if name != _CONTROLLER and name not in fleet.routers:
+            if name != CONTROLLER and name not in self._fleet.routers:
                 self._check_names([name])
-        asked: list[NodeSupervisor | RouterSupervisor] = [
-            *(node for node in fleet.nodes.values() if _is_named(query, node.name, node.config.role.value)),
-            *(router for router in fleet.routers.values() if _is_named(query, router.name)),
-        ]
-        # With a thousand nodes each one sends fewer lines at once.
-        most = max(10, _LOG_LINES_AT_ONCE // max(len(asked), 1))
-        answers = await asyncio.gather(
-            *(process.log_page(query.after.get(process.name), query.last, most) for process in asked),
-            return_exceptions=True,
-        )
-        pages: dict[str, LogPage] = {}
-        silent: dict[str, str] = {}
-        if _is_named(query, _CONTROLLER):
-            pages[_CONTROLLER] = recent_page(query.after.get(_CONTROLLER), query.last)
-        for process, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, LogPage):
-                pages[process.name] = answer
-            elif isinstance(answer, TandemError):
-                silent[process.name] = str(answer)
-            else:
-                raise answer
-        return ClusterLogs(pages, silent)
+        return await collected_logs(self._fleet, query)
 
     def _check_names(self, names: list[str]) -> None:
         for name in names:
@@ -486,8 +461,8 @@ class Controller:
             phase = "waiting for a machine" if supervisor is None else supervisor.phase.value
             raise Unavailable(f"{record.node_id} is {phase}: only a node that is ready can change its role")
         self._check_may_go(record)
-        self._check_limits(role, self._wanted(role) + 1)
-        self._check_alike(record.role, role)
+        check_limits(self._config, role, self._wanted(role) + 1)
+        check_alike(self._config.pools, record.role, role)
         new = self._pools.state.with_node(msgspec.structs.replace(record, role=role))
         await self._pools.keep(new.resized(record.role, -1).resized(role, +1))
 
@@ -518,58 +493,10 @@ class Controller:
     def _wanted(self, role: Role) -> int:
         return plan.wanted_size(self._pools.state, self._pools.machines, role)
 
-    def _check_limits(self, role: Role, size: int) -> None:
-        _check_limits(self._config, role, size)
-
-    def _check_alike(self, before: Role, after: Role) -> None:
-        """A process goes on with the environment, the model and the KV cache's blocks that it has."""
-        if Role.ENCODE in (before, after):
-            raise ConfigurationError(
-                f"an encoder node has a vision tower alone, and no other node becomes one: scale {before.value} down and "
-                f"{after.value} up"
-            )
-        for name, what in (
-            ("env", "a process keeps the environment that it started with"),
-            ("cache", "a node keeps the blocks that it started with"),
-            ("scheduler", "a node keeps room for the steps that it started with"),
-            ("tensor_parallel", "a node keeps the ranks that it started with"),
-            ("pipeline_parallel", "a node keeps the stages that it started with"),
-        ):
-            if getattr(self._config.pools.of(before), name) != getattr(self._config.pools.of(after), name):
-                raise ConfigurationError(
-                    f"pools.{before.value}.{name} and pools.{after.value}.{name} differ, and {what}: scale {before.value} down and "
-                    f"{after.value} up, or make the two the same with `tandem apply`"
-                )
-        if (ranks := self._config.pools.of(before).ranks) > 1:
-            raise ConfigurationError(
-                f"nodes of {ranks} ranks keep their role: scale {before.value} down and {after.value} up"
-            )
-
-    @staticmethod
-    def _wanted_writers(current: ClusterState) -> int:
-        sizes = (current.sizes[role] for role in Role if role.writes_answers)
-        return sum(1 if size is None else size for size in sizes)
-
-    def _check_writers(self, new: ClusterState) -> None:
-        if self._wanted_writers(new) < 1:
-            raise ConfigurationError("no node could decode: keep at least 1 decode or aggregated node")
-
-    def _check_room(self, new: ClusterState) -> None:
-        """Checks a machine that offers no places, and so would take whatever it is asked to."""
-        machines = self._pools.machines
-        sizes = {role: plan.wanted_size(new, machines, role) for role in Role}
-        if sum(sizes.values()) <= sum(map(self._wanted, Role)):
-            return
-        for host in machines:
-            if host.slots is None:
-                reason = too_many_for_cores(sizes, len(host.cores), self._config.pools.nodes_per_core)
-                if reason is not None:
-                    raise ConfigurationError(f"{reason}; `tandem serve` sets how many")
-
     def _check_may_go(self, record: NodeRecord) -> None:
         """Its pool can do without it."""
         role = record.role
-        self._check_limits(role, self._wanted(role) - 1)
+        check_limits(self._config, role, self._wanted(role) - 1)
         if not role.writes_answers:
             return
         if not any(
@@ -579,19 +506,3 @@ class Controller:
                 f"{record.node_id} is the last node that can write answers: `tandem scale {role.value}="
                 f"{self._wanted(role) + 1}` first"
             )
-
-
-def _is_named(query: LogsQuery, *names: str) -> bool:
-    return not query.names or any(name in query.names for name in names)
-
-
-def _check_limits(config: TandemConfig, role: Role, size: int | None) -> None:
-    pool = config.pools.of(role)
-    if size is not None and size < pool.min:
-        raise ConfigurationError(
-            f"pools.{role.value}.min is {pool.min}: it cannot have {counted(size, 'node')}"
-        )
-    if size is not None and pool.max is not None and size > pool.max:
-        raise ConfigurationError(
-            f"pools.{role.value}.max is {pool.max}: it cannot have {counted(size, 'node')}"
-        )

@@ -16,7 +16,7 @@ from tandem.cluster.launcher import Host, Launcher
 from tandem.cluster.pools.node_supervisor import Admit, KeepLeftOut, NodeSupervisor, WantedAdapters
 from tandem.cluster.pools.placement import node_config, router_config
 from tandem.cluster.pools.router_supervisor import AdmitRouter, RouterSupervisor
-from tandem.cluster.pools.state import Membership, NodePlacement, NodeRecord, RouterRecord
+from tandem.cluster.pools.state import ClusterState, Membership, NodePlacement, NodeRecord, RouterRecord
 from tandem.cluster.pools.supervisor import ProcessPhase, Surroundings
 from tandem.cluster.pools.witnesses import Witnesses
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, cancel
@@ -204,6 +204,47 @@ class Fleet:
         taken = {record.name for record in known} | self._runs.keys()
         number = next(n for n in itertools.count(1) if _numbered(name, n) not in taken)
         return RouterRecord(_numbered(name, number), place, self.router_config(place))
+
+    def planned_routers(
+        self, state: ClusterState, places: Mapping[str, Host | None], hosts: Collection[str]
+    ) -> tuple[ClusterState, dict[str, tuple[str, bool]]]:
+        """The state with `router.processes` in each of the places, and which routers finish what they have and go: why, and whether
+        another one takes the place. Those of a machine that is not among `hosts` are gone with it."""
+        new, wanted = state, self.config.router.processes
+        going: dict[str, tuple[str, bool]] = {}
+
+        def leave(record: RouterRecord, why: str, *, is_replaced: bool = True) -> None:
+            nonlocal new
+            new = new.with_router(msgspec.structs.replace(record, leaving=True))
+            going[record.name] = (why, is_replaced)
+
+        for record in state.routers:
+            router = self.routers.get(record.name)
+            if record.place not in hosts:
+                new = new.without_router(record.name)
+            elif record.leaving:
+                continue
+            elif record.place not in places:
+                why = "goes when it has finished what it has: router.placement has none on its machine"
+                leave(record, why, is_replaced=False)
+            elif router is not None and router.load.is_ending:
+                leave(record, "was told to end: another router takes its place")
+        for place, host in places.items():
+            there = [record for record in new.staying_routers if record.place == place]
+            # The second and further ones get the socket of one that serves.
+            may_listen = not there or any(self.serves(record.name) for record in there)
+            if may_listen and len(there) < wanted and (made := self.new_router(place, host, new.routers)):
+                new = new.with_router(made)
+            if new.rollout is None:
+                # What a rollout has made beside another one it takes away itself. The last ones go: the first have the plain names.
+                for record in there[wanted:]:
+                    leave(record, f"goes when it has finished what it has: router.processes is {wanted}")
+        for record in new.staying_routers:
+            if record.name not in self.routers and new.rollout is None:
+                # An earlier controller made it, maybe with another configuration.
+                config = self.router_config(record.place)
+                new = new.with_router(msgspec.structs.replace(record, config=config))
+        return new, going
 
     def out_of_view(self, revision: int) -> dict[str, dict[str, str]]:
         """For each router that does not send requests to every node that serves: to which not, and why. `revision`: of the membership

@@ -339,43 +339,9 @@ class Reconciler:
         """`router.processes` in each place that there is. Those of a machine that is gone are gone with it; those on one where there are
         to be none finish what they have."""
         async with self.writing:
-            places, new = self.fleet.router_places(self.machines), self.state
+            places = self.fleet.router_places(self.machines)
             hosts = {host.address: host for host in self.machines} | dict(places)
-            wanted = self.fleet.config.router.processes
-            ending: list[str] = []
-            elsewhere: list[str] = []
-            for record in self.state.routers:
-                router = self.fleet.routers.get(record.name)
-                if record.place not in hosts:
-                    new = new.without_router(record.name)
-                elif record.place not in places:
-                    if not record.leaving:
-                        new = new.with_router(msgspec.structs.replace(record, leaving=True))
-                        elsewhere.append(record.name)
-                elif router is not None and router.load.is_ending and not record.leaving:
-                    new = new.with_router(msgspec.structs.replace(record, leaving=True))
-                    ending.append(record.name)
-            too_many: list[str] = []
-            for place, host in places.items():
-                there = [record for record in new.staying_routers if record.place == place]
-                # The second and further ones get the socket of one that serves.
-                may_listen = not there or any(self.fleet.serves(record.name) for record in there)
-                if (
-                    may_listen
-                    and len(there) < wanted
-                    and (made := self.fleet.new_router(place, host, new.routers))
-                ):
-                    new = new.with_router(made)
-                if new.rollout is None:
-                    # What a rollout has made beside another one it takes away itself. The last ones go: the first have the plain names.
-                    for record in there[wanted:]:
-                        new = new.with_router(msgspec.structs.replace(record, leaving=True))
-                        too_many.append(record.name)
-            for record in new.staying_routers:
-                if record.name not in self.fleet.routers and new.rollout is None:
-                    # An earlier controller made it, maybe with another configuration.
-                    config = self.fleet.router_config(record.place)
-                    new = new.with_router(msgspec.structs.replace(record, config=config))
+            new, going = self.fleet.planned_routers(self.state, places, hosts)
             await self.keep(new)
             for name in [name for name in self.fleet.routers if new.router(name) is None]:
                 self._tasks.spawn(self.fleet.end_router(name), f"end {name}")
@@ -386,17 +352,10 @@ class Reconciler:
                     self.fleet.launch_router(record, host)
                     if record.leaving:
                         self.departures.begin_router(record.name, is_replaced=record.place in places)
-            for name in ending:
-                self.note(f"{name} was told to end: another router takes its place")
-                self.departures.begin_router(name)
-            for name in elsewhere:
-                self.note(
-                    f"{name} goes when it has finished what it has: router.placement has none on its machine"
-                )
-                self.departures.begin_router(name, is_replaced=False)
-            for name in too_many:
-                self.note(f"{name} goes when it has finished what it has: router.processes is {wanted}")
-                self.departures.begin_router(name)
+            for name, (why, is_replaced) in going.items():
+                self.note(f"{name} {why}")
+                if name not in self.departures.routers:
+                    self.departures.begin_router(name, is_replaced=is_replaced)
 
     async def _until_woken(self) -> None:
         woken = self._until_told_or_late() if self._unseen else self._wake.wait()

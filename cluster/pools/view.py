@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from tandem.cluster.config import PoolConfig, TandemConfig
@@ -21,8 +22,12 @@ from tandem.cluster.pools.plan import wanted_size
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.wire.errors import TandemError
+from tandem.wire.logs import ClusterLogs, LogPage, LogsQuery, recent_page
 from tandem.wire.nodes import Role
 
+CONTROLLER = "controller"  # among the names of logs
+_LOG_LINES_AT_ONCE = 20_000  # of all processes together
 _WAITING = "waiting"
 
 
@@ -131,3 +136,33 @@ def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet)
         ),
         is_waiting=any(record.placement is None for record in records),
     )
+
+
+async def collected_logs(fleet: Fleet, query: LogsQuery) -> ClusterLogs:
+    """What each process has logged, the controller's own process included; those that do not answer are named."""
+    asked: list[NodeSupervisor | RouterSupervisor] = [
+        *(node for node in fleet.nodes.values() if _is_named(query, node.name, node.config.role.value)),
+        *(router for router in fleet.routers.values() if _is_named(query, router.name)),
+    ]
+    # With a thousand nodes each one sends fewer lines at once.
+    most = max(10, _LOG_LINES_AT_ONCE // max(len(asked), 1))
+    answers = await asyncio.gather(
+        *(process.log_page(query.after.get(process.name), query.last, most) for process in asked),
+        return_exceptions=True,
+    )
+    pages: dict[str, LogPage] = {}
+    silent: dict[str, str] = {}
+    if _is_named(query, CONTROLLER):
+        pages[CONTROLLER] = recent_page(query.after.get(CONTROLLER), query.last)
+    for process, answer in zip(asked, answers, strict=True):
+        if isinstance(answer, LogPage):
+            pages[process.name] = answer
+        elif isinstance(answer, TandemError):
+            silent[process.name] = str(answer)
+        else:
+            raise answer
+    return ClusterLogs(pages, silent)
+
+
+def _is_named(query: LogsQuery, *names: str) -> bool:
+    return not query.names or any(name in query.names for name in names)

@@ -12,7 +12,7 @@ from statistics import median
 
 import msgspec
 
-from tandem.router.policy.alternatives import Alternative
+from tandem.router.policy.choose import Alternative
 from tandem.router.recent import RequestAccount, Targets, cause_of, parts_of
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.wire.tracing import Span, TracePhase

@@ -10,9 +10,14 @@ import abc
 import math
 from collections.abc import Sequence
 
-from tandem.engine.cache.attention_kinds import ChunkedManager, FullAttentionManager, SlidingWindowManager
-from tandem.engine.cache.group_manager import GroupManager
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import (
+    AttentionKind,
+    ChunkedManager,
+    FullAttentionManager,
+    GroupManager,
+    KVCacheGroup,
+    SlidingWindowManager,
+)
 from tandem.engine.cache.pool import BlockPool
 from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.request import Request

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.coordinator import Tables, make_coordinator
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
 from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.request import Request

@@ -7,18 +7,162 @@ and is never free.
 
 A free block keeps its content and its hash until it is taken for other tokens (lazy eviction); until then a request with
 the same prefix can use it again.
+
+The blocks that no table uses are a doubly linked list, least recently used first, threaded through two columns that are indexed by block
+id: no node objects, so a queue of a million blocks is built in milliseconds. One sentinel closes the list into a ring, so that no operation
+has an edge case.
+
+How long what is cached stays says whether a larger cache, or a tier beyond it, would find more. Evictions are counted one by one; times are
+taken of a share of the blocks, chosen by their numbers, so a step pays for next to none of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tandem.engine.cache.events import CacheEvents
-from tandem.engine.cache.free_queue import FreeBlockQueue
-from tandem.engine.cache.residency import Residency
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import InternalError
+
+_UNLINKED = -1
+
+
+class FreeBlockQueue:
+    """Blocks `0 .. num_blocks - 1`, all of them free at first. Every operation is O(1) per block."""
+
+    __slots__ = ("_next", "_prev", "_sentinel", "num_free")
+
+    def __init__(self, num_blocks: int) -> None:
+        self._sentinel = num_blocks
+        self.num_free = num_blocks
+        self._next = array("i", range(1, num_blocks + 2))
+        self._next[num_blocks] = 0
+        self._prev = array("i", range(-1, num_blocks))
+        self._prev[0] = num_blocks
+
+    def pop_front(self, count: int) -> list[int]:
+        """The `count` least recently used blocks; the ring is closed again once, at the end."""
+        if count > self.num_free:
+            raise InternalError(f"{count} blocks were taken from a queue of {self.num_free}")
+        following = self._next
+        block = following[self._sentinel]
+        popped = []
+        for _ in range(count):
+            popped.append(block)
+            after = following[block]
+            following[block] = _UNLINKED
+            block = after
+        following[self._sentinel] = block
+        self._prev[block] = self._sentinel
+        self.num_free -= count
+        return popped
+
+    def remove(self, block: int) -> None:
+        """Takes a block out of the middle."""
+        after = self._next[block]
+        if after == _UNLINKED:
+            raise InternalError(f"block {block} is not in the free queue")
+        before = self._prev[block]
+        self._next[before] = after
+        self._prev[after] = before
+        self._next[block] = _UNLINKED
+        self.num_free -= 1
+
+    def append(self, blocks: Iterable[int]) -> None:
+        """Blocks become the most recently used, the last of them the most."""
+        following, preceding = self._next, self._prev
+        last = preceding[self._sentinel]
+        count = 0
+        for block in blocks:
+            following[last] = block
+            preceding[block] = last
+            last = block
+            count += 1
+        following[last] = self._sentinel
+        preceding[self._sentinel] = last
+        self.num_free += count
+
+    def __contains__(self, block: int) -> bool:
+        return self._next[block] != _UNLINKED
+
+    def __iter__(self) -> Iterator[int]:
+        """In order of eviction."""
+        block = self._next[self._sentinel]
+        while block != self._sentinel:
+            yield block
+            block = self._next[block]
+
+    def check_integrity(self) -> None:
+        """The ring is whole, read in both directions, and as long as it says."""
+        seen = 0
+        before, block = self._sentinel, self._next[self._sentinel]
+        while block != self._sentinel:
+            if block == _UNLINKED or self._prev[block] != before:
+                raise InternalError(f"the free queue is broken between blocks {before} and {block}")
+            seen += 1
+            if seen > self._sentinel:
+                raise InternalError("the free queue has a loop")
+            before, block = block, self._next[block]
+        if self._prev[self._sentinel] != before or seen != self.num_free:
+            raise InternalError(f"the free queue says {self.num_free} blocks and holds {seen}")
+
+
+TIMED_BLOCKS = 1024  # at most twice as many
+
+
+@dataclasses.dataclass(slots=True)
+class ResidencyTotals:
+    blocks_evicted: int = 0  # cached blocks that were taken for other tokens
+    evictions_timed: int = 0  # of these, those of which the next two are the sums
+    evicted_after_seconds: float = 0.0  # since they were cached
+    evicted_idle_seconds: float = 0.0  # since a request last had them
+    reuses_timed: int = 0  # blocks that no request had, and that one found
+    reused_after_seconds: float = 0.0  # since a request last had them
+
+
+class Residency:
+    def __init__(self, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.every = max(1, num_blocks // TIMED_BLOCKS)  # blocks whose number it divides are timed
+        self.totals = ResidencyTotals()
+        self._clock = clock
+        self._cached_at: dict[int, float] = {}
+        self._idle_since: dict[int, float] = {}
+
+    def cached(self, block: int) -> None:
+        self._cached_at[block] = self._clock()
+
+    def idle(self, block: int) -> None:
+        """It is in no table any more."""
+        if block in self._cached_at:
+            self._idle_since[block] = self._clock()
+
+    def reused(self, block: int) -> None:
+        """It was in no table, and is in one again."""
+        since = self._idle_since.pop(block, None)
+        if since is not None:
+            self.totals.reuses_timed += 1
+            self.totals.reused_after_seconds += self._clock() - since
+
+    def evicted(self, block: int) -> None:
+        cached_at, idle_since = self._cached_at.pop(block, None), self._idle_since.pop(block, None)
+        if cached_at is not None and idle_since is not None:
+            now = self._clock()
+            self.totals.evictions_timed += 1
+            self.totals.evicted_after_seconds += now - cached_at
+            self.totals.evicted_idle_seconds += now - idle_since
+
+    def forgotten(self, block: int) -> None:
+        """It is not cached any more, and not for want of room."""
+        self._cached_at.pop(block, None)
+        self._idle_since.pop(block, None)
+
+    def all_forgotten(self) -> None:
+        self._cached_at.clear()
+        self._idle_since.clear()
+
 
 CachedBlocks = dict[bytes, int | dict[int, None]]
 """hash -> the block that holds it, or several: block tables only grow, so a block that turns out to be a copy

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.engine.cache.group_manager import GroupManager
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.group_manager import GroupManager, KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import NULL_BLOCK_ID

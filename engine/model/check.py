@@ -13,7 +13,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.attention.interface import PAGED, PROBED, attend_by
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.latents import gathering

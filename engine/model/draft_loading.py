@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
 from tandem.engine.model.checkpoint import choose_dtype, context_length, read_config

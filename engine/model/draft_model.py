@@ -1,4 +1,4 @@
-"""Drafts from a small model with the same tokenizer, greedily.
+"""Drafts from a small model with the same tokenizer, greedily, or from the text itself.
 
 It has a KV cache of its own, whose blocks have the numbers of the model's: what owns a block of the pool owns both. So the scheduler keeps no
 second account, and nothing here is told of preemptions, prefix hits, aborts or transfers. Instead what lies in a block is known by what it was
@@ -7,6 +7,8 @@ each step. So a prompt that another node computed is read here once more, by the
 the link more, and bind prefill nodes, tiers and mirrors to a model that only decoding needs.
 
 Nothing here can make an answer wrong. A guess is checked by the model, and a wrong one costs its time.
+
+Drafts from the text itself are the simplest ones: what followed the last time that the newest tokens stood there (`propose_from_text`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,26 @@ from tandem.engine.model.batching import ScheduledTokens, build_batch
 from tandem.engine.model.runner import Forward
 from tandem.engine.model.staging import DeviceMark, on
 from tandem.engine.model.states import RequestRows
+
+_LONGEST, _SHORTEST = 4, 2
+
+
+def propose_from_text(tokens: npt.NDArray[np.int32], num_drafts: int) -> list[int]:
+    """Up to `num_drafts` tokens that may follow `tokens`; the longest match wins, the latest of equals."""
+    for length in range(min(_LONGEST, len(tokens) - 1), _SHORTEST - 1, -1):
+        # Starts 0 .. len - length - 1: a match before the newest tokens themselves, with something after it.
+        ends = len(tokens) - length
+        matches = tokens[:ends] == tokens[-length]
+        for offset in range(1, length):
+            matches &= tokens[offset : ends + offset] == tokens[offset - length]
+        starts = np.flatnonzero(matches)
+        if starts.size:
+            # Overlapping repetition ("a a a a") leaves little after the latest match; prefer one with all.
+            full = starts[starts + length + num_drafts <= len(tokens)]
+            start = int(full[-1] if full.size else starts[0]) + length
+            return [int(token) for token in tokens[start : start + num_drafts]]
+    return []
+
 
 _READING_S = 0.02  # after one step, for prompts that are new to the draft model
 _FIRST_PIECE, _MOST_READ = 64, 2048  # tokens

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.attention.latents import gathering
 from tandem.engine.model.attention.layers import CachePlan, plan_cache

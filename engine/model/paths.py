@@ -214,6 +214,7 @@ def load_general(
 
     adapted = adapters = None
     if room is not None:
+        from tandem.engine.model.fused.cpu import CpuPieces
         from tandem.engine.model.lora.layers import find_layers
         from tandem.engine.model.lora.slots import AdapterSlots
 
@@ -222,6 +223,7 @@ def load_general(
             lambda tokens: run_without_attention(model, tokens, 1, model.device),
             slots=room.slots,
             rank=room.rank,
+            kernels=pieces if isinstance(pieces, CpuPieces) else None,
         )
         adapters = AdapterSlots(adapted, model.dtype, device)
 
@@ -241,8 +243,7 @@ def load_general(
             return RecordedSteps(forward, attention)
         if device.type != "cuda" or observe:
             return forward
-        from tandem.engine.model.cuda import CudaRecorder
-        from tandem.engine.model.decode_graphs import DecodeGraphs
+        from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
 
         graphs = DecodeGraphs(
             forward,

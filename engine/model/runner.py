@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.wire.images import ImageRules
 from tandem.wire.pooling import VectorModel

@@ -12,11 +12,15 @@ import numpy.typing as npt
 import torch
 
 from tandem.engine.model.batch import Batch
-from tandem.engine.model.batching import ScheduledTokens, UnreadTokens, build_batch
-from tandem.engine.model.draft_model import DraftModel
+from tandem.engine.model.batching import (
+    ScheduledTokens,
+    UnreadTokens,
+    build_batch,
+    cut_for_logits,
+    hooks_of_pass,
+)
+from tandem.engine.model.draft_model import DraftModel, propose_from_text
 from tandem.engine.model.eagle import EagleHead
-from tandem.engine.model.ngram import propose
-from tandem.engine.model.passes import cut_for_logits, hooks_of_pass
 from tandem.engine.model.pooler import PooledVector, Pooler, read_vector
 from tandem.engine.model.runner import Forward, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
@@ -432,7 +436,9 @@ class TorchRunner:
             guessed = {}
             for req_id, most in wanted.items():
                 row = requests.row(req_id)
-                guessed[req_id] = propose(requests.tokens[row, : int(requests.num_tokens[row])], most)
+                guessed[req_id] = propose_from_text(
+                    requests.tokens[row, : int(requests.num_tokens[row])], most
+                )
         for req_id, drafts in guessed.items():
             row = requests.row(req_id)
             if drafts and self._masks is not None and self._table.constrained[row]:

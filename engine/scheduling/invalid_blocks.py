@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
-from tandem.engine.scheduling.state import SchedulerState
-from tandem.engine.scheduling.step import leave_steps
+from tandem.engine.scheduling.state import SchedulerState, leave_steps
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.errors import TransferError
 from tandem.wire.requests import TokenChunk

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.pins import Pins
-from tandem.engine.scheduling.state import SchedulerState
-from tandem.engine.scheduling.step import leave_steps
+from tandem.engine.scheduling.state import SchedulerState, leave_steps
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import ContextLengthExceeded, InternalError, InvalidRequest, TandemError
 from tandem.wire.images import MediaFeature

@@ -14,30 +14,32 @@ from collections.abc import Callable, Iterable, Sequence
 from tandem.engine.cache.coordinator import Tables, hash_block_size
 from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.cache.events import CacheEvents
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
-from tandem.engine.cache.residency import Residency
+from tandem.engine.cache.pool import Residency
 from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.admission import AdmissionPhase
+from tandem.engine.scheduling.admission import AdmissionPhase, RunningPhase
 from tandem.engine.scheduling.audit import check_integrity
 from tandem.engine.scheduling.drafting import DraftJudge
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
-from tandem.engine.scheduling.pins import Pins
-from tandem.engine.scheduling.queue import make_policy
-from tandem.engine.scheduling.results import ModelResults
-from tandem.engine.scheduling.running import RunningPhase
-from tandem.engine.scheduling.state import PauseState, SchedulerState
+from tandem.engine.scheduling.pins import Pins, Tools
+from tandem.engine.scheduling.queue import WaitingRequests, make_policy
+from tandem.engine.scheduling.results import ModelResults, TransferResults
+from tandem.engine.scheduling.state import (
+    PROMPTS_ALONE,
+    Pace,
+    PauseState,
+    SchedulerState,
+    StepPlan,
+    leave_open,
+)
 from tandem.engine.scheduling.stats import SchedulerStats
-from tandem.engine.scheduling.step import PROMPTS_ALONE, Pace, StepPlan, leave_open
 from tandem.engine.scheduling.step_trace import StepTrace
-from tandem.engine.scheduling.tool_times import Tools
-from tandem.engine.scheduling.transfers import TransferResults
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
-from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.embeds import PromptEmbeds

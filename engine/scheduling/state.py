@@ -1,11 +1,27 @@
-"""What the parts of the scheduler share."""
+"""What the parts of the scheduler share: the requests, the blocks, and the plan of a step while it is made.
+
+A step gives each decoding request one token, and takes as long as everything that it computes: on a slow core the chunk
+of a long prompt is what all the others wait for. So while requests decode, prompts get no more tokens than this node
+computes within `scheduler.step_target_ms`, judged by its last steps (`Pace`). Where nothing decodes, prompts wait for each other: the first
+may take all of a step, and others share it while it is short.
+
+A step may be left open: the next one is planned before its tokens are known. Each request that gets a token of the open
+step then has a placeholder, a token that counts, has its slot, and is fed to the next step on the device. What cannot be
+planned with that waits until the step is booked: no request is preempted, and a request whose next token depends on its
+last in ways that only the host knows keeps its steps from being left open. The scheduler knows ahead when a request
+reaches its length. A stop is found while the next step already runs, whose token for the request is void.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
+
+from tandem.engine.cache.coordinator import Tables
 from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import SchedulerConfig
@@ -13,9 +29,8 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.drafting import DraftJudge
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.pins import Pins
-from tandem.engine.scheduling.queue import QueuePolicy
+from tandem.engine.scheduling.queue import QueuePolicy, WaitingRequests
 from tandem.engine.scheduling.stats import AnswerLengths, SchedulerStats, Totals
-from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
 
@@ -114,3 +129,120 @@ class SchedulerState:
             )
             for request in self.requests.values()
         )
+
+
+class Eviction(msgspec.Struct, frozen=True):
+    """A request lost its blocks."""
+
+    request_id: str
+    for_request: str  # whose next tokens needed them, maybe itself; "" when its KV turned out wrong
+    blocks: int
+    computed: int  # tokens that it computes again
+
+
+@dataclasses.dataclass(slots=True)
+class StepPlan:
+    token_budget: int
+    prompt_budget: int  # of them, for requests that are more than one token behind and have no drafts
+    num_scheduled: dict[str, int] = dataclasses.field(default_factory=dict)  # in order of scheduling
+    running: list[Request] = dataclasses.field(default_factory=list)  # ran before this step
+    resumed: list[Request] = dataclasses.field(default_factory=list)
+    new: list[Request] = dataclasses.field(default_factory=list)
+    new_blocks: dict[str, Tables] = dataclasses.field(default_factory=dict)  # of `running`; absent: none
+    drafts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    preempted: list[Request] = dataclasses.field(default_factory=list)
+    # For the scheduler trace: how each of them lost its blocks, whose KV is fetched from here on, and who was next in line and not
+    # admitted for want of what.
+    evictions: list[Eviction] = dataclasses.field(default_factory=list)
+    loads: list[str] = dataclasses.field(default_factory=list)
+    held_back: tuple[str, str] | None = None
+    # Something changed that another step could build on, though maybe nothing is computed.
+    moved: bool = False
+    # A connector wants to be asked again.
+    deferred: bool = False
+    # See SchedulerOutput.
+    begins_loads: bool = False
+    reads_loads: bool = False
+    ran_short: bool = False
+
+    def num_tokens_of_prompts(self) -> int:
+        if sum(self.num_scheduled.values()) == len(self.num_scheduled):
+            return 0
+        return sum(
+            num_tokens
+            for request_id, num_tokens in self.num_scheduled.items()
+            if num_tokens > 1 and request_id not in self.drafts
+        )
+
+    def take_back(self, request: Request) -> int:
+        """Undoes what `request`, which ran before, was given in this step; returns how many tokens that was."""
+        num_tokens = self.num_scheduled.pop(request.request_id, 0)
+        if num_tokens:
+            self.running.remove(request)
+            self.new_blocks.pop(request.request_id, None)
+            self.drafts.pop(request.request_id, None)
+        return num_tokens
+
+
+def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
+    """See Scheduler.leave_open."""
+    if step.ran_short or step.reads_loads or step.spec_token_ids or not step.num_scheduled_tokens:
+        return False
+    if step.draft_limits:
+        return False  # what is guessed follows from its tokens
+    if state.judge is not None and any(request.spec_token_ids for request in state.running):
+        return False  # the next step may check drafts that this one had no room for
+    sampled: list[Request] = []
+    for request_id in step.num_scheduled_tokens:
+        if request_id in step.void_req_ids:
+            continue
+        request = state.requests[request_id]
+        if request.needs_its_last_token:
+            return False
+        if request.num_computed_tokens == request.num_tokens and request.pooling is None:
+            sampled.append(request)
+    for request in sampled:
+        request.num_output_placeholders = 1
+    state.open_step = step
+    return True
+
+
+def leave_steps(state: SchedulerState, request: Request) -> int:
+    """The request ends or is interrupted, and what steps under way compute for it is void, so its placeholder is, too.
+    Returns how many of the tokens that count as computed that is."""
+    request.num_output_placeholders = 0
+    num_tokens = 0
+    for step in (state.open_step, state.planned):  # which may be one
+        if step is None or request.request_id in step.void_req_ids:
+            continue
+        if count := step.num_scheduled_tokens.get(request.request_id):
+            step.void_req_ids.add(request.request_id)
+            num_tokens += count
+    return num_tokens
+
+
+# Prompts go on, also where the decodes alone take as long as the target. On a CPU reading the weights takes about as
+# long as computing so many tokens with them: fewer would save little time, and cost most of the speed.
+FEWEST_TOKENS = 64
+# Where nothing decodes, several prompts share a step of so many times the target.
+PROMPTS_ALONE = 4
+
+
+class Pace:
+    def __init__(self, target_ms: float) -> None:
+        """0: no target."""
+        self._target_s = target_ms / 1000
+        self.tokens: float = math.inf  # until a step has taken longer than the target
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """A step with so many tokens of prompts.
+
+        Part of its time did not grow with them, so what fits by proportion is too few where the step was shorter than
+        the target, and too many where it was longer: either way nearer. Only a step that was short although it had all
+        the tokens that it might have, or that was too long, says that fewer fit than was thought.
+        """
+        if not self._target_s or seconds <= 0:
+            return
+        fitting = max(int(num_tokens * self._target_s / seconds), FEWEST_TOKENS)
+        if num_tokens >= self.tokens or seconds > self._target_s or fitting > self.tokens:
+            self.tokens = fitting

@@ -42,7 +42,7 @@ class Totals(msgspec.Struct):
     pins_made: int = 0
     pins_met: int = 0  # the next turn came in time, and began as expected
     pins_ended: dict[str, int] = {}  # by why
-    # Those of engine.cache.residency.
+    # Those of engine.cache.pool.
     blocks_evicted: int = 0
     evictions_timed: int = 0
     evicted_after_seconds: float = 0.0

@@ -14,8 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.engine.request import Request
-from tandem.engine.scheduling.state import PauseState, SchedulerState
-from tandem.engine.scheduling.step import Eviction, StepPlan
+from tandem.engine.scheduling.state import Eviction, PauseState, SchedulerState, StepPlan
 
 MAX_LISTED = 512  # requests of one kind in a snapshot; their number is there besides
 

@@ -1,9 +1,8 @@
 """A request's whole life: a place in the queue, both nodes told, tokens merged, deadlines, failover, the one end.
 
 admission    how many at once, who waits, whose turn is next
-spec         what is asked for, once checked
-ledger       tokens by index from two nodes, merged into one sequence; logprobs: their log-probabilities, as numbers
-attempt      one try on one pair of nodes
+ledger       tokens by index from two nodes, merged into one sequence, with their log-probabilities
+attempt      what is asked for, once checked, and one try of it on one pair of nodes
 life         from the first submission to the one end, across attempts; timings: when, and the metrics of it
 placement    which nodes an attempt goes to, what they are told, and who runs where
 dispatcher   starts lives, and finds the life that a message belongs to
@@ -11,11 +10,11 @@ recall       background answers that other routers began, found on the nodes tha
 generation   the lives of one HTTP request, as its handler reads them
 """
 
+from tandem.router.dispatch.attempt import KeptAnswer, SequenceSpec
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.dispatch.generation import Generation, ReadableLife, ReadableLives
 from tandem.router.dispatch.life import LeftBehind, RequestLife
 from tandem.router.dispatch.recall import FollowedAnswer, FoundAnswer
-from tandem.router.dispatch.spec import KeptAnswer, SequenceSpec
 
 __all__ = [
     "Dispatcher",

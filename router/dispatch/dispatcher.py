@@ -10,17 +10,17 @@ from collections.abc import Callable
 from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.admission import Admission
+from tandem.router.dispatch.attempt import SequenceSpec
 from tandem.router.dispatch.generation import Generation
 from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.recall import Recalls
-from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import Links
 from tandem.router.metrics import RouterMetrics
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.recent import RecentRequests
-from tandem.router.sent_reports import SentReports
+from tandem.router.siblings import SentReports
 from tandem.wire.errors import InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews, Holding, NodeStatus, TokenBatch

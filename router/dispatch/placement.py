@@ -13,17 +13,16 @@ from typing import Generic, TypeVar
 
 from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig
-from tandem.router.dispatch.attempt import Attempt, submit_of
-from tandem.router.dispatch.spec import SequenceSpec
+from tandem.router.dispatch.attempt import Attempt, SequenceSpec, submit_of
 from tandem.router.links import Links
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import RoutingDecision, RoutingRequest
-from tandem.router.policy.alternatives import Alternative
+from tandem.router.policy.choose import Alternative
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.rates import AnswerLengthMeter
 from tandem.router.recent import RecentRequests, Targets
-from tandem.router.sent_reports import SentReports
+from tandem.router.siblings import SentReports
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tandem.router.dispatch.spec import SequenceSpec
+from tandem.router.dispatch.attempt import SequenceSpec
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import RoutingDecision
 from tandem.router.recent import RequestAccount

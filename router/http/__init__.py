@@ -12,7 +12,6 @@ protocol       one connection: its requests one after the other, its limits and 
 call           one request and its answer there; head and chunked: what is read of it
 exchange       one request and its answer, until its client goes away
 gate           what every request passes on its way in and out
-body, json_body    a request's body, from bytes to a checked type, long_strings of it in pieces; memory: what all of them take together
-respond, event_stream, errors
-               an answer in one piece, as a stream, as an error
+body, json_body    a request's body, from bytes to a checked type; what all of them take together
+event_stream   an answer in one piece or as a stream; errors: as an error
 """

@@ -1,23 +1,205 @@
-"""A request's body: of the right type, not too large, not too slow; then parsed and checked."""
+"""A request's body: of the right type, not too large, not too slow; then parsed and checked.
+
+What all requests may take together is bounded, too: their bodies while they are read, and until their end what is kept of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from tandem.router.config import Limits, RouterConfig, Timeouts
+from tandem.router.dispatch import ReadableLives
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.json_body import parse_object
-from tandem.router.http.memory import BodyShare
 from tandem.router.openai.checking import read_request
-from tandem.wire.errors import Cancelled, InvalidRequest
+from tandem.router.openai.fields import StreamOptions
+from tandem.router.openai.plan import GenerationPlan
+from tandem.wire.errors import Cancelled, InvalidRequest, Overloaded, TandemError
+
+# What Python takes, as measured with sys.getsizeof: a token in a list, an entry of a dict of numbers, all that belongs to
+# one sequence beside its tokens.
+TOKEN_BYTES = 36
+ENTRY_BYTES = 100
+SEQUENCE_BYTES = 8 << 10
+LONG_TEXT = 256
+# A body up to this size is kept as it is to the request's end; a larger one is dropped once its plan is made.
+SMALL_BODY = 4 << 10
+PARSED_TIMES = 8  # what its objects take, against its bytes
+LOGPROB_BYTES = 16  # an id and a number, in arrays
 
 R = TypeVar("R", bound=msgspec.Struct)
+
+
+class BodyBudget:
+    """Bytes as they have come, not as they were announced: an announcement takes no memory from other requests."""
+
+    def __init__(self, limit: int, on_refused: Callable[[], None]) -> None:
+        self._limit = limit
+        self._on_refused = on_refused
+        self.held = 0
+        # Large bodies are parsed one by one: so many threads would leave the event loop little of the interpreter.
+        self.parsing = asyncio.Semaphore(1)
+
+    @contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        """One request's. Whatever it took is given back at the end of the block, however that is reached."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self.held -= share.size
+
+    def take(self, size: int) -> None:
+        if self.held + size > self._limit:
+            self._on_refused()
+            raise Overloaded(
+                f"the requests that are being read take up the {self._limit} bytes that there are for them; "
+                "send this one again a little later"
+            )
+        self.held += size
+
+
+class BodyShare:
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.size = 0
+
+    @property
+    def parsing(self) -> asyncio.Semaphore:
+        return self._budget.parsing
+
+    def take(self, size: int) -> None:
+        """Raises Overloaded when there is no room for it."""
+        self._budget.take(size)
+        self.size += size
+
+
+class KeptMemory:
+    """What running and waiting requests keep. A request is let in when what it is known to keep fits. What answers
+    grow by is measured now and then: it keeps others out, and if it is too much, the request that has most is ended."""
+
+    def __init__(self, limit: int, on_refused: Callable[[], None]) -> None:
+        self._limit = limit
+        self._on_refused = on_refused
+        self._shares: set[KeptShare] = set()
+        self.held = 0
+
+    @contextmanager
+    def share(self, size: int) -> Iterator[KeptShare]:
+        """One request's, to the end of the block. Raises InvalidRequest for one that could never fit, else Overloaded."""
+        if size > self._limit:
+            self._on_refused()
+            raise InvalidRequest(
+                f"the request would take {size} bytes of the router's memory, more than the {self._limit} that all "
+                "requests have together: ask for fewer choices, tokens, or log-probabilities"
+            )
+        if self.held + size > self._limit:
+            self._on_refused()
+            raise Overloaded(
+                f"running requests take up the {self._limit} bytes that there are for them; "
+                "send this one again a little later"
+            )
+        share = KeptShare(size)
+        self._shares.add(share)
+        self.held += size
+        try:
+            yield share
+        finally:
+            self._shares.discard(share)
+            self.held -= share.size
+
+    def measure(self) -> None:
+        for share in self._shares:
+            share.measure()
+        self.held = sum(share.size for share in self._shares)
+        if self.held > self._limit:
+            self._on_refused()
+            largest = max(self._shares, key=lambda share: share.size)
+            largest.end(
+                Overloaded(
+                    f"the answer has grown to {largest.size} bytes, the most of all, and the router has no room for more"
+                )
+            )
+
+
+class KeptShare:
+    """One request's: what it was let in with, or what its answer has grown to if that is more."""
+
+    def __init__(self, size: int) -> None:
+        self._at_first = size
+        self._inputs = size
+        self._generation: ReadableLives | None = None
+        self.size = size
+
+    def grows_with(self, generation: ReadableLives, inputs: int) -> None:
+        """`inputs` are what it keeps besides its answer."""
+        self._generation, self._inputs = generation, inputs
+
+    def measure(self) -> None:
+        if self._generation is not None:
+            answer = sum(
+                TOKEN_BYTES * len(life.ledger.tokens) + life.ledger.logprobs.nbytes
+                for life in self._generation.lives
+            )
+            self.size = max(self._at_first, self._inputs + answer)
+
+    def end(self, error: TandemError) -> None:
+        if self._generation is not None:
+            for life in self._generation.lives:
+                life.fail(error)
+
+
+def inputs_size(plan: GenerationPlan) -> int:
+    """What a request keeps from its plan to its end, whatever is answered."""
+    sampling = plan.specs[0].sampling
+    return (
+        TOKEN_BYTES * plan.prompt_tokens
+        + sum(map(len, plan.specs[0].images))
+        + sum(
+            len(embeds.data)
+            for spec in plan.specs[:: plan.choices_per_prompt]
+            if (embeds := spec.embeds) is not None
+        )
+        + sum(map(len, plan.prompt_texts))
+        + SEQUENCE_BYTES * len(plan.specs)
+        + len(sampling.grammar or "")
+        + ENTRY_BYTES * (len(sampling.logit_bias) + sum(map(len, sampling.bad_words)))
+        + sum(map(len, plan.stops))
+    )
+
+
+def answer_size(plan: GenerationPlan, *, streams: bool) -> int:
+    """What is known beforehand of what its answer keeps: log-probabilities that are shown all at once, at the end."""
+    size = 0
+    for spec in plan.specs:
+        sampling = spec.sampling
+        if sampling.prompt_logprobs is not None:
+            size += len(spec.prompt_token_ids) * (1 + sampling.prompt_logprobs) * ENTRY_BYTES
+        if sampling.logprobs is not None and not streams:
+            size += sampling.max_tokens * (2 + sampling.logprobs) * LOGPROB_BYTES
+    return size
+
+
+def without_payload(request: R) -> R:
+    """The request without what its plan was made of: lists, objects and long texts, of whatever size. What an answer
+    needs of them is in the plan."""
+    emptied: dict[str, Any] = {}
+    for name in request.__struct_fields__:
+        value = getattr(request, name)
+        if isinstance(value, list | dict) or (isinstance(value, str) and len(value) > LONG_TEXT):
+            emptied[name] = type(value)()
+        elif isinstance(value, msgspec.Struct) and not isinstance(value, StreamOptions):
+            emptied[name] = None
+    return msgspec.structs.replace(request, **emptied)
+
 
 # Parsing more than this takes a millisecond or more.
 INLINE_BYTES = 64 << 10

@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tandem.router.http.errors import Forbidden, anthropic_error
 from tandem.router.keys import KeyRing, Tenant
-from tandem.router.tracing.trace import RequestTrace
+from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.errors import Cancelled
 
 

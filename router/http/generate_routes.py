@@ -11,20 +11,19 @@ import msgspec
 from tandem.router.anthropic.messages_answer import MessageStream, whole_message
 from tandem.router.anthropic.messages_request import MessagesRequest, as_chat
 from tandem.router.dispatch import Generation
-from tandem.router.http.body import read_body
-from tandem.router.http.errors import RouterDraining
-from tandem.router.http.event_stream import AnswerStream, Delivery, EventStream
-from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.memory import (
+from tandem.router.http.body import (
     PARSED_TIMES,
     SMALL_BODY,
     BodyShare,
     KeptShare,
     answer_size,
     inputs_size,
+    read_body,
     without_payload,
 )
-from tandem.router.http.respond import send_pieces
+from tandem.router.http.errors import RouterDraining
+from tandem.router.http.event_stream import AnswerStream, Delivery, EventStream, send_pieces
+from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
 from tandem.router.openai.answer import AnswerHead

@@ -18,11 +18,11 @@ import msgspec
 
 from tandem.router.dispatch import Generation, SequenceSpec
 from tandem.router.formats.pieces import Text
+from tandem.router.http.body import BodyShare, answer_size, inputs_size
 from tandem.router.http.errors import BodyTooLarge, Forbidden, RouterDraining, body_of
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import caller_of, enter, notes_of
 from tandem.router.http.json_body import parse_object
-from tandem.router.http.memory import BodyShare, answer_size, inputs_size
 from tandem.router.http.services import Services
 from tandem.router.http.websocket import GOING_AWAY, WebSocket
 from tandem.router.openai.chat_request import ChatRequest

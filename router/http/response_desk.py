@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tandem.router.dispatch import FoundAnswer, Generation, KeptAnswer, LeftBehind, ReadableLives
-from tandem.router.http.memory import answer_size, inputs_size
+from tandem.router.http.body import answer_size, inputs_size
 from tandem.router.http.services import Services
 from tandem.router.http.sibling_desk import forget_elsewhere, response_elsewhere
 from tandem.router.keys import Reservation

@@ -8,7 +8,7 @@ from typing import Protocol
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.figures import SharedFigures
-from tandem.router.http.memory import BodyBudget, KeptMemory
+from tandem.router.http.body import BodyBudget, KeptMemory
 from tandem.router.http.other_models import OtherModels
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks

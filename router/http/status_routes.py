@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.router.http.event_stream import send_bytes, send_json
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.respond import send_bytes, send_json
 from tandem.router.http.services import Services
 from tandem.router.http.sibling_desk import VERSION, FoundTrace, TraceQuestion, page_of_all
 from tandem.router.metrics import CONTENT_TYPE

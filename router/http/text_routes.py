@@ -13,13 +13,13 @@ from msgspec import Meta
 from tandem.router.anthropic.messages_request import CountRequest, as_chat
 from tandem.router.formats.lark import JsonObject
 from tandem.router.http.body import read_body
+from tandem.router.http.event_stream import send_pieces
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.respond import send_pieces
 from tandem.router.http.services import Services
+from tandem.router.openai.answer import json_pieces
 from tandem.router.openai.chat_prompt import ChatPrompt, chat_prompt, check_images, render_chat, with_images
 from tandem.router.openai.chat_request import ChatMessage, Tool
 from tandem.router.openai.fields import TokenId
-from tandem.router.openai.pieces import json_pieces
 from tandem.router.openai.served_model import ServedModel
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest

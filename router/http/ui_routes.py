@@ -10,8 +10,8 @@ from functools import cache
 
 import msgspec
 
+from tandem.router.http.event_stream import send_bytes, send_json
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.respond import send_bytes, send_json
 from tandem.router.http.services import Services
 from tandem.router.http.sibling_desk import page_of_all
 from tandem.router.page_state import NodeRow

@@ -9,14 +9,12 @@ from typing import Any
 import msgspec
 
 from tandem.router.dispatch import Generation
-from tandem.router.http.body import read_body
+from tandem.router.http.body import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare, read_body
+from tandem.router.http.event_stream import send_pieces
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import enter, notes_of, planned, routing_headers
-from tandem.router.http.memory import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare
-from tandem.router.http.respond import send_pieces
 from tandem.router.http.services import Services
-from tandem.router.openai.answer import AnswerHead
-from tandem.router.openai.pieces import json_pieces
+from tandem.router.openai.answer import AnswerHead, json_pieces
 from tandem.router.openai.plan import Caller
 from tandem.router.openai.served_model import ServedModel
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest

@@ -4,13 +4,11 @@ fields, chat_request, completion_request, vector_request, prompts
                what may be asked
 prompt_embeds  prompts as tensors, read from their files without torch or an unpickler
 checking, sampling, grammar, chat_prompt   from JSON to a checked request, and what crosses several fields
-sampling_defaults  the model's own sampling, for a request that does not say
 constraint     the one grammar that a request's fields add up to
 served_model   what this router serves, and what the checks need to know of it
 plan           a checked request, tokenized: what is to be generated
 choice, reading    one choice as its tokens come; a generation read to its end
 vectors        the same for vectors and scores: what nodes are asked for, and the answers
-answer, chat_answer, chat_message, completion_answer, logprobs
+answer, chat_answer, completion_answer, logprobs
                what is answered; answer_types: its shapes, for the API's document
-pieces         JSON of any size in bounded pieces
 """

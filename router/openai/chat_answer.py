@@ -1,22 +1,95 @@
-"""POST /v1/chat/completions: the answer, in one piece or as a stream of events."""
+"""POST /v1/chat/completions: the answer, in one piece or as a stream of events, with an assistant's message made from the pieces that its
+text means.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from tandem.router.formats.pieces import AnswerReader
-from tandem.router.openai.answer import AnswerHead, StreamedUsage, event, usage
-from tandem.router.openai.chat_message import ChatMessageMaker, whole_message
+from tandem.router.formats.pieces import (
+    AnswerReader,
+    Arguments,
+    CallBegins,
+    Piece,
+    Reasoning,
+    Text,
+    new_call_id,
+)
+from tandem.router.openai.answer import AnswerHead, StreamedUsage, event, json_pieces, usage
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
-from tandem.router.openai.pieces import json_pieces
 from tandem.router.openai.plan import GenerationPlan
 from tandem.router.openai.reading import ReadChoice, are_short
 from tandem.router.text.tokenizer import Tokenizer
+
+
+class ChatMessageMaker:
+    """One choice's. `reasoning` says whether the client wants to see it."""
+
+    def __init__(self, *, reasoning: bool = True) -> None:
+        self._reasoning = reasoning
+        self.calls = 0
+
+    def deltas(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        for piece in pieces:
+            match piece:
+                case Text(text):
+                    deltas.append({"content": text})
+                case Reasoning(text):
+                    if self._reasoning:
+                        deltas.append({"reasoning_content": text})
+                case CallBegins(call_id, name):
+                    function = {"name": name, "arguments": ""}
+                    call = {
+                        "index": self.calls,
+                        "id": call_id or new_call_id(),
+                        "type": "function",
+                        "function": function,
+                    }
+                    deltas.append({"tool_calls": [call]})
+                    self.calls += 1
+                case Arguments(text):
+                    more = {"index": self.calls - 1, "function": {"arguments": text}}
+                    deltas.append({"tool_calls": [more]})
+        return deltas
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """An answer that was cut off is not a complete set of calls."""
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+
+def whole_message(pieces: Sequence[Piece], *, reasoning: bool = True) -> dict[str, Any]:
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls: list[dict[str, Any]] = []
+    written: list[list[str]] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegins):
+            calls.append(
+                {"id": piece.id or new_call_id(), "type": "function", "function": {"name": piece.name}}
+            )
+            written.append([])
+        elif isinstance(piece, Arguments):
+            written[-1].append(piece.text)
+    for call, arguments in zip(calls, written, strict=True):
+        call["function"]["arguments"] = "".join(arguments)
+    beside = bool(calls or thought)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if beside and not content.strip() else content,
+        "refusal": None,
+    }
+    if thought and reasoning:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
 
 OBJECT = "chat.completion"
 CHUNK = "chat.completion.chunk"

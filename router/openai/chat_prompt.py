@@ -21,8 +21,7 @@ from tandem.router.openai.chat_request import (
     tool_for_template,
 )
 from tandem.router.openai.served_model import ServedModel
-from tandem.router.text.chat_template import ChatTemplate
-from tandem.router.text.special_text import SpecialTextGuard
+from tandem.router.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.wire.errors import InvalidRequest
 
 # Rendering more takes milliseconds, and is worth a hop to a thread.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from tandem.router.dispatch import ReadableLife
-from tandem.router.text.stops import StopMatcher
+from tandem.router.text.detokenizer import StopMatcher
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import TandemError
 from tandem.wire.sampling import FinishReason

@@ -7,11 +7,10 @@ from typing import Any
 
 import msgspec
 
-from tandem.router.openai.answer import AnswerHead, StreamedUsage, event, usage
+from tandem.router.openai.answer import AnswerHead, RawPieces, StreamedUsage, event, json_pieces, usage
 from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.logprobs import completion_logprobs, prompt_logprobs
-from tandem.router.openai.pieces import RawPieces, json_pieces
 from tandem.router.openai.plan import GenerationPlan
 from tandem.router.openai.reading import ReadChoice, are_short, keep_best
 from tandem.router.text.tokenizer import Tokenizer

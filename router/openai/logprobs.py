@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from tandem.router.dispatch.logprobs import LogprobStore
-from tandem.router.openai.pieces import RawPieces
+from tandem.router.dispatch.ledger import LogprobStore
+from tandem.router.openai.answer import RawPieces
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.sampling import TokenLogprobs
 

@@ -21,7 +21,7 @@ from tandem.router.openai.prompts import PromptTooLong, encoded, prompt_ids, pro
 from tandem.router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
 from tandem.router.openai.served_model import ServedModel
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tracing.trace import RequestTrace
+from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.images import MediaFeature

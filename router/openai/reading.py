@@ -6,8 +6,8 @@ import io
 from collections.abc import Sequence
 
 from tandem.router.dispatch import Generation
+from tandem.router.openai.answer import LoopTurn
 from tandem.router.openai.choice import Choice
-from tandem.router.openai.pieces import LoopTurn
 from tandem.router.openai.plan import GenerationPlan
 
 # An answer of no more than these is JSON within a tenth of a millisecond.

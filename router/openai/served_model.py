@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from tandem.router.config import RouterConfig
 from tandem.router.formats.detection import format_of
 from tandem.router.images.reader import ImageReader
-from tandem.router.openai.sampling_defaults import defaults_of
-from tandem.router.text.chat_template import ChatTemplate
-from tandem.router.text.special_text import SpecialTextGuard
+from tandem.router.openai.sampling import defaults_of
+from tandem.router.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.adapters import identity_of
 from tandem.wire.errors import UnknownModel

@@ -13,8 +13,7 @@ import msgspec
 
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Generation, RequestLife, SequenceSpec
-from tandem.router.openai.answer import AnswerHead
-from tandem.router.openai.pieces import LoopTurn
+from tandem.router.openai.answer import AnswerHead, LoopTurn
 from tandem.router.openai.plan import Caller
 from tandem.router.openai.prompts import PromptTooLong, prompt_ids, prompts_of
 from tandem.router.openai.served_model import ServedModel

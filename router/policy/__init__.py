@@ -1,11 +1,9 @@
 """Where a request goes: pure functions from a snapshot of the pools to a decision that explains itself.
 
 types         what a policy sees, and what it answers
-choose        the policies by name
+choose        the policies by name; which other nodes have to do with a request's KV; for traces, the nodes that were not chosen
 shortlist     the few nodes of a large pool that a choice is among; room: what the decode nodes have blocks for
-cache_peers   which other nodes have to do with a request's KV
 costs         expected waits, from what was measured; when the decode node had better compute the prompt itself
-alternatives  for traces: the nodes that were not chosen
 """
 
 from tandem.router.policy.choose import RoutingPolicy, make_policy

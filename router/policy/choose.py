@@ -1,9 +1,18 @@
-"""The policies by name. Each ranks the candidates of a pool; `decide` does the rest, the same for all."""
+"""The policies by name. Each ranks the candidates of a pool; `decide` does the rest, the same for all.
+
+Beside the nodes that compute, a decision names those that have to do with a request's KV: one that likely has more of the prompt than the
+node that reads it, and one that copies its blocks while it runs. For traces, `alternatives` says after the decision what else the
+request could have been given to, and what was expected of that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
+
+import msgspec
 
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy.costs import (
@@ -21,7 +30,93 @@ from tandem.router.policy.types import (
     first_by_rendezvous,
 )
 from tandem.wire.errors import Unavailable
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import NodeInfo, Role
+
+
+def at_mirror(request: RoutingRequest, decode: Mapping[str, NodeSnapshot]) -> RoutingDecision | None:
+    """A request whose node is gone goes where its KV is; None where there is no such node any more. `decode`: by name, those in view."""
+    mirror = request.mirror
+    if mirror is None or mirror.node_id in request.avoid:
+        return None
+    view = decode.get(mirror.node_id)
+    if view is None or view.info != mirror:
+        return None
+    return RoutingDecision(None, mirror, f"{mirror.node_id} has copies of its KV")
+
+
+def with_cache_peers(
+    decision: RoutingDecision,
+    candidates: PoolSnapshot,
+    cached: Mapping[str, int],
+    decode: Mapping[str, NodeSnapshot],
+    names: Sequence[str],
+) -> RoutingDecision:
+    """`cached`: by node, how many of the prompt's leading tokens it likely has. `names`: those of `decode`, in order."""
+    reader = decision.prefill or decision.decode
+    source = mirror = None
+    if reader is not None and reader.tier_endpoint:
+        nodes = [view.info for view in (*candidates.prefill, *candidates.decode) if view.info.tier_endpoint]
+        best = max(nodes, key=lambda node: cached.get(node.node_id, 0), default=reader)
+        if cached.get(best.node_id, 0) >= cached.get(reader.node_id, 0) + reader.block_size:
+            source = best
+    if decision.decode is not None and decision.decode.mirrors:
+        mirror = _next_after(decision.decode, decode, names)
+    if source is None and mirror is None:
+        return decision
+    return msgspec.structs.replace(decision, source=source, mirror=mirror)
+
+
+def _next_after(node: NodeInfo, decode: Mapping[str, NodeSnapshot], names: Sequence[str]) -> NodeInfo | None:
+    """In a ring by their names: each is the mirror of one, and requests of one node that share a prefix share its copy."""
+    first = bisect_right(names, node.node_id)
+    for step in range(len(names)):
+        info = decode[names[(first + step) % len(names)]].info
+        if info.mirrors and info.node_id != node.node_id:
+            return info
+    return None
+
+
+SHOWN = 3  # of each pool
+
+
+class Alternative(msgspec.Struct, frozen=True):
+    """A node that was chosen, or one of the best that were not."""
+
+    node_id: str
+    role: str
+    chosen: bool
+    expected_s: (
+        float  # of a prefill node until the first token; of a decode node what it costs to be decoded there
+    )
+    cached_tokens: int  # of the prompt, that it likely has
+    waiting_tokens: int  # of prompts, before this one
+
+
+def alternatives(
+    pools: PoolSnapshot, request: RoutingRequest, decision: RoutingDecision
+) -> list[Alternative]:
+    found: list[Alternative] = []
+    for nodes, chosen, decode in (
+        (pools.prefill, decision.prefill, False),
+        (pools.decode, decision.decode, True),
+    ):
+        wait_s, assumed = (decode_wait_s if decode else prefill_wait_s), best_prefill_rate(nodes)
+        told = [
+            Alternative(
+                node.node_id,
+                node.info.role.value,
+                chosen is not None and node.node_id == chosen.node_id,
+                wait_s(node, request, assumed),
+                request.cached.get(node.node_id, 0),
+                node.queued_tokens,
+            )
+            for node in nodes
+        ]
+        others = [one for one in told if not one.chosen]
+        found += [one for one in told if one.chosen]
+        found += heapq.nsmallest(SHOWN, others, key=lambda one: one.expected_s)
+    return found
+
 
 # How much longer a node with more of the prompt cached may keep it waiting, under prefix affinity.
 AFFINITY_WAIT_S = 1.0

@@ -3,6 +3,10 @@
 The template is the operator's, not the client's, yet it runs sandboxed: what clients send goes through it.
 The environment is the one that templates are written for: a test renders many families' templates here and by
 transformers, and compares.
+
+A tokenizer finds its special tokens wherever they stand in a prompt: a user's message could close its own turn and open the system's.
+So within messages their text gets an invisible character that joins words (U+2060) after its first. The model reads it as the text
+that it is, and every other text is left as it came, with the same tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +26,58 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from tandem.router.text.tokenizer import read_json
+from tandem.router.text.tokenizer import Tokenizer, read_json
 from tandem.wire.errors import ConfigurationError, InvalidRequest
+
+# The second one for a tokenizer that drops the first.
+_JOINERS = ("\u2060", " ")
+
+
+class SpecialTextGuard:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        texts = sorted(tokenizer.special_texts, key=len, reverse=True)
+        # One of a single character has no inside.
+        self._pattern = re.compile(
+            "|".join(map(re.escape, (text for text in texts if len(text) > 1))) or r"(?!)"
+        )
+        self._normalize = tokenizer.normalize_for_special
+        self._joiner = next(
+            (
+                joiner
+                for joiner in _JOINERS
+                if not _finds_special(tokenizer, self._broken("\n".join(texts), joiner))
+            ),
+            _JOINERS[-1],
+        )
+
+    def plain(self, text: str) -> str:
+        if self._normalize is not None and self._pattern.search(normal := self._normalize(text)):
+            text = normal  # what the tokenizer would have read there
+        return self._broken(text, self._joiner) if self._pattern.search(text) else text
+
+    def _broken(self, text: str, joiner: str) -> str:
+        return self._pattern.sub(lambda found: found[0][0] + joiner + found[0][1:], text)
+
+    def plain_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As a chat template gets it. An assistant's is what a model wrote, and may have its special tokens."""
+        return (
+            message
+            if message["role"] == "assistant"
+            else {k: self.plain_value(v) for k, v in message.items()}
+        )
+
+    def plain_value(self, value: Any) -> Any:
+        """Also within lists and mappings, their keys included."""
+        if isinstance(value, str):
+            return self.plain(value)
+        if isinstance(value, Mapping):
+            return {self.plain_value(k): self.plain_value(v) for k, v in value.items()}
+        return [self.plain_value(one) for one in value] if isinstance(value, list) else value
+
+
+def _finds_special(tokenizer: Tokenizer, text: str) -> bool:
+    return not tokenizer.special_ids.isdisjoint(tokenizer.encode(text, special=False))
+
 
 # Under what names clients and templates hand over an earlier turn's reasoning. The first is the usual one.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")

@@ -8,7 +8,7 @@ import secrets
 
 import msgspec
 
-from tandem.router.policy.alternatives import Alternative
+from tandem.router.policy.choose import Alternative
 from tandem.wire.tracing import Span, TransferRecord
 
 

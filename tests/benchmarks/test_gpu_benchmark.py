@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_parity
-from benchmarks.engine_costs import Costs
-from benchmarks.engine_work import Times
+from benchmarks.engine_costs import Costs, Times
 from benchmarks.gpu_models import ModelShape, make_model
 from benchmarks.machine import MachineLimits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.model.runner import FinishedStep, LayerHooks, ModelInfo
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tandem.engine.cache.events import CacheEvents
 from tandem.engine.request import Request
 from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
-from tandem.router.cached_blocks import CachedBlocks
-from tandem.router.prefixes import NodeBits, PromptHashes
+from tandem.router.prefixes import CachedBlocks, NodeBits, PromptHashes
 from tandem.wire.errors import NodeLost
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored

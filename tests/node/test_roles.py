@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tandem.decode_node.node import DecodeRules
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, EngineConfig
 from tandem.kvtransfer.base import (
     ConnectorContext,

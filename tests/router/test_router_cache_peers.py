@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tandem.router.policy import NodeSnapshot, RoutingDecision
-from tandem.router.policy.cache_peers import at_mirror, with_cache_peers
+from tandem.router.policy.choose import at_mirror, with_cache_peers
 from tandem.wire.nodes import NodeInfo, PeerAddress, Role
 from tandem.wire.requests import CachePeers
 from tests.router.conftest import StartRouter

@@ -11,8 +11,7 @@ from tandem.engine.config import CacheConfig, EngineConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
-from tandem.router.cached_blocks import CachedBlocks
-from tandem.router.prefixes import PromptHashes
+from tandem.router.prefixes import CachedBlocks, PromptHashes
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, Role
 from tests.engine.engine_fakes import BLOCK_SIZE, FakeRunner

@@ -16,8 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from tandem.router.openai.chat_prompt import INLINE_ITEMS, render_chat
 from tandem.router.openai.chat_request import ChatMessage
-from tandem.router.text.chat_template import ChatTemplate
-from tandem.router.text.special_text import SpecialTextGuard
+from tandem.router.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.nodes import Role
 from tests.router.conftest import StartRouter

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.router.http.long_strings import decode_in_pieces
+from tandem.router.http.json_body import decode_in_pieces
 from tandem.wire.errors import InvalidRequest
 
 WINDOW = 64

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tandem.router.config import Limits
-from tandem.router.http.memory import KeptMemory, without_payload
+from tandem.router.http.body import KeptMemory, without_payload
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.wire.errors import InvalidRequest, Overloaded
 from tests.router.conftest import StartRouter

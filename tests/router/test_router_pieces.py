@@ -10,9 +10,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.dispatch.logprobs import LogprobStore
+from tandem.router.dispatch.ledger import LogprobStore
+from tandem.router.openai.answer import RawPieces, json_pieces
 from tandem.router.openai.logprobs import LOWEST, chat_logprobs, completion_logprobs
-from tandem.router.openai.pieces import RawPieces, json_pieces
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.sampling import TokenLogprobs
 from tests.router.conftest import StartRouter

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tandem.router.config import RouterConfig, SamplingDefaults
 from tandem.router.openai.fields import INTERNAL
-from tandem.router.openai.sampling_defaults import Defaults, defaults_of
+from tandem.router.openai.sampling import Defaults, defaults_of
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams

@@ -19,8 +19,7 @@ from tandem.router.http import serving
 from tandem.router.http.accepting import Tally
 from tandem.router.policy import RoutingRequest
 from tandem.router.prefixes import PromptHashes
-from tandem.router.sent_reports import SentReports
-from tandem.router.siblings import Siblings
+from tandem.router.siblings import SentReports, Siblings
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers
 
-from tandem.router.text.special_text import SpecialTextGuard
+from tandem.router.text.chat_template import SpecialTextGuard
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter, StartRouter
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.router.tracing.clocks import READINGS, Clocks
 from tandem.router.tracing.record import parse_context
+from tandem.router.tracing.traces import READINGS, Clocks
 from tandem.wire.tracing import ClockReading
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

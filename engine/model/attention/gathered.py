@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import CachePlan
 from tandem.engine.model.batch import Batch, HostBatch

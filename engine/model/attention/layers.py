@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 
 if TYPE_CHECKING:
     import torch

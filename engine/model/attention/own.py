@@ -19,8 +19,7 @@ import torch
 
 from tandem.engine.model.attention.gathered import GatheredCache, Reads
 from tandem.engine.model.batch import Batch
-from tandem.engine.model.caches import StepCache
-from tandem.engine.model.rows import RowsOf
+from tandem.engine.model.caches import RowsOf, StepCache
 from tandem.engine.model.runner import LayerHooks
 from tandem.wire.errors import InternalError
 

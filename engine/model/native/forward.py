@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.native.architecture import describe, head_size, refusal, rope_parameters

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from tandem.engine.model.batch import Batch
-from tandem.engine.model.caches import OwnCache, StepCache
+from tandem.engine.model.caches import OwnCache, RowsOf, StepCache
 from tandem.engine.model.recurrent.layout import (
     CONV,
     MATRIX,
@@ -35,7 +35,6 @@ from tandem.engine.model.recurrent.layout import (
     StateKey,
     StateLayout,
 )
-from tandem.engine.model.rows import RowsOf
 from tandem.engine.model.runner import LayerHooks
 from tandem.wire.errors import ConfigurationError
 

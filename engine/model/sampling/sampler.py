@@ -1,18 +1,321 @@
-"""From logits to tokens, for all rows at once."""
+"""From logits to tokens, for all rows at once: one token per row is drawn from its softmax, or from what min_p, top_k and top_p leave of it.
+
+Each of these is a lower bound on a token's logit. A bound keeps ties: tokens with equal logits are all in or all out. So which tokens may
+be sampled depends on nothing but the row itself, whatever else is in the batch and whichever way the bound was found.
+
+Drawn is by the Gumbel-max trick in two levels: the index with the largest `logit - log E`, with independent exponential
+variates E, is distributed as the softmax. Taken first over blocks of the vocabulary, whose logit is the logarithm
+of their tokens' summed weights, and then over the tokens of the block that won, it is exactly the softmax again, and
+needs a few hundred variates instead of one for every token.
+
+The noise has no state: a variate is a function of (seed, position, index), in integer arithmetic, so it is the same on
+every node and device and in every batch. Logarithms are taken in float64 and then rounded: libraries differ in the last
+bit of a logarithm, which rounding to float32 almost always hides.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tandem.engine.model.sampling.adjust import edit_logits, penalize
-from tandem.engine.model.sampling.draw import TokenDraw
 from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.staging import to_device
 from tandem.engine.model.states import RequestRows
 from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.errors import TandemError
+
+# So many of the most likely tokens are looked at first. Restrictions usually leave fewer.
+_CANDIDATES = 128
+# Where they leave more: bins of a logit's distance from the largest. Weights beyond the last are below e**-32.
+_BINS, _BINS_PER_UNIT = 1024, 32
+_TILE = 64
+# On a device that is not to be asked: a logit's 33 bits are looked at in three digits. Weights are multiples of
+# 1 / _ONE there.
+_DIGIT, _SHIFTS = 11, (22, 11, 0)
+_ONE = float(1 << 40)
+_AT_ONCE = 1 << 23  # logits, whose digits and weights take 32 bytes each meanwhile
+
+
+class LogitRows:
+    """Rows to draw from: logits over temperature, their width padded to a multiple of the tile with -inf.
+
+    What is derived from them is computed when it is first needed.
+    """
+
+    def __init__(self, scaled: torch.Tensor) -> None:
+        self.scaled = scaled  # [N, W] float32
+
+    @functools.cached_property
+    def largest(self) -> torch.Tensor:
+        """[N, 1]"""
+        return self.scaled.amax(dim=1, keepdim=True)
+
+    @functools.cached_property
+    def weights(self) -> torch.Tensor:
+        """[N, W]: exp(scaled - largest)"""
+        return (self.scaled - self.largest).exp_()
+
+    @functools.cached_property
+    def candidates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most likely tokens' logits, in descending order, and the tokens."""
+        return most_likely(self.scaled, min(_CANDIDATES, self.scaled.shape[1]))
+
+    def __getitem__(self, index: torch.Tensor) -> LogitRows:
+        return LogitRows(self.scaled[index])
+
+
+def most_likely(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if scaled.shape[1] < 4 * count * _TILE:
+        values, tokens = scaled.topk(count, dim=1)
+        return values, tokens
+    # They all lie in the tiles with the `count` largest maxima.
+    tiles = scaled.view(scaled.shape[0], -1, _TILE)
+    best = tiles.amax(dim=2).topk(count, dim=1, sorted=False).indices
+    chosen = tiles.gather(1, best[:, :, None].expand(-1, -1, _TILE))
+    values, places = chosen.view(scaled.shape[0], -1).topk(count, dim=1)
+    return values, best.gather(1, places // _TILE) * _TILE + places % _TILE
+
+
+def lower_bounds(
+    rows: LogitRows,
+    vocab: int,
+    top_k: npt.NDArray[np.int64],  # 0 is off
+    top_p: npt.NDArray[np.float32],
+    min_p: npt.NDArray[np.float32],
+) -> torch.Tensor | None:
+    """[N, 1], in this order: min_p, then top_k, then top_p of what is left. None: nothing is restricted."""
+    device = rows.scaled.device
+    limited_k, limited_p, limited_m = (top_k > 0) & (top_k < vocab), top_p < 1.0, min_p > 0
+    if not (limited_k.any() or limited_p.any() or limited_m.any()):
+        return None
+    bound = torch.full_like(rows.largest, float("-inf"))
+    if limited_m.any():
+        share = to_device(min_p, device)[:, None]
+        bound = rows.largest + share.log()  # log(0) leaves a row unbounded
+    if limited_k.any():
+        off = to_device(~limited_k, device)[:, None]
+        bound = torch.maximum(bound, _kth(rows, limited_k, top_k).masked_fill_(off, float("-inf")))
+    if limited_p.any():
+        share = to_device(top_p[limited_p].astype(np.float64), device)[:, None]
+        bounded = bool(limited_k.any() or limited_m.any())
+        # What top_k leaves of these is among the candidates, but for tokens as likely as the last of them.
+        few = bool((limited_k & (top_k <= _CANDIDATES))[limited_p].all())
+        if limited_p.all():
+            return _reaching(rows, bound, bounded, few, share)
+        index = to_device(np.flatnonzero(limited_p), device)
+        bound[index] = _reaching(rows[index], bound[index], bounded, few, share)
+    return bound
+
+
+def _kth(rows: LogitRows, limited: npt.NDArray[np.bool_], top_k: npt.NDArray[np.int64]) -> torch.Tensor:
+    """The k-th largest logit of each limited row."""
+    device, most = rows.scaled.device, int(top_k[limited].max())
+    wanted = to_device(np.where(limited, top_k, 1), device)[:, None]
+    if most > _CANDIDATES and device.type != "cpu":
+        parts = (_slices(t, rows.scaled) for t in (rows.scaled, wanted))
+        return torch.cat([_selected(some, None, of_some) for some, of_some in zip(*parts, strict=True)])
+    values = rows.candidates[0] if most <= _CANDIDATES else most_likely(rows.scaled, most)[0]
+    return values.gather(1, wanted - 1)
+
+
+def _reaching(
+    rows: LogitRows, bound: torch.Tensor, bounded: bool, few: bool, share: torch.Tensor
+) -> torch.Tensor:
+    """The bound of the smallest set of most likely tokens whose weights reach the share of all that are in."""
+    weights = rows.weights.masked_fill(rows.scaled < bound, 0) if bounded else rows.weights
+    if rows.scaled.device.type != "cpu" and not few:
+        # Asking a device whether the candidates would do is a wait.
+        return _selected_by_weight(rows.scaled, weights, share)
+    tiles = weights.view(weights.shape[0], -1, _TILE).sum(dim=2)
+    wanted = tiles.sum(dim=1, dtype=torch.float64, keepdim=True) * share
+    values = rows.candidates[0]
+    each = (values - rows.largest).exp_().masked_fill_(values < bound, 0).double()
+    cumulative = each.cumsum(dim=1)
+    result = _bound_among(values, cumulative - each, wanted)
+    if not few and values.shape[1] < rows.scaled.shape[1]:
+        rest = torch.nonzero(cumulative[:, -1] < wanted[:, 0])[:, 0]
+        if len(rest):
+            result[rest] = _bound_by_bins(rows[rest], weights[rest], wanted[rest])
+    return result
+
+
+def _bound_among(values: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The smallest of the values, in descending order, before which the weights have not reached what is wanted."""
+    inside = before < wanted
+    inside[:, 0] = True
+    return values.masked_fill(~inside, float("inf")).amin(dim=1, keepdim=True)
+
+
+def _bound_by_bins(rows: LogitRows, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Sums weights by bin, finds the bin in which the sum reaches what is wanted, and sorts only that one."""
+    place = ((rows.largest - rows.scaled) * _BINS_PER_UNIT).clamp_(max=_BINS - 1).long()
+    sums = torch.zeros(len(wanted), _BINS, dtype=torch.float64, device=weights.device)
+    sums.scatter_add_(1, place, weights.double())
+    cumulative = sums.cumsum(dim=1)
+    # Rounding must not push the end out of the last bin.
+    last = (cumulative < wanted).sum(dim=1, keepdim=True).clamp_(max=_BINS - 1)
+    already = (cumulative - sums).gather(1, last)
+    member = place == last
+    most = int(member.sum(dim=1).max())
+    values, tokens = rows.scaled.masked_fill(~member, float("-inf")).topk(most, dim=1)
+    each = weights.gather(1, tokens).double()
+    return _bound_among(values, already + each.cumsum(dim=1) - each, wanted)
+
+
+def _selected_by_weight(scaled: torch.Tensor, weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Integers: their sums are exact, in whatever order a device adds them up."""
+    return torch.cat(
+        [
+            _selected(some, whole := (part * _ONE).long(), _part_of(whole, of_some))
+            for some, part, of_some in zip(
+                *(_slices(t, scaled) for t in (scaled, weights, share)), strict=True
+            )
+        ]
+    )
+
+
+def _slices(tensor: torch.Tensor, scaled: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(tensor, max(1, _AT_ONCE // scaled.shape[1]))
+
+
+def _part_of(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    total = weights.sum(dim=1, keepdim=True)
+    return (total.double() * share).ceil().long().clamp_(min=1).minimum(total)
+
+
+def _selected(scaled: torch.Tensor, weights: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+    """[N, 1]: the largest logit such that all that are as large or larger weigh what is wanted together; each weighs 1
+    without weights.
+
+    Digit by digit of where a logit stands below its row's largest, among all float32 numbers: nothing is sorted, and
+    nothing is asked of the device.
+    """
+    bits = scaled.view(torch.int32)
+    rank = bits.bitwise_xor((bits >> 31) & 0x7FFFFFFF).long()  # in the order of the numbers
+    largest = rank.amax(dim=1, keepdim=True)
+    below = largest - rank
+    count = scaled.shape[0]
+    found = torch.zeros(count, 1, dtype=torch.int64, device=scaled.device)
+    before = torch.zeros_like(found)  # the weight of all that are larger than what was found so far
+    for shift in _SHIFTS:
+        digit = (below >> shift) - (found << _DIGIT)
+        inside = (digit >= 0) & (digit < 1 << _DIGIT)
+        each = inside.long() if weights is None else weights.masked_fill(~inside, 0)
+        sums = torch.zeros(count, 1 << _DIGIT, dtype=torch.int64, device=scaled.device)
+        sums.scatter_add_(1, digit.clamp_(0, (1 << _DIGIT) - 1), each)
+        earlier = sums.cumsum(dim=1).sub_(sums).add_(before)
+        place = (earlier < wanted).sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
+        before = earlier.gather(1, place)
+        found = (found << _DIGIT) + place
+    rank = (largest - found).int()
+    return rank.bitwise_xor((rank >> 31) & 0x7FFFFFFF).view(torch.float32)
+
+
+_BLOCK = 256
+_NEVER = float("-inf")
+
+
+class TokenDraw:
+    """Over one model's vocabulary, on one device."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab = vocab_size
+        self._num_blocks = -(-vocab_size // _BLOCK)
+        self._blocks = hashed_indices(self._num_blocks, device)[None]
+        self._tokens = hashed_indices(self._num_blocks * _BLOCK, device).view(-1, _BLOCK)
+
+    def draw(
+        self,
+        scores: torch.Tensor,  # [N, V] float32; -inf is never drawn
+        requests: npt.NDArray[np.int64],  # their rows in the table
+        positions: npt.NDArray[np.int64],
+        table: SamplingTable,
+    ) -> torch.Tensor:
+        """int64 [N]; -1 for a row that holds NaN or infinity, or nothing but -inf"""
+        device, count = scores.device, len(requests)
+        temperature = to_device(table.temperature[requests], device)[:, None]
+        scaled = scores / temperature
+        if padding := self._num_blocks * _BLOCK - self._vocab:
+            scaled = torch.nn.functional.pad(scaled, (0, padding), value=_NEVER)
+        rows = LogitRows(scaled)
+        bound = lower_bounds(
+            rows, self._vocab, table.top_k[requests], table.top_p[requests], table.min_p[requests]
+        )
+        seeds = table.seed[requests]
+        first, second = (to_device(noise_keys(seeds, positions, stream), device) for stream in (0, 1))
+        sums = self._block_sums(rows, bound)
+        # Whatever is not a number wins, and says so.
+        won, block = sums.log_().sub_(log_exponential(first, self._blocks)).max(dim=1)
+        inside = scaled.view(count, self._num_blocks, _BLOCK)[torch.arange(count, device=device), block]
+        if bound is not None:
+            inside.masked_fill_(inside < bound, _NEVER)
+        best, token = inside.sub_(log_exponential(second, self._tokens[block])).max(dim=1)
+        return (block * _BLOCK + token).where(won.isfinite() & best.isfinite(), -1)
+
+    def _block_sums(self, rows: LogitRows, bound: torch.Tensor | None) -> torch.Tensor:
+        """[N, blocks]: the weights of all tokens that are in, by block."""
+        if bound is None:
+            return self._summed(rows.weights)
+        if bound.device.type != "cpu":
+            return self._summed(rows.weights.masked_fill(rows.scaled < bound, 0))
+        # Usually all that is in is among the candidates. Each row goes its own way, whatever the others do.
+        values, tokens = rows.candidates
+        few = values[:, -1] < bound[:, 0]
+        each = (values - rows.largest).exp_().masked_fill_(values < bound, 0)
+        sums = torch.zeros(len(bound), self._num_blocks)
+        sums.scatter_add_(1, tokens // _BLOCK, each)
+        if not bool(few.all()):
+            many = torch.nonzero(~few)[:, 0]
+            sums[many] = self._summed(rows.weights[many].masked_fill_(rows.scaled[many] < bound[many], 0))
+        return sums
+
+    def _summed(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights.view(weights.shape[0], self._num_blocks, _BLOCK).sum(dim=2)
+
+
+_M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # "lowbias32": a well-mixing bijection of 32 bits
+_U64 = np.uint64
+
+
+def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finalizer."""
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
+
+
+def noise_keys(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], stream: int
+) -> npt.NDArray[np.int32]:
+    """[N, 2]: 64 bits for each (seed, position). Streams are independent of each other."""
+    place = positions.astype(np.uint64) * _U64(0xD1342543DE82EF95) + _U64(stream)
+    return _mix64(_mix64(seeds + _U64(0x9E3779B97F4A7C15)) + place).view(np.int32).reshape(-1, 2)
+
+
+def _fold(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x ^= x >> bits, shifting zeros in. In place."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def hashed_indices(count: int, device: torch.device) -> torch.Tensor:
+    """What `log_exponential` takes for the indices 0 .. count - 1. They may be computed once."""
+    x = torch.arange(count, dtype=torch.int32, device=device)
+    # int32 products wrap around, as they should.
+    return _fold(_fold(_fold(x, 16).mul_(_M1), 15).mul_(_M2), 16)
+
+
+def log_exponential(keys: torch.Tensor, hashed: torch.Tensor) -> torch.Tensor:
+    """The logarithm of an exponential variate, float32 [N, C]: for keys [N, 2] and hashed indices [N or 1, C]."""
+    x = hashed ^ keys[:, :1]
+    x = _fold(_fold(x, 16).mul_(_M1).add_(keys[:, 1:]), 15).mul_(_M2)
+    bits = _fold(x, 16)
+    # In (0, 1), never an end: 2**-33 and a multiple of 2**-32.
+    uniform = bits.double().mul_(2.0**-32).add_(0.5 + 2.0**-33)
+    return uniform.log_().neg_().log_().float()
 
 
 class Sampler:

@@ -16,7 +16,7 @@ from tandem.cluster.trace.command import TraceClient, explained
 from tandem.cluster.trace.why import BETWEEN, explain, explain_account
 from tandem.cluster.trace.why_text import show_explanation
 from tandem.router.page_state import PageState, RouterState
-from tandem.router.policy.alternatives import Alternative
+from tandem.router.policy.choose import Alternative
 from tandem.router.recent import SlowRequest
 from tandem.router.tracing.record import Arrival, NodePart, TraceRecord
 from tandem.wire.errors import RequestError

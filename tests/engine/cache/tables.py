@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import HashAlgorithm

@@ -7,8 +7,7 @@ from array import array
 
 import pytest
 
-from tandem.engine.cache.pool import BlockPool
-from tandem.engine.cache.residency import Residency, ResidencyTotals
+from tandem.engine.cache.pool import BlockPool, Residency, ResidencyTotals
 from tandem.wire.errors import InternalError
 
 

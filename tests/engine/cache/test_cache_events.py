@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.cache.events import CacheEvents
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.request import Request
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored

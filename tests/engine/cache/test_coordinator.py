@@ -12,7 +12,7 @@ from tandem.engine.cache.coordinator import (
     hash_block_size,
     make_coordinator,
 )
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
 from tests.engine.cache.tables import FULL, admit, check, manager, request, sliding
 

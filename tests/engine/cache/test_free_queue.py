@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.engine.cache.free_queue import FreeBlockQueue
+from tandem.engine.cache.pool import FreeBlockQueue
 from tandem.wire.errors import InternalError
 
 

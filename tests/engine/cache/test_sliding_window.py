@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.wire.errors import ConfigurationError
 from tests.engine.cache.tables import BLOCK, admit, check, decode, manager, request, sliding
 

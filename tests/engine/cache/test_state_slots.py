@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.request import Request
 from tandem.wire.errors import ConfigurationError, InternalError

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tandem.engine.cache.groups import AttentionKind
+from tandem.engine.cache.group_manager import AttentionKind
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.own import places_for
 from tandem.engine.model.loading import load_runner

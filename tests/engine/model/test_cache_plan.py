@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.cache.groups import AttentionKind
+from tandem.engine.cache.group_manager import AttentionKind
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 
 

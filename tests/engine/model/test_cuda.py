@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.model import cuda, torch_runner
-from tandem.engine.model.cuda import CudaRecorder
+from tandem.engine.model import decode_graphs, torch_runner
+from tandem.engine.model.decode_graphs import CudaRecorder
 from tandem.engine.model.staging import on
 from tests.engine.model import tiny
 from tests.engine.model.test_loading import greedy, load
@@ -69,7 +69,7 @@ class FakeCuda:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(cuda.torch, "cuda", fake)
+    monkeypatch.setattr(decode_graphs.torch, "cuda", fake)
     return fake
 
 

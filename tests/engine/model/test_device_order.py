@@ -17,8 +17,7 @@ from tandem.engine.core import Engine
 from tandem.engine.model import paths
 from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.checkpoint import read_config
-from tandem.engine.model.cuda import CudaRecorder
-from tandem.engine.model.decode_graphs import DecodeGraphs
+from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
 from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.paths import ForwardShape, load_general

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function
 
-from tandem.engine.cache.groups import AttentionKind
+from tandem.engine.cache.group_manager import AttentionKind
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import memory, paths
 from tandem.engine.model.attention.interface import probed_mask

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.model.ngram import propose
+from tandem.engine.model.draft_model import propose_from_text
 
 
 def drafts(tokens: list[int], count: int) -> list[int]:
-    return propose(np.array(tokens, np.int32), count)
+    return propose_from_text(np.array(tokens, np.int32), count)
 
 
 def test_a_repeated_phrase_is_continued() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.model import passes
-from tandem.engine.model.passes import LOGIT_ROWS, cut_for_logits, hooks_of_pass
+from tandem.engine.model import batching
+from tandem.engine.model.batching import LOGIT_ROWS, cut_for_logits, hooks_of_pass
 from tandem.engine.model.states import RequestRows
 from tests.engine.model.hooks import Recorder
 
@@ -47,4 +47,4 @@ def test_each_layer_is_waited_for_before_all_passes_and_saved_after_them(count: 
 
 def test_without_hooks_there_are_none() -> None:
     assert hooks_of_pass(None, True, False) is None
-    assert passes.cut_for_logits(RequestRows(1, 8, 4, 1), {}, set()) == [{}]
+    assert batching.cut_for_logits(RequestRows(1, 8, 4, 1), {}, set()) == [{}]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.engine.cache.groups import AttentionKind
+from tandem.engine.cache.group_manager import AttentionKind
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model import caches

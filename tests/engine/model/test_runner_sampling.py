@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model import passes
+from tandem.engine.model import batching
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import LayerHooks
@@ -249,7 +249,7 @@ def test_a_long_prompts_logits_are_computed_in_passes(
     prompt = PROMPT * 4
 
     def step(most: int) -> tuple[ModelOutput, Recorder, int]:
-        monkeypatch.setattr(passes, "LOGIT_ROWS", most)
+        monkeypatch.setattr(batching, "LOGIT_ROWS", most)
         runner = load(path, native=native)
         forward, most_rows = runner.forward, 0
 

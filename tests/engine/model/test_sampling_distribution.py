@@ -11,9 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.model.sampling import restrict
-from tandem.engine.model.sampling.draw import TokenDraw, hashed_indices, log_exponential, noise_keys
-from tandem.engine.model.sampling.sampler import Sampler
+from tandem.engine.model.sampling import sampler
+from tandem.engine.model.sampling.sampler import (
+    Sampler,
+    TokenDraw,
+    hashed_indices,
+    log_exponential,
+    noise_keys,
+)
 from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.states import RequestRows
 from tandem.wire.sampling import SamplingParams
@@ -271,10 +276,8 @@ def test_top_p_is_the_same_set_however_it_is_found(monkeypatch: pytest.MonkeyPat
     top_k = np.repeat(np.array([0, 1500], np.int64), 12)
     found = []
     for candidates in (2048, 128, 2):
-        monkeypatch.setattr(restrict, "_CANDIDATES", candidates)
-        bounds = restrict.lower_bounds(
-            restrict.LogitRows(scaled), 2048, top_k, top_p, np.zeros(24, np.float32)
-        )
+        monkeypatch.setattr(sampler, "_CANDIDATES", candidates)
+        bounds = sampler.lower_bounds(sampler.LogitRows(scaled), 2048, top_k, top_p, np.zeros(24, np.float32))
         assert bounds is not None
         found.append(bounds)
     assert torch.equal(found[0], found[1])
@@ -297,9 +300,9 @@ def _logits(draw: st.DrawFn) -> torch.Tensor:
 
 @given(_logits(), st.floats(1e-6, 1 - 1e-6))
 def test_what_a_device_selects_for_top_p_is_what_sorting_finds(scaled: torch.Tensor, share: float) -> None:
-    rows = restrict.LogitRows(scaled)
+    rows = sampler.LogitRows(scaled)
     shares = torch.full((len(scaled), 1), share, dtype=torch.float64)
-    selected = restrict._selected_by_weight(scaled, rows.weights, shares)
+    selected = sampler._selected_by_weight(scaled, rows.weights, shares)
     values = scaled.sort(dim=1, descending=True).values
     weights = (values - rows.largest).exp().double()
     before = weights.cumsum(dim=1) - weights
@@ -316,7 +319,7 @@ def test_what_a_device_selects_for_top_p_is_what_sorting_finds(scaled: torch.Ten
 @given(_logits(), st.data())
 def test_what_a_device_selects_for_top_k_is_the_kth(scaled: torch.Tensor, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, scaled.shape[1]))
-    selected = restrict._selected(scaled, None, torch.full((len(scaled), 1), count))
+    selected = sampler._selected(scaled, None, torch.full((len(scaled), 1), count))
     assert torch.equal(selected, scaled.sort(dim=1, descending=True).values[:, count - 1 : count])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.native.forward import NativeLlamaForward
 

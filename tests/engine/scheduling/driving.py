@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput

@@ -12,7 +12,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.wire.images import MediaFeature
 

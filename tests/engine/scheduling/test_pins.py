@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.pins import ToolTimes
 from tandem.engine.scheduling.step_trace import StepTrace
-from tandem.engine.scheduling.tool_times import ToolTimes
 from tandem.kvtransfer.base import ConnectorOutput
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, unique_tokens
 

@@ -6,8 +6,7 @@ import random
 
 from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.queue import RequestQueue, make_policy
-from tandem.engine.scheduling.waiting import WaitingRequests
+from tandem.engine.scheduling.queue import RequestQueue, WaitingRequests, make_policy
 from tandem.wire.sampling import SamplingParams
 
 

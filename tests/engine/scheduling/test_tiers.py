@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 import torch
 
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.core import Engine
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory
 from tandem.kvtransfer.config import EvictionPolicy, LoadFailurePolicy, TransferConfig

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import LayerHooks, ModelInfo
 from tandem.engine.request import Request, RequestStatus

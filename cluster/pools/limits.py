@@ -1,0 +1,71 @@
+"""What may not be asked of pools, and why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.cluster.config import PoolsConfig, TandemConfig
+from tandem.cluster.describe import counted
+from tandem.cluster.launcher import Host
+from tandem.cluster.pools.plan import wanted_size
+from tandem.cluster.pools.room import too_many_for_cores
+from tandem.cluster.pools.state import ClusterState
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import Role
+
+
+def check_limits(config: TandemConfig, role: Role, size: int | None) -> None:
+    pool = config.pools.of(role)
+    if size is not None and size < pool.min:
+        raise ConfigurationError(
+            f"pools.{role.value}.min is {pool.min}: it cannot have {counted(size, 'node')}"
+        )
+    if size is not None and pool.max is not None and size > pool.max:
+        raise ConfigurationError(
+            f"pools.{role.value}.max is {pool.max}: it cannot have {counted(size, 'node')}"
+        )
+
+
+def check_alike(pools: PoolsConfig, before: Role, after: Role) -> None:
+    """A process goes on with the environment, the model and the KV cache's blocks that it has."""
+    if Role.ENCODE in (before, after):
+        raise ConfigurationError(
+            f"an encoder node has a vision tower alone, and no other node becomes one: scale {before.value} down and "
+            f"{after.value} up"
+        )
+    for name, what in (
+        ("env", "a process keeps the environment that it started with"),
+        ("cache", "a node keeps the blocks that it started with"),
+        ("scheduler", "a node keeps room for the steps that it started with"),
+        ("tensor_parallel", "a node keeps the ranks that it started with"),
+        ("pipeline_parallel", "a node keeps the stages that it started with"),
+    ):
+        if getattr(pools.of(before), name) != getattr(pools.of(after), name):
+            raise ConfigurationError(
+                f"pools.{before.value}.{name} and pools.{after.value}.{name} differ, and {what}: scale {before.value} down and "
+                f"{after.value} up, or make the two the same with `tandem apply`"
+            )
+    if (ranks := pools.of(before).ranks) > 1:
+        raise ConfigurationError(
+            f"nodes of {ranks} ranks keep their role: scale {before.value} down and {after.value} up"
+        )
+
+
+def check_writers(wanted: ClusterState) -> None:
+    sizes = (wanted.sizes[role] for role in Role if role.writes_answers)
+    if sum(1 if size is None else size for size in sizes) < 1:
+        raise ConfigurationError("no node could decode: keep at least 1 decode or aggregated node")
+
+
+def check_room(
+    pools: PoolsConfig, current: ClusterState, wanted: ClusterState, machines: Sequence[Host]
+) -> None:
+    """Checks a machine that offers no places, and so would take whatever it is asked to."""
+    sizes = {role: wanted_size(wanted, machines, role) for role in Role}
+    if sum(sizes.values()) <= sum(wanted_size(current, machines, role) for role in Role):
+        return
+    for host in machines:
+        if host.slots is None:
+            reason = too_many_for_cores(sizes, len(host.cores), pools.nodes_per_core)
+            if reason is not None:
+                raise ConfigurationError(f"{reason}; `tandem serve` sets how many")
