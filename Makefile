@@ -54,14 +54,15 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
-# The quick ones of these are over in about a minute.
+# The quick ones of these are over in four minutes. Then one process runs those that start clusters, which mostly wait, and another the
+# slow units (tests/conftest.py).
 UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/benchmarks/test_gpu_dry_run.py tests
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
 	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 -m "not slow and not integration" $(UNITS)
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 --dist worksteal -m "slow and not integration" $(UNITS)
-	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 -m "integration and not own_cluster" tests/integration
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 --dist loadfile \
+		-m "(slow or integration) and not own_cluster" $(UNITS)
 
 test-clusters: install
 	@$(BIN)/tandem models fetch > /dev/null
