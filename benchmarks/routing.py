@@ -76,8 +76,6 @@ class Cluster:
             for index, role in enumerate(roles)
         ]
         self.pool.set_members(self.nodes)
-        for node in self.nodes:
-            self.chooser.set_capacity(node.node_id, BLOCKS)
         self._running = {node.node_id: self._rng.randint(0, 40) for node in self.nodes}
         self._steps = dict.fromkeys((node.node_id for node in self.nodes), 0)
         for _ in range(3):

@@ -258,7 +258,6 @@ class Dispatcher:
         self._placement.cancel(member.info, request_id)
 
     def on_status(self, status: NodeStatus) -> None:
-        self._placement.set_capacity(status.node_id, status.total_blocks)
         self._pool.on_status(status)
 
     def on_cache_news(self, news: CacheNews) -> None:

@@ -279,9 +279,6 @@ class Placement(Generic[L]):
 
     # --- what the dispatcher hears of the pool
 
-    def set_capacity(self, node_id: str, blocks: int) -> None:
-        self._chooser.set_capacity(node_id, blocks)
-
     def on_cache_news(self, news: CacheNews) -> bool:
         return self._chooser.on_cache_news(news)
 

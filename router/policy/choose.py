@@ -23,7 +23,7 @@ from tandem.router.policy.costs import (
     reason_to_prefill_locally,
 )
 from tandem.router.policy.types import (
-    NodeSnapshot,
+    NodeView,
     PoolSnapshot,
     RoutingDecision,
     RoutingRequest,
@@ -33,7 +33,7 @@ from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo, Role
 
 
-def at_mirror(request: RoutingRequest, decode: Mapping[str, NodeSnapshot]) -> RoutingDecision | None:
+def at_mirror(request: RoutingRequest, decode: Mapping[str, NodeView]) -> RoutingDecision | None:
     """A request whose node is gone goes where its KV is; None where there is no such node any more. `decode`: by name, those in view."""
     mirror = request.mirror
     if mirror is None or mirror.node_id in request.avoid:
@@ -48,7 +48,7 @@ def with_cache_peers(
     decision: RoutingDecision,
     candidates: PoolSnapshot,
     cached: Mapping[str, int],
-    decode: Mapping[str, NodeSnapshot],
+    decode: Mapping[str, NodeView],
     names: Sequence[str],
 ) -> RoutingDecision:
     """`cached`: by node, how many of the prompt's leading tokens it likely has. `names`: those of `decode`, in order."""
@@ -66,7 +66,7 @@ def with_cache_peers(
     return msgspec.structs.replace(decision, source=source, mirror=mirror)
 
 
-def _next_after(node: NodeInfo, decode: Mapping[str, NodeSnapshot], names: Sequence[str]) -> NodeInfo | None:
+def _next_after(node: NodeInfo, decode: Mapping[str, NodeView], names: Sequence[str]) -> NodeInfo | None:
     """In a ring by their names: each is the mirror of one, and requests of one node that share a prefix share its copy."""
     first = bisect_right(names, node.node_id)
     for step in range(len(names)):
@@ -128,17 +128,15 @@ class RoutingPolicy(Protocol):
         ...
 
 
-Ranker = Callable[[Sequence[NodeSnapshot], RoutingRequest, bool], tuple[NodeSnapshot, str]]
+Ranker = Callable[[Sequence[NodeView], RoutingRequest, bool], tuple[NodeView, str]]
 
 
-def _costs_s(nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool) -> list[float]:
+def _costs_s(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> list[float]:
     cost_s, assumed = (decode_wait_s if decode else prefill_cost_s), best_prefill_rate(nodes)
     return [cost_s(node, request, assumed) for node in nodes]
 
 
-def _least_wait(
-    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-) -> tuple[NodeSnapshot, str]:
+def _least_wait(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
     costs = _costs_s(nodes, request, decode)
     # Equals take turns: otherwise idle nodes would all wait for the first of them.
     least = min(costs)
@@ -148,15 +146,13 @@ def _least_wait(
     return nodes[best], f"{wait_s * 1000:.0f} ms"
 
 
-def _round_robin(
-    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-) -> tuple[NodeSnapshot, str]:
+def _round_robin(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
     return sorted(nodes, key=lambda n: n.node_id)[request.turn % len(nodes)], f"turn {request.turn}"
 
 
 def _prefix_affinity(
-    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-) -> tuple[NodeSnapshot, str]:
+    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
+) -> tuple[NodeView, str]:
     least, why = _least_wait(nodes, request, decode)
     best = max(nodes, key=lambda n: request.cached.get(n.node_id, 0))
     cached = request.cached.get(best.node_id, 0)
@@ -170,8 +166,8 @@ def _prefix_affinity(
 
 
 def _session_affinity(
-    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-) -> tuple[NodeSnapshot, str]:
+    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
+) -> tuple[NodeView, str]:
     """Rendezvous hashing: a session stays where it is as long as its node does, and moves alone when not."""
     if request.session is None:
         return _least_wait(nodes, request, decode)
@@ -182,9 +178,7 @@ def _session_affinity(
 def _home_first(rank: Ranker) -> Ranker:
     """Where a job's last turn is pinned the next one begins with its KV, and is first in line."""
 
-    def ranked(
-        nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-    ) -> tuple[NodeSnapshot, str]:
+    def ranked(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
         for node in nodes:
             if node.node_id in request.home:
                 return node, "its job's last turn is there"
