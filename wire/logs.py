@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 import sys
+import time
 from collections import deque
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TextIO
@@ -144,6 +145,20 @@ def recent_page(after: LogPosition | None, last: int, most: int = PAGE_LINES) ->
     return _recent.page(after, last, most)
 
 
+class TextLines(logging.Formatter):
+    """`LINE`. The text of a second is made once, for all of its lines."""
+
+    def __init__(self) -> None:
+        super().__init__(LINE)
+        self._second, self._text = -1, ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._text = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+        return f"{self._text},{int(record.msecs):03d}"
+
+
 class JsonLines(logging.Formatter):
     def __init__(self, component: str) -> None:
         super().__init__()
@@ -176,7 +191,7 @@ def _is_of_router(logger: str) -> bool:
 def begin_logging(config: LogsConfig, component: str, stream: TextIO | None = None) -> None:
     """Where the process has none yet. `component` is its name."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines(component) if config.format == "json" else logging.Formatter(LINE))
+    handler.setFormatter(JsonLines(component) if config.format == "json" else TextLines())
     logging.basicConfig(level=config.level.upper(), handlers=[handler])
     if _recent not in logging.getLogger().handlers:
         logging.getLogger().addHandler(_recent)

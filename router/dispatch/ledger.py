@@ -90,6 +90,9 @@ class LogprobStore(Sequence[TokenLogprobs]):
         return 8 * (len(self._ids) + len(self._values) + len(self._ranks) + len(self._ends))
 
 
+_NO_LOGPROBS = LogprobStore()  # of all that want none, and nothing is added to it
+
+
 class MergedChunk(enum.Enum):
     NEWS = enum.auto()  # tokens, or the end, or nothing that was not known: it is in
     HELD = enum.auto()  # it waits for a report that comes before it
@@ -107,7 +110,7 @@ class TokenLedger:
 
     def __init__(self, *, wants_logprobs: bool) -> None:
         self.tokens: list[int] = []
-        self.logprobs = LogprobStore()
+        self.logprobs = LogprobStore() if wants_logprobs else _NO_LOGPROBS
         self.finish: FinishReason | None = None
         self.stop_token: int | None = None
         self._wants_logprobs = wants_logprobs

@@ -33,6 +33,10 @@ class LeftBehind(Unavailable):
     """The nodes go on with it without this router."""
 
 
+def _hears_nothing(life: RequestLife) -> None:
+    pass
+
+
 class RequestLife:
     """Everything here runs on the event loop; nothing awaits. `ended` becomes true exactly once.
 
@@ -464,8 +468,11 @@ class RequestLife:
         self._placement.stop_waiting(self)
         self._placement.on_ended(last, self.spec, self._hashes, self.ledger.tokens)
         self._note_end(finish)
-        self._on_end(self)
-        self._on_news(self)
+        on_end, on_news = self._on_end, self._on_news
+        # Its owner knows it: what both have is freed with the last reference, and not when garbage is looked for.
+        self._on_end = self._on_news = _hears_nothing
+        on_end(self)
+        on_news(self)
 
     def _note_end(self, finish: FinishReason) -> None:
         tokens = len(self.ledger.tokens)

@@ -100,7 +100,7 @@ class Placement(Generic[L]):
     def choose(self, request: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
         """Raises Unavailable when no node can take it."""
         decision = self._chooser.choose(request, hashes)
-        self.metrics.decisions.labels("away" if decision.prefill and decision.decode else "one_node").inc()
+        self.metrics.decisions.inc("away" if decision.prefill and decision.decode else "one_node")
         return decision
 
     def version_for(self, spec: SequenceSpec) -> int:

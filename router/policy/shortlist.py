@@ -255,6 +255,8 @@ class Shortlist:
 
     def _by_wait(self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes) -> tuple[NodeView, ...]:
         avoid = request.avoid
+        if len(lane.views) <= SHORTEST_WAITS and not avoid:
+            return tuple(lane.views.values())
         chosen: dict[str, None] = {}
         for names in lane.least_busy():
             first = islice((name for name in names if name not in avoid) if avoid else names, SHORTEST_WAITS)
