@@ -120,7 +120,7 @@ class Cluster:
         self._asked += 1
         name = f"r{self._asked}"
         began = time.thread_time()
-        self.chooser.has_room(tokens + 256, 0)
+        self.pool.has_room(tokens + 256, 0)
         decision = self.chooser.choose(RoutingRequest(tokens, 256), hashes)
         for node in (decision.prefill, decision.decode):
             if node is not None:

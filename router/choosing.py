@@ -112,17 +112,6 @@ class Chooser:
         shortlist = self._pool.shortlist_of(request.content or "")
         return shortlist.of(self._name, request, overlaps, self._pool.handover.value)
 
-    def has_room(self, tokens: int, promised: int) -> bool:
-        """Whether a decode node has the blocks for a sequence of `tokens`, beside all those that were let in and are not sent yet."""
-        return self._pool.has_room(tokens, promised)
-
-    def has_room_for_vector(self, tokens: int, promised: int) -> bool:
-        """The same of the nodes that make vectors."""
-        readers = self._pool.snapshot().prompt_readers
-        if not any(view.has_room(tokens) for view in readers):
-            return False
-        return promised == 0 or promised + tokens <= sum(view.room_tokens for view in readers)
-
     def answered(self, node: NodeInfo, hashes: PromptHashes, output: Sequence[int]) -> None:
         """What a chat's next turn begins with is now cached where it was decoded."""
         self._note(node.node_id, self._record.marks_of(hashes.with_output(node.block_size, output)))

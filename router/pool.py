@@ -394,6 +394,13 @@ class NodePool:
         """Whether a node that decodes has the blocks for a sequence of `tokens`, beside so many that were promised."""
         return any(each.room.has_room(tokens, promised) for each in self._shortlists.values())
 
+    def has_room_for_vector(self, tokens: int, promised: int) -> bool:
+        """The same of the nodes that make vectors."""
+        readers = self.snapshot().prompt_readers
+        if not any(view.has_room(tokens) for view in readers):
+            return False
+        return promised == 0 or promised + tokens <= sum(view.room_tokens for view in readers)
+
     def line_wait_s(self) -> float:
         """About how long a prompt that comes now waits at a node before it is begun."""
         return min((each.line_wait_s() for each in self._shortlists.values()), default=0.0)

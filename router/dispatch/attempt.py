@@ -53,6 +53,10 @@ class TokenSource(enum.Enum):
     DECODE = "decode"
 
 
+# Looked up once, and not with every token.
+_PREFILL, _DECODE = TokenSource
+
+
 class Attempt:
     """A new request id for each attempt: a late message about an abandoned one can never be taken for this one's."""
 
@@ -96,9 +100,9 @@ class Attempt:
         """Which of its nodes speaks; None when neither does."""
         decode, prefill = self.decision.decode, self.decision.prefill
         if decode is not None and decode.node_id == node_id and decode.epoch == epoch:
-            return TokenSource.DECODE
+            return _DECODE
         if prefill is not None and prefill.node_id == node_id and prefill.epoch == epoch:
-            return TokenSource.PREFILL
+            return _PREFILL
         return None
 
     def submits(

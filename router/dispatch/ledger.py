@@ -99,6 +99,10 @@ class MergedChunk(enum.Enum):
     DIFFERS = enum.auto()  # it contradicts a token that is known: it was dropped
 
 
+# Every token passes here, and a member of an enumeration takes longer to look up than to compare.
+_NEWS, _HELD, _DIFFERS = MergedChunk
+
+
 class TokenLedger:
     """Invariant: `tokens` is a gapless prefix of the output; with logprobs wanted, `logprobs` is as long.
 
@@ -119,18 +123,18 @@ class TokenLedger:
     def accept(self, chunk: TokenChunk, *, may_differ: bool = False) -> MergedChunk:
         """`may_differ`: take what is new of a chunk even if it repeats known tokens differently."""
         merged = self._merge(chunk, may_differ)
-        if merged is MergedChunk.HELD:
+        if merged is _HELD:
             self._held.append(chunk)
-        while merged is MergedChunk.NEWS and self._held:
+        while merged is _NEWS and self._held:
             held, self._held = self._held, []
             differs = False
             for waiting in held:
                 again = self._merge(waiting, may_differ)
-                if again is MergedChunk.HELD:
+                if again is _HELD:
                     self._held.append(waiting)
-                differs = differs or again is MergedChunk.DIFFERS
+                differs = differs or again is _DIFFERS
             if differs:
-                return MergedChunk.DIFFERS
+                return _DIFFERS
             if len(self._held) == len(held):
                 break
         return merged
@@ -142,21 +146,22 @@ class TokenLedger:
             if start < 0:
                 raise InternalError(f"a node reported tokens from index {start}")
             if start > have:
-                return MergedChunk.HELD
+                return _HELD
             known = have - start
             if tokens[start : start + len(ids)] != ids[:known] and not may_differ:
-                return MergedChunk.DIFFERS
+                return _DIFFERS
             ids = ids[known:]
         if ids:
             if self._wants_logprobs:
                 if chunk.logprobs is None:
-                    return MergedChunk.HELD
+                    return _HELD
                 self.logprobs.extend(chunk.logprobs[len(chunk.token_ids) - len(ids) :])
             tokens.extend(ids)
-        if chunk.finish is FinishReason.STOP or chunk.finish is FinishReason.LENGTH:
-            self.finish = chunk.finish
+        finish = chunk.finish
+        if finish is not None and (finish is FinishReason.STOP or finish is FinishReason.LENGTH):
+            self.finish = finish
             self.stop_token = chunk.stop_token
-        return MergedChunk.NEWS
+        return _NEWS
 
     @property
     def waiting(self) -> bool:

@@ -33,6 +33,10 @@ class LeftBehind(Unavailable):
     """The nodes go on with it without this router."""
 
 
+# Looked up once, and not with every token.
+_NEWS, _DIFFERS, _DECODE = MergedChunk.NEWS, MergedChunk.DIFFERS, TokenSource.DECODE
+
+
 def _hears_nothing(life: RequestLife) -> None:
     pass
 
@@ -122,12 +126,13 @@ class RequestLife:
         if attempt is None or source is None:
             self._metrics.foreign_chunks.inc()
             return
-        if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.ABORT:
+        finish = chunk.finish
+        if finish is not None and (finish is FinishReason.ERROR or finish is FinishReason.ABORT):
             self._on_node_error(attempt, source, chunk)
             return
         had = len(self.ledger.tokens)
         merged = self.ledger.accept(chunk, may_differ=attempt.may_differ)
-        if merged is MergedChunk.DIFFERS:
+        if merged is _DIFFERS:
             self._on_difference(attempt, source)
             return
         self._note_report(attempt, source, chunk)
@@ -142,7 +147,7 @@ class RequestLife:
             return
         if self.ledger.finish is not None:
             self._end(self.ledger.finish, None, ended_at=attempt.node(source))
-        elif merged is MergedChunk.NEWS:
+        elif merged is _NEWS:
             self._on_news(self)
 
     def _on_difference(self, attempt: Attempt, source: TokenSource) -> None:
@@ -160,7 +165,7 @@ class RequestLife:
 
     def _note_report(self, attempt: Attempt, source: TokenSource, chunk: TokenChunk) -> None:
         """Once per node and attempt; afterwards two tests and nothing more."""
-        if source is TokenSource.DECODE:
+        if source is _DECODE:
             if not attempt.decode_started:
                 attempt.decode_started = True
                 self.timings.handover_s = self._placement.on_decode_started(attempt)

@@ -184,14 +184,6 @@ class Placement(Generic[L]):
             return len(spec.prompt_token_ids)
         return len(spec.prompt_token_ids) + self._answers.expected(spec.sampling.max_tokens)
 
-    def has_room(self, tokens: int, promised: int) -> bool:
-        """As `Chooser.has_room`."""
-        return self._chooser.has_room(tokens, promised)
-
-    def has_room_for_vector(self, tokens: int, promised: int) -> bool:
-        """As `Chooser.has_room_for_vector`."""
-        return self._chooser.has_room_for_vector(tokens, promised)
-
     def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:
         """Whether the node has acknowledged the attempt's Submit."""
         sent = attempt.sent.get(node)

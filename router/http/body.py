@@ -240,15 +240,8 @@ def _request_of(body: bytes | bytearray, request_type: type[R], config: RouterCo
     return read_request(value, request_type, config.unknown_fields)
 
 
-def _header(exchange: HttpExchange, wanted: bytes) -> bytes | None:
-    for name, value in exchange.headers:
-        if name == wanted:
-            return bytes(value)
-    return None
-
-
 def _check_type(exchange: HttpExchange) -> None:
-    declared = _header(exchange, b"content-type")
+    declared = exchange.header(b"content-type")
     if declared is None:
         return
     kind, _, parameters = declared.decode("latin-1").partition(";")
@@ -258,7 +251,7 @@ def _check_type(exchange: HttpExchange) -> None:
         name, _, value = parameter.partition("=")
         if name.strip().lower() == "charset" and value.strip().strip('"').lower() not in ("utf-8", "utf8"):
             raise UnsupportedContentType(f"content-type: JSON is UTF-8, not {value.strip()[:40]!r}")
-    encoding = _header(exchange, b"content-encoding")
+    encoding = exchange.header(b"content-encoding")
     if encoding is not None and encoding.lower() != b"identity":
         raise UnsupportedContentType(
             f"content-encoding: {encoding.decode('latin-1')[:40]!r} is not read here"
@@ -268,7 +261,7 @@ def _check_type(exchange: HttpExchange) -> None:
 async def _read(
     exchange: HttpExchange, limits: Limits, timeouts: Timeouts, share: BodyShare
 ) -> bytes | bytearray:
-    declared = _header(exchange, b"content-length")
+    declared = exchange.header(b"content-length")
     if declared is not None and (not declared.isdigit() or int(declared) > limits.body_bytes):
         if not declared.isdigit():
             raise InvalidRequest("content-length: must be a number")
