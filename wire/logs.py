@@ -108,7 +108,8 @@ class RecentLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            message = record.getMessage()
+            # The handler before this one has made it, where lines are for people.
+            message = record.__dict__.get("message") or record.getMessage()
             if record.exc_info:
                 message += "\n" + self._exceptions.formatException(record.exc_info)
         except Exception:
@@ -157,6 +158,12 @@ class TextLines(logging.Formatter):
         if second != self._second:
             self._second, self._text = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
         return f"{self._text},{int(record.msecs):03d}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.exc_info or record.exc_text or record.stack_info:
+            return super().format(record)
+        record.message = record.getMessage()
+        return f"{self.formatTime(record)} {record.levelname} {record.name}: {record.message}"
 
 
 class JsonLines(logging.Formatter):

@@ -24,7 +24,7 @@ from tandem.router.openai.prompts import (
     prompts_of,
     truncated,
 )
-from tandem.router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
+from tandem.router.openai.sampling import bad_word_ids, of_choice, sampling_params, stop_strings
 from tandem.router.openai.served_model import ServedModel
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import RequestTrace
@@ -294,7 +294,7 @@ def _plan(
                 SequenceSpec(
                     label=caller.label,
                     prompt_token_ids=prompt,
-                    sampling=msgspec.structs.replace(sampling, seed=seed_of_choice(sampling.seed, index)),
+                    sampling=of_choice(sampling, index),
                     deadline=caller.deadline,
                     priority=caller.priority(request.priority),
                     cache_salt=caller.cache_salt(request.cache_salt),

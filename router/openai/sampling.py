@@ -152,9 +152,11 @@ def _check_ends_with_grammar(request: SamplingFields) -> None:
             )
 
 
-def seed_of_choice(seed: int, index: int) -> int:
+def of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
     """Choices of one request differ by their seeds and nothing else."""
-    return (seed + index) & _SEED_MASK
+    if index == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & _SEED_MASK)
 
 
 def stop_strings(request: SamplingFields) -> list[str]:

@@ -131,18 +131,21 @@ class RoutingPolicy(Protocol):
 Ranker = Callable[[Sequence[NodeView], RoutingRequest, bool], tuple[NodeView, str]]
 
 
-def _costs_s(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> list[float]:
-    cost_s, assumed = (decode_wait_s if decode else prefill_cost_s), best_prefill_rate(nodes)
+def _costs_s(
+    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool, assumed: float | None
+) -> list[float]:
+    cost_s = decode_wait_s if decode else prefill_cost_s
     return [cost_s(node, request, assumed) for node in nodes]
 
 
 def _least_wait(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
-    costs = _costs_s(nodes, request, decode)
+    assumed = best_prefill_rate(nodes)
+    costs = _costs_s(nodes, request, decode, assumed)
     # Equals take turns: otherwise idle nodes would all wait for the first of them.
     least = min(costs)
     equals = [i for i, cost in enumerate(costs) if cost == least]
     best = equals[request.turn % len(equals)]
-    wait_s = costs[best] if decode else prefill_wait_s(nodes[best], request, best_prefill_rate(nodes))
+    wait_s = costs[best] if decode else prefill_wait_s(nodes[best], request, assumed)
     return nodes[best], f"{wait_s * 1000:.0f} ms"
 
 
@@ -159,7 +162,8 @@ def _prefix_affinity(
     if cached == 0:
         return least, why
 
-    costs = dict(zip((node.node_id for node in nodes), _costs_s(nodes, request, decode), strict=True))
+    costs_s = _costs_s(nodes, request, decode, best_prefill_rate(nodes))
+    costs = dict(zip((node.node_id for node in nodes), costs_s, strict=True))
     if costs[best.node_id] - costs[least.node_id] > AFFINITY_WAIT_S:
         return least, f"{why}, {best.node_id} has {cached} tokens cached but is too busy"
     return best, f"{cached} tokens cached"

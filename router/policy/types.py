@@ -104,7 +104,9 @@ class RoutingDecision(msgspec.Struct, frozen=True):
 
     @property
     def node_names(self) -> str:
-        if self.decode is not None and self.decode.role is Role.AGGREGATED:
-            return f"aggregated={self.decode.node_id}"
-        parts = [("prefill", self.prefill), ("decode", self.decode)]
-        return ",".join(f"{name}={node.node_id}" for name, node in parts if node is not None)
+        prefill, decode = self.prefill, self.decode
+        if decode is None:
+            return f"prefill={prefill.node_id}" if prefill is not None else ""
+        if decode.role is Role.AGGREGATED:
+            return f"aggregated={decode.node_id}"
+        return f"prefill={prefill.node_id},decode={decode.node_id}" if prefill else f"decode={decode.node_id}"
