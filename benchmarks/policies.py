@@ -133,7 +133,7 @@ class SimulatedNode:
             prompt_tokens_computed=self.computed, steps=int(self.busy_s / STEP_S), step_seconds=self.busy_s
         )
         return NodeStatus(
-            self.info.node_id, self.info.role, 1, NodeState.READY, 10**6, 10**6, self.running, self.waiting,
+            self.info.node_id, self.info.role, 1, NodeState.READY, 10**6, CACHE_BLOCKS, self.running, self.waiting,
             self.waiting_tokens, 0, 0, 0.0, counters,
         )  # fmt: skip
 
@@ -171,10 +171,8 @@ class Simulation:
             for role, count in ((Role.PREFILL, prefill_nodes), (Role.DECODE, decode_nodes))
             for node_id in (f"{role.value[0]}{index}" for index in range(count))
         }
-        for pool, chooser in self._routers:
+        for pool, _ in self._routers:
             pool.set_members([node.info for node in self.nodes.values()])
-            for node in self.nodes.values():
-                chooser.set_capacity(node.info.node_id, CACHE_BLOCKS)
 
     def _later(self, at: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), what))

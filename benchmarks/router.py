@@ -105,10 +105,12 @@ def measure(tokens: int, profile: str | None) -> dict[str, Any]:
                 row["relay_us_per_token"] = relay_us_per_token(nodes, count, tokens)
                 row["added_us_per_token"] = row["cpu_us_per_token"] - row["relay_us_per_token"]
                 figures["streams"].append(row)
-            before = cpu_s()
             each = 40
-            figures["requests_per_s"] = asyncio.run(requests(url, 32, each, PROMPT, 1))
-            figures["cpu_us_per_request"] = (cpu_s() - before) / (32 * each) * 1e6
+            for name, new_prompts in (("", False), ("_of_a_new_prompt", True)):
+                before = cpu_s()
+                rate = asyncio.run(requests(url, 32, each, PROMPT, 1, new_prompts=new_prompts))
+                figures[f"requests_per_s{name}"] = rate
+                figures[f"cpu_us_per_request{name}"] = (cpu_s() - before) / (32 * each) * 1e6
     return figures
 
 
@@ -361,7 +363,8 @@ def show(figures: dict[str, Any]) -> None:
         f"first token: {figures['ttft_ms']:.2f} ms, {figures['bare_ttft_ms']:.2f} ms without a router, "
         f"so {figures['added_ttft_ms']:.2f} ms added (floor {FLOOR_TTFT_MS:g} ms); "
         f"floor per token {FLOOR_TOKEN_US:g} µs; {figures['idle_ms_per_s']:.2f} ms of CPU per second when idle; "
-        f"{figures['requests_per_s']:.0f} requests/s, {figures['cpu_us_per_request']:.0f} µs of CPU each"
+        f"{figures['requests_per_s']:.0f} requests/s of one token, {figures['cpu_us_per_request']:.0f} µs of CPU each; with prompts "
+        f"that are new {figures['requests_per_s_of_a_new_prompt']:.0f} and {figures['cpu_us_per_request_of_a_new_prompt']:.0f}"
     )
 
 

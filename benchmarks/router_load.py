@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from urllib.parse import urlsplit
 
@@ -76,14 +77,16 @@ async def streams(url: str, count: int, tokens: int, prompt: str) -> list[Router
             client.close()
 
 
-async def requests(url: str, connections: int, each: int, prompt: str, tokens: int) -> float:
-    """Whole answers as fast as they come over so many connections: requests per second."""
+async def requests(
+    url: str, connections: int, each: int, prompt: str, tokens: int, *, new_prompts: bool = False
+) -> float:
+    """Whole answers as fast as they come over so many connections: requests per second. `new_prompts`: no two are alike."""
 
     async def one() -> None:
         client = RouterClient(url)
-        body: dict[str, object] = {"model": "instant", "prompt": prompt, "max_tokens": tokens}
         for _ in range(each):
-            await client.ask("/v1/completions", body)
+            asked = f"{secrets.token_hex(8)} {prompt}" if new_prompts else prompt
+            await client.ask("/v1/completions", {"model": "instant", "prompt": asked, "max_tokens": tokens})
         client.close()
 
     began = time.perf_counter()

@@ -76,8 +76,6 @@ class Cluster:
             for index, role in enumerate(roles)
         ]
         self.pool.set_members(self.nodes)
-        for node in self.nodes:
-            self.chooser.set_capacity(node.node_id, BLOCKS)
         self._running = {node.node_id: self._rng.randint(0, 40) for node in self.nodes}
         self._steps = dict.fromkeys((node.node_id for node in self.nodes), 0)
         for _ in range(3):
@@ -122,7 +120,7 @@ class Cluster:
         self._asked += 1
         name = f"r{self._asked}"
         began = time.thread_time()
-        self.chooser.has_room(tokens + 256, 0)
+        self.pool.has_room(tokens + 256, 0)
         decision = self.chooser.choose(RoutingRequest(tokens, 256), hashes)
         for node in (decision.prefill, decision.decode):
             if node is not None:

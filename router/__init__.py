@@ -13,6 +13,7 @@ Floor 2: imports wire and nothing else of ours. It knows neither engine nor tran
     formats/    how models write calls and reasoning, told apart from an answer's text
     text/       tokenizer, chat template, incremental detokenization, stop strings
     pool        who is in the cluster and how each node says it is doing
+    member      what is known of one node
     rates       what was measured of the nodes
     prefixes    what was sent where, and what nodes say that they have cached
     policy/     pure functions from a snapshot of the pools to a decision that explains itself

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tandem.router.config import LocalPrefill, PolicyName
-from tandem.router.policy import NodeSnapshot, PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
+from tandem.router.policy import NodeView, PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
 from tandem.router.policy.choose import Alternative, alternatives, at_mirror, with_cache_peers
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import CachedBlocks, Overlaps, PrefixRecord, PromptHashes
@@ -59,7 +59,7 @@ class Chooser:
         decision = with_cache_peers(decision, nodes, request.cached, decode.views, names)
         for node in (decision.prefill, decision.decode):
             if node is not None:
-                self._record.sent(node.node_id, hashes.of(node.block_size))
+                self._note(node.node_id, self._record.marks_of(hashes.of(node.block_size)))
         return decision
 
     def alternatives(
@@ -97,7 +97,7 @@ class Chooser:
         }
         return nodes, msgspec.structs.replace(request, cached=cached, loading_s=loading)
 
-    def _loading_s(self, node: NodeSnapshot, cached: Mapping[str, int], hashes: PromptHashes) -> float:
+    def _loading_s(self, node: NodeView, cached: Mapping[str, int], hashes: PromptHashes) -> float:
         """By what loading from that tier has taken there; 0 before it was measured."""
         size = node.info.block_size
         found = hashes.of(size)[: cached.get(node.node_id, 0) // size]
@@ -112,20 +112,9 @@ class Chooser:
         shortlist = self._pool.shortlist_of(request.content or "")
         return shortlist.of(self._name, request, overlaps, self._pool.handover.value)
 
-    def has_room(self, tokens: int, promised: int) -> bool:
-        """Whether a decode node has the blocks for a sequence of `tokens`, beside all those that were let in and are not sent yet."""
-        return self._pool.has_room(tokens, promised)
-
-    def has_room_for_vector(self, tokens: int, promised: int) -> bool:
-        """The same of the nodes that make vectors."""
-        readers = self._pool.snapshot().prompt_readers
-        if not any(view.has_room(tokens) for view in readers):
-            return False
-        return promised == 0 or promised + tokens <= sum(view.room_tokens for view in readers)
-
     def answered(self, node: NodeInfo, hashes: PromptHashes, output: Sequence[int]) -> None:
         """What a chat's next turn begins with is now cached where it was decoded."""
-        self._record.sent(node.node_id, hashes.with_output(node.block_size, output))
+        self._note(node.node_id, self._record.marks_of(hashes.with_output(node.block_size, output)))
 
     def marks_of(self, hashes: PromptHashes, block_size: int) -> list[int]:
         """What of a prompt stands for it in this record, and in those of other processes."""
@@ -133,6 +122,16 @@ class Chooser:
 
     def sent_elsewhere(self, node_id: str, marks: Sequence[int]) -> None:
         """Another router process has sent a prompt there."""
+        self._note(node_id, marks)
+
+    def _note(self, node_id: str, marks: Sequence[int]) -> None:
+        """The record keeps no more of a node's prompts than the node does, by its last status."""
+        member = self._pool.member(node_id)
+        if member is not None and member.status is not None:
+            blocks = member.status.total_blocks
+            self._record.set_capacity(
+                node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks
+            )
         self._record.note(node_id, marks)
 
     def on_cache_news(self, news: CacheNews) -> bool:
@@ -143,11 +142,6 @@ class Chooser:
             if not change.is_stored and change.medium == DEVICE_MEDIUM:
                 self._record.evicted(news.node_id, array("Q", change.hashes))
         return is_whole
-
-    def set_capacity(self, node_id: str, blocks: int) -> None:
-        self._record.set_capacity(
-            node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks
-        )
 
     def forget_prompts(self, node_id: str) -> None:
         """The node has emptied its cache. What it tells of that, it tells itself."""

@@ -45,6 +45,7 @@ class RouterHost:
         begin_logging(LogsConfig(settings.log_level, settings.log_format), "router")
         # What no line shows need not be found out for each.
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+        logging._srcfile = None  # as logging's own guide has it: no line names a file
         raise_descriptor_limit()
         # Prompts are tokenized one by one, and handing each to the library's pool of threads costs a fifth more.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

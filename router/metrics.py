@@ -3,6 +3,7 @@ where the meaning is the same; the rest is named by the phase that it measures."
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
@@ -69,18 +70,29 @@ class PlainCounter(Collector):
         yield CounterMetricFamily(self._name, self._text, value=self._value)
 
 
-class LabelledCounter:
-    """A counter with labels that every request counts in: to look its child up takes the library longer than to count."""
+class LabelledCounter(Collector):
+    """As plain, with labels: to look its child up takes the library longer than to count."""
 
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._children: dict[tuple[str, ...], Counter] = {}
+    def __init__(self, name: str, text: str, *labels: str) -> None:
+        self._name = name
+        self._text = text
+        self._labels = labels
+        self._counts: dict[tuple[str, ...], int] = {}
+        self._since: dict[tuple[str, ...], float] = {}
 
-    def labels(self, *values: str) -> Counter:
-        child = self._children.get(values)
-        if child is None:
-            child = self._children[values] = self._counter.labels(*values)
-        return child
+    def inc(self, *values: str) -> None:
+        """`values`: of its labels."""
+        try:
+            self._counts[values] += 1
+        except KeyError:
+            self._since[values] = time.time()
+            self._counts[values] = 1
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, count in list(self._counts.items()):
+            family.add_metric(values, count, created=self._since[values])
+        yield family
 
 
 class _WithModel(Collector):
@@ -110,6 +122,11 @@ class RouterMetrics:
 
         def plain(name: str, text: str) -> PlainCounter:
             made = PlainCounter(name, text)
+            self.registry.register(made)
+            return made
+
+        def labelled(name: str, text: str, *labels: str) -> LabelledCounter:
+            made = LabelledCounter(name, text, *labels)
             self.registry.register(made)
             return made
 
@@ -184,21 +201,19 @@ class RouterMetrics:
         self.request_choices = histogram("tandem_request_params_n", "Sequences of a request", _CHOICE_BUCKETS)
         self.prompt_tokens = plain("tandem_prompt_tokens", "Prompt tokens that were read")
         self.generation_tokens = plain("tandem_generation_tokens", "Output tokens that reached the router")
-        self.requests_finished = LabelledCounter(
-            counter("tandem_request_success", "Sequences that ended, by how", "finished_reason")
+        self.requests_finished = labelled(
+            "tandem_request_success", "Sequences that ended, by how", "finished_reason"
         )
         self.requests_preempted = counter(
             "tandem_requests_preempted", "Sequences that lost their blocks on a node at least once"
         )
-        self.http_requests = LabelledCounter(
-            counter("tandem_http_requests", "Answers by route and status", "route", "status")
+        self.http_requests = labelled(
+            "tandem_http_requests", "Answers by route and status", "route", "status"
         )
         self.answers = self.errors = (
             0  # all of those, and those with a fault of ours: the controller asks for them
         )
-        self.decisions = LabelledCounter(
-            counter("tandem_routing_decisions", "Where requests were sent", "kind")
-        )
+        self.decisions = labelled("tandem_routing_decisions", "Where requests were sent", "kind")
         self.failovers = counter("tandem_failovers", "Requests that went on elsewhere", "reason")
         self.deadlines = counter("tandem_deadlines_exceeded", "Requests that took too long", "phase")
         self.refusals = counter("tandem_requests_refused", "Requests that were not let in", "reason")
@@ -242,7 +257,7 @@ class RouterMetrics:
     def note_answer(self, route: str, status: int | None) -> None:
         self.answers += 1
         self.errors += status is not None and status >= 500 and status != Unavailable.http_status
-        self.http_requests.labels(route, str(status)).inc()
+        self.http_requests.inc(route, str(status))
 
     def render(self, of_routers: Collector | None = None) -> bytes:
         """May be called from another thread than the loop's: a figure may be newer than the one before it, and none is torn.

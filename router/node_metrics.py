@@ -10,7 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tandem.router.links import NodeLinks
-from tandem.router.pool import Member, NodePool
+from tandem.router.member import Member
+from tandem.router.pool import NodePool
 from tandem.router.prefixes import CachedBlocks
 from tandem.router.supervision import TaskSupervisor
 from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, NodeStatus, TierStatus

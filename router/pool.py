@@ -15,9 +15,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from tandem.router.config import Heartbeat
+from tandem.router.member import Member
 from tandem.router.policy.shortlist import Shortlist
-from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, first_by_rendezvous
-from tandem.router.rates import Average, NodeRateMeter
+from tandem.router.policy.types import NodeView, PoolSnapshot, first_by_rendezvous
+from tandem.router.rates import Average
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeSighting, NodeState, Role
 from tandem.wire.pooling import VectorModel
@@ -28,49 +29,7 @@ logger = logging.getLogger(__name__)
 
 # A status may have been written just before a Submit that we sent earlier was read.
 STATUS_LAG_S = 0.15
-
-
-class Member:
-    """One incarnation of a node."""
-
-    def __init__(self, info: NodeInfo, joined_at: float) -> None:
-        self.info = info
-        self.joined_at = joined_at
-        self.status: NodeStatus | None = None
-        self.status_at = 0.0
-        self.heard_at: float | None = None
-        self.lost: str | None = None  # why
-        self.accepted_at: float | None = None  # when its machine last accepted a connection for it
-        self.is_starved = False  # silent, and neither lost nor in view
-        self.is_deaf = False  # it speaks, and does not acknowledge what it is sent
-        self.meter = NodeRateMeter(info.role)
-        # Sent, and not yet part of a status: when, tokens to be computed, blocks that it may take.
-        self.pending: dict[str, tuple[float, int, int]] = {}
-        self.pending_tokens = self.pending_blocks = 0  # their sums
-        self.foreign: str | None = None  # why no request of this router may ever run there
-        self.view: NodeSnapshot | None = None  # None while it gets no new requests
-
-    def note_sent(self, request_id: str, at: float, tokens: int, blocks: int) -> None:
-        self.note_answered(request_id)
-        self.pending[request_id] = (at, tokens, blocks)
-        self.pending_tokens += tokens
-        self.pending_blocks += blocks
-
-    def note_answered(self, request_id: str) -> bool:
-        """Whether it was pending."""
-        sent = self.pending.pop(request_id, None)
-        if sent is None:
-            return False
-        self.pending_tokens -= sent[1]
-        self.pending_blocks -= sent[2]
-        return True
-
-    def forget_sent_before(self, at: float) -> None:
-        while self.pending:
-            request_id, sent = next(iter(self.pending.items()))
-            if sent[0] > at:
-                return
-            self.note_answered(request_id)
+_READY = NodeState.READY  # looked up once, not with every status
 
 
 class NodePool:
@@ -88,6 +47,7 @@ class NodePool:
         self._model_name = model_name
         self._tokenizer = tokenizer  # the SHA-256 of the router's tokenizer.json; "" when it has none
         self._heartbeat = heartbeat
+        self._wedged_s = heartbeat.wedged
         self._clock = clock
         self._on_lost = on_lost
         self._on_change = on_change
@@ -157,7 +117,7 @@ class NodePool:
         gone = [m for m in self._members.values() if wanted.get(m.info.node_id) != m.info]
         for member in gone:
             del self._members[member.info.node_id]
-            self._drop(member.info)
+            self._drop(member)
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
         for info in came:
             self._members[info.node_id] = member = Member(info, self._clock())
@@ -213,21 +173,31 @@ class NodePool:
         if member is None:
             return
         now = self._clock()
-        before, member.status, member.status_at, member.heard_at = member.status, status, now, now
-        member.is_starved = False
-        if status.left_out != (before.left_out if before is not None else []):
-            self._note_accusers(status)
-        if status.adapters != (before.adapters if before is not None else {}):
-            self._adapters = None
+        before = member.status
+        member.status = status
+        member.status_at = member.heard_at = now
+        if before is None or status.left_out != before.left_out or status.adapters != before.adapters:
+            self._note_lists(before, status)
         member.meter.on_status(status)
         if member.pending:
             member.forget_sent_before(now - STATUS_LAG_S - status.age_s)
-        if status.state is NodeState.FAILED:
-            self._lose(member, f"it failed: {status.detail or 'no reason given'}")
-        elif member.lost is not None:
-            self._revive(member)
-        self._look_at(member)
+        # A node that requests go to and that goes on as it did: what nearly every status says.
+        if member.view is not None and status.state is _READY and status.step_age_s <= self._wedged_s:
+            member.write_view(status)
+        else:
+            member.is_starved = False
+            if status.state is NodeState.FAILED:
+                self._lose(member, f"it failed: {status.detail or 'no reason given'}")
+            elif member.lost is not None:
+                self._revive(member)
+            self._look_at(member)
         self._on_change()
+
+    def _note_lists(self, before: NodeStatus | None, latest: NodeStatus) -> None:
+        if latest.left_out != (before.left_out if before is not None else []):
+            self._note_accusers(latest)
+        if latest.adapters != (before.adapters if before is not None else {}):
+            self._adapters = None
 
     def _note_accusers(self, latest: NodeStatus) -> None:
         logger.warning(
@@ -354,37 +324,37 @@ class NodePool:
     def sent(self, node_id: str, request_id: str, tokens: int, blocks: int = 0) -> None:
         if (member := self._members.get(node_id)) is not None:
             member.note_sent(request_id, self._clock(), tokens, blocks)
-            self._look_at(member)
+            if member.status is not None:
+                member.write_view(member.status)
 
     def answered(self, node_id: str, request_id: str) -> bool:
         """Whether it was not yet part of a status."""
         member = self._members.get(node_id)
         was_pending = member is not None and member.note_answered(request_id)
-        if member is not None and was_pending:
-            self._look_at(member)
+        if member is not None and was_pending and member.status is not None:
+            member.write_view(member.status)
         return was_pending
 
     def _look_at(self, member: Member) -> None:
-        """With every status and every request, so only what changes of this one node is made again."""
-        status, info, was_in_view = member.status, member.info, member.view is not None
+        """Whether requests go to this node may have changed."""
+        status, info = member.status, member.info
         if status is None or self.unusable(member) is not None:
-            member.view = None
-            if was_in_view:
-                self._drop(info)
+            if member.view is None:
+                return
+            self._drop(member)
+        elif member.view is not None:
+            member.write_view(status)
+            return
         else:
-            pending = len(member.pending), member.pending_tokens, member.pending_blocks
-            member.view = view = NodeSnapshot(info, status, member.meter.rates, *pending)
+            member.view = NodeView(info, status, member.meter.rates)
             if info.role is Role.ENCODE:
                 self._encoders.setdefault(info.content, {})[info.node_id] = info
-                return
-            shortlist = self._shortlists.get(info.content)
-            if shortlist is None:
-                shortlist = self._shortlists[info.content] = Shortlist()
-            shortlist.put(view)
+            else:
+                member.shortlist = self._shortlists.setdefault(info.content, Shortlist())
+                member.write_view(status)
         self._snapshot = None
-        if was_in_view != (member.view is not None):
-            self._knows_max_model_len = False
-            self._adapters = None
+        self._knows_max_model_len = False
+        self._adapters = None
 
     def encoders_for(self, content: str, digests: Iterable[str]) -> list[NodeInfo]:
         """For each image an encoder node in view, always the same one as long as it is: it has the rows of an image that it met before.
@@ -394,17 +364,17 @@ class NodePool:
             return []
         return [there[first_by_rendezvous(there, digest)] for digest in digests]
 
-    def _drop(self, info: NodeInfo) -> None:
-        if info.role is Role.ENCODE:
-            if (there := self._encoders.get(info.content)) is not None:
-                there.pop(info.node_id, None)
-                if not there:
-                    del self._encoders[info.content]
-            return
-        shortlist = self.shortlist_of(info.content)
-        shortlist.drop(info)
-        if not shortlist.decode.views and not shortlist.prefill.views:
-            self._shortlists.pop(info.content, None)
+    def _drop(self, member: Member) -> None:
+        info, view, shortlist = member.info, member.view, member.shortlist
+        member.view = member.shortlist = None
+        if (there := self._encoders.get(info.content)) is not None:
+            there.pop(info.node_id, None)
+            if not there:
+                del self._encoders[info.content]
+        if shortlist is not None and view is not None:
+            shortlist.drop(view)
+            if not shortlist.decode.views and not shortlist.prefill.views:
+                del self._shortlists[info.content]
 
     def shortlist_of(self, content: str) -> Shortlist:
         """The nodes in view whose model has this content."""
@@ -423,6 +393,13 @@ class NodePool:
     def has_room(self, tokens: int, promised: int) -> bool:
         """Whether a node that decodes has the blocks for a sequence of `tokens`, beside so many that were promised."""
         return any(each.room.has_room(tokens, promised) for each in self._shortlists.values())
+
+    def has_room_for_vector(self, tokens: int, promised: int) -> bool:
+        """The same of the nodes that make vectors."""
+        readers = self.snapshot().prompt_readers
+        if not any(view.has_room(tokens) for view in readers):
+            return False
+        return promised == 0 or promised + tokens <= sum(view.room_tokens for view in readers)
 
     def line_wait_s(self) -> float:
         """About how long a prompt that comes now waits at a node before it is begun."""
@@ -449,7 +426,6 @@ class NodePool:
             self._snapshot = PoolSnapshot(
                 tuple(view for nodes in every for view in nodes.prefill),
                 tuple(view for nodes in every for view in nodes.decode),
-                self.handover.value,
             )
         return self._snapshot
 

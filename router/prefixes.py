@@ -376,6 +376,8 @@ class CachedBlocks:
     def levels(self, hashes: Sequence[int]) -> Levels:
         """A cache that has a block has those before it too: it evicts the last of them first. So lengths are found by halving."""
         levels: Levels = []
+        if not self._nodes_of:
+            return levels
         get, seen, length = self._nodes_of.get, 0, len(hashes)
         while length and len(levels) < MOST_LEVELS:
             # The first block that none of the nodes has that are not seen yet.

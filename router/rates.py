@@ -13,8 +13,8 @@ MIN_STEPS = 4
 WEIGHT = 0.3  # of the newest observation
 
 
-class NodeRates(msgspec.Struct, frozen=True):
-    """None until it has been seen."""
+class NodeRates(msgspec.Struct):
+    """None until it has been seen. Its meter writes it."""
 
     prefill_tokens_per_s: float | None = None
     step_s: float | None = None
@@ -26,11 +26,17 @@ class NodeRates(msgspec.Struct, frozen=True):
 class Average:
     """Exponentially weighted; None before the first observation."""
 
+    __slots__ = ("value",)
+
     def __init__(self) -> None:
         self.value: float | None = None
 
     def observe(self, value: float) -> None:
-        self.value = value if self.value is None else (1 - WEIGHT) * self.value + WEIGHT * value
+        self.value = _mixed(self.value, value)
+
+
+def _mixed(average: float | None, value: float) -> float:
+    return value if average is None else (1 - WEIGHT) * average + WEIGHT * value
 
 
 # Before an answer has ended here, and the least that one is expected to have.
@@ -59,18 +65,20 @@ class NodeRateMeter:
     with the next token of every running request; how fast it reads prompts is only seen in requests that it prefilled itself.
     """
 
+    __slots__ = ("_base", "_line_base", "_reads_for_others", "rates")
+
     def __init__(self, role: Role) -> None:
-        self._role = role
+        self._reads_for_others = role is Role.PREFILL
         self._base: NodeCounters | None = None
-        self._prefill = Average()
-        self._step = Average()
-        self._line = Average()
         self._line_base: NodeCounters | None = None  # since when prompts have waited
         self.rates = NodeRates()
 
     def on_status(self, status: NodeStatus) -> None:
         counters = status.counters
-        self._on_line(counters, is_waited_for=status.waiting_tokens > 0)
+        if status.waiting_tokens == 0:
+            self._line_base = None
+        else:
+            self._on_line(counters)
         base = self._base
         if base is None:
             self._base = counters
@@ -80,33 +88,31 @@ class NodeRateMeter:
             return
         seconds = counters.step_seconds - base.step_seconds
         prompt_tokens = counters.prompt_tokens_computed - base.prompt_tokens_computed
-        if self._role is Role.PREFILL:
+        if self._reads_for_others:
             if prompt_tokens >= MIN_PROMPT_TOKENS and seconds > 0:
-                self._observe(self._prefill, prompt_tokens / seconds)
+                self._observe_prefill(prompt_tokens / seconds)
                 self._base = counters
         elif steps >= MIN_STEPS and seconds > 0:
             if prompt_tokens == 0:
-                self._observe(self._step, seconds / steps)
+                self.rates.step_s = _mixed(self.rates.step_s, seconds / steps)
             self._base = counters
 
-    def _on_line(self, counters: NodeCounters, *, is_waited_for: bool) -> None:
+    def _on_line(self, counters: NodeCounters) -> None:
+        """Prompts wait there."""
         base = self._line_base
-        if not is_waited_for:
-            self._line_base = None
-        elif base is None:
+        if base is None:
             self._line_base = counters
-        else:
-            tokens = counters.prompt_tokens_computed - base.prompt_tokens_computed
-            seconds = counters.step_seconds - base.step_seconds
-            if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
-                self._observe(self._line, tokens / seconds)
-                self._line_base = counters
+            return
+        tokens = counters.prompt_tokens_computed - base.prompt_tokens_computed
+        seconds = counters.step_seconds - base.step_seconds
+        if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
+            self.rates.line_tokens_per_s = _mixed(self.rates.line_tokens_per_s, tokens / seconds)
+            self._line_base = counters
 
     def on_local_prefill(self, tokens: int, seconds: float) -> None:
         """A request that waited for no other was read here and gave its first token after `seconds`."""
         if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
-            self._observe(self._prefill, tokens / seconds)
+            self._observe_prefill(tokens / seconds)
 
-    def _observe(self, average: Average, value: float) -> None:
-        average.observe(value)
-        self.rates = NodeRates(self._prefill.value, self._step.value, self._line.value)
+    def _observe_prefill(self, tokens_per_s: float) -> None:
+        self.rates.prefill_tokens_per_s = _mixed(self.rates.prefill_tokens_per_s, tokens_per_s)

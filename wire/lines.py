@@ -267,13 +267,18 @@ class Lines(Generic[B]):
             peer = self._peers.get(letter.sender)
             in_order = (
                 peer is not None
-                and 0 < number == peer.heard + 1
                 and letter.line == peer.line
                 and letter.sender_epoch == peer.epoch
                 and letter.receiver_epoch == self.epoch
+                and (
+                    number == peer.heard + 1
+                    if number
+                    else letter.sent <= peer.heard and type(letter.body) is not Resend
+                )
             )
             if in_order and peer is not None:  # what nearly every letter is
-                peer.asked_at = None
+                if number:
+                    peer.asked_at = None
                 if letter.heard_line == peer.out.id:
                     peer.out.acknowledge(letter.heard)
         if not in_order:

@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 import sys
+import time
 from collections import deque
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TextIO
@@ -107,7 +108,8 @@ class RecentLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            message = record.getMessage()
+            # The handler before this one has made it, where lines are for people.
+            message = record.__dict__.get("message") or record.getMessage()
             if record.exc_info:
                 message += "\n" + self._exceptions.formatException(record.exc_info)
         except Exception:
@@ -144,6 +146,26 @@ def recent_page(after: LogPosition | None, last: int, most: int = PAGE_LINES) ->
     return _recent.page(after, last, most)
 
 
+class TextLines(logging.Formatter):
+    """`LINE`. The text of a second is made once, for all of its lines."""
+
+    def __init__(self) -> None:
+        super().__init__(LINE)
+        self._second, self._text = -1, ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._text = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+        return f"{self._text},{int(record.msecs):03d}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.exc_info or record.exc_text or record.stack_info:
+            return super().format(record)
+        record.message = record.getMessage()
+        return f"{self.formatTime(record)} {record.levelname} {record.name}: {record.message}"
+
+
 class JsonLines(logging.Formatter):
     def __init__(self, component: str) -> None:
         super().__init__()
@@ -176,7 +198,7 @@ def _is_of_router(logger: str) -> bool:
 def begin_logging(config: LogsConfig, component: str, stream: TextIO | None = None) -> None:
     """Where the process has none yet. `component` is its name."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines(component) if config.format == "json" else logging.Formatter(LINE))
+    handler.setFormatter(JsonLines(component) if config.format == "json" else TextLines())
     logging.basicConfig(level=config.level.upper(), handlers=[handler])
     if _recent not in logging.getLogger().handlers:
         logging.getLogger().addHandler(_recent)

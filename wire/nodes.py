@@ -34,7 +34,7 @@ class NodeState(enum.StrEnum):
     FAILED = "failed"
 
 
-class NodeInfo(msgspec.Struct, frozen=True):
+class NodeInfo(msgspec.Struct, frozen=True, cache_hash=True):
     """A node as the controller announces it to the routers. A restarted node has a new epoch."""
 
     node_id: str

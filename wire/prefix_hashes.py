@@ -58,9 +58,7 @@ def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list
     content = packed.tobytes()
     step = _TOKEN_BYTES * block_size
     digest = xxhash.xxh3_64_intdigest
-    hashes: list[int] = []
-    append = hashes.append
-    for start in range(0, len(content) - step + 1, step):
-        parent = digest(content[start : start + step], parent)
-        append(parent)
-    return hashes
+    return [
+        parent := digest(content[start : start + step], parent)
+        for start in range(0, len(content) - step + 1, step)
+    ]

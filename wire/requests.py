@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import os
 
 import msgspec
 
@@ -20,6 +21,21 @@ from tandem.wire.nodes import NodeState, PeerAddress, Role
 from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tandem.wire.tracing import ClockReading, NodeTrace
+
+# Every request needs several ids, and the system's randomness is a call of the kernel: so many are drawn at once.
+_DRAWN_BYTES, _ID_DIGITS = 4096, 32
+_drawn: list[str] = []
+os.register_at_fork(after_in_child=_drawn.clear)
+
+
+def new_id() -> str:
+    """32 hexadecimal digits that are not to be guessed, and never the same twice. From any thread."""
+    while True:
+        try:
+            return _drawn.pop()
+        except IndexError:
+            digits = os.urandom(_DRAWN_BYTES).hex()
+            _drawn.extend(digits[at : at + _ID_DIGITS] for at in range(0, len(digits), _ID_DIGITS))
 
 
 class TransferRole(enum.StrEnum):

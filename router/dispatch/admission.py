@@ -52,6 +52,9 @@ class Slots:
         for _ in range(self.held):
             on_place()
 
+    def unlisten(self) -> None:
+        self._on_place = self._on_refused = None
+
     def grant(self, count: int) -> None:
         self.wanted -= count
         self.held += count

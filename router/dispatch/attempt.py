@@ -5,7 +5,6 @@ id of its own.
 from __future__ import annotations
 
 import enum
-import secrets
 from collections.abc import Sequence
 
 import msgspec
@@ -17,7 +16,7 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress
 from tandem.wire.pooling import Pooling
-from tandem.wire.requests import CachePeers, KeepAnswer, KVTransferParams, Submit, TransferRole
+from tandem.wire.requests import CachePeers, KeepAnswer, KVTransferParams, Submit, TransferRole, new_id
 from tandem.wire.sampling import SamplingParams
 
 
@@ -54,14 +53,17 @@ class TokenSource(enum.Enum):
     DECODE = "decode"
 
 
+# Looked up once, and not with every token.
+_PREFILL, _DECODE = TokenSource
+
+
 class Attempt:
     """A new request id for each attempt: a late message about an abandoned one can never be taken for this one's."""
 
     def __init__(self, decision: RoutingDecision, base: int, submitted_at: float, number: int = 1) -> None:
         self.decision = decision
         self.number = number  # of the request's attempts
-        self.request_id = f"req-{secrets.token_hex(16)}"
-        self.transfer_id = f"kv-{secrets.token_hex(16)}"
+        self.request_id = f"req-{new_id()}"
         self.base = base  # output tokens that it began with
         self.submitted_at = submitted_at
         self.sent: dict[NodeInfo, Position] = {}  # where its Submits stand on the lines to its nodes
@@ -98,9 +100,9 @@ class Attempt:
         """Which of its nodes speaks; None when neither does."""
         decode, prefill = self.decision.decode, self.decision.prefill
         if decode is not None and decode.node_id == node_id and decode.epoch == epoch:
-            return TokenSource.DECODE
+            return _DECODE
         if prefill is not None and prefill.node_id == node_id and prefill.epoch == epoch:
-            return TokenSource.PREFILL
+            return _PREFILL
         return None
 
     def submits(
@@ -142,9 +144,11 @@ class Attempt:
         if prefill is None or decode is None:
             return [(node, submit(None)) for node in self.nodes]
 
+        transfer_id = f"kv-{new_id()}"
+
         def transfer(role: TransferRole, peer: NodeInfo) -> KVTransferParams:
             return KVTransferParams(
-                self.transfer_id, role, PeerAddress(peer.node_id, peer.epoch, peer.peer_endpoint)
+                transfer_id, role, PeerAddress(peer.node_id, peer.epoch, peer.peer_endpoint)
             )
 
         return [

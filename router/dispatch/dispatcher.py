@@ -73,7 +73,7 @@ class Dispatcher:
             self._clock,
             metrics,
             self._tell_if_idle,
-            self._placement.has_room,
+            pool.has_room,
             lambda: pool.is_paused,
             by_priority=config.by_priority,
             admit_within_s=config.admit_within,
@@ -87,7 +87,7 @@ class Dispatcher:
             self._clock,
             metrics,
             self._tell_if_idle,
-            self._placement.has_room_for_vector,
+            pool.has_room_for_vector,
             lambda: pool.is_paused,
             by_priority=config.by_priority,
             admit_within_s=config.admit_within,
@@ -258,7 +258,6 @@ class Dispatcher:
         self._placement.cancel(member.info, request_id)
 
     def on_status(self, status: NodeStatus) -> None:
-        self._placement.set_capacity(status.node_id, status.total_blocks)
         self._pool.on_status(status)
 
     def on_cache_news(self, news: CacheNews) -> None:

@@ -157,11 +157,12 @@ class Generation:
             self._late = None
         self._running -= 1
         if self._running == 0:
+            self._slots.unlisten()
             self._on_all_ended(self.lives)
 
-    def show_with(self, show: Callable[[RequestLife], bool]) -> None:
+    def show_with(self, show: Callable[[RequestLife], bool] | None) -> None:
         """While the reader waits for news, `show` gets them first, where they arrive: waking up a task costs a lone
-        token as much as all else that is done with it. True: the reader need not hear of it."""
+        token as much as all else that is done with it. True: the reader need not hear of it. None: nothing does any more."""
         self._show = show
 
     async def news(self) -> list[RequestLife]:

@@ -90,10 +90,17 @@ class LogprobStore(Sequence[TokenLogprobs]):
         return 8 * (len(self._ids) + len(self._values) + len(self._ranks) + len(self._ends))
 
 
+_NO_LOGPROBS = LogprobStore()  # of all that want none, and nothing is added to it
+
+
 class MergedChunk(enum.Enum):
     NEWS = enum.auto()  # tokens, or the end, or nothing that was not known: it is in
     HELD = enum.auto()  # it waits for a report that comes before it
     DIFFERS = enum.auto()  # it contradicts a token that is known: it was dropped
+
+
+# Every token passes here, and a member of an enumeration takes longer to look up than to compare.
+_NEWS, _HELD, _DIFFERS = MergedChunk
 
 
 class TokenLedger:
@@ -107,7 +114,7 @@ class TokenLedger:
 
     def __init__(self, *, wants_logprobs: bool) -> None:
         self.tokens: list[int] = []
-        self.logprobs = LogprobStore()
+        self.logprobs = LogprobStore() if wants_logprobs else _NO_LOGPROBS
         self.finish: FinishReason | None = None
         self.stop_token: int | None = None
         self._wants_logprobs = wants_logprobs
@@ -116,18 +123,18 @@ class TokenLedger:
     def accept(self, chunk: TokenChunk, *, may_differ: bool = False) -> MergedChunk:
         """`may_differ`: take what is new of a chunk even if it repeats known tokens differently."""
         merged = self._merge(chunk, may_differ)
-        if merged is MergedChunk.HELD:
+        if merged is _HELD:
             self._held.append(chunk)
-        while merged is MergedChunk.NEWS and self._held:
+        while merged is _NEWS and self._held:
             held, self._held = self._held, []
             differs = False
             for waiting in held:
                 again = self._merge(waiting, may_differ)
-                if again is MergedChunk.HELD:
+                if again is _HELD:
                     self._held.append(waiting)
-                differs = differs or again is MergedChunk.DIFFERS
+                differs = differs or again is _DIFFERS
             if differs:
-                return MergedChunk.DIFFERS
+                return _DIFFERS
             if len(self._held) == len(held):
                 break
         return merged
@@ -139,21 +146,22 @@ class TokenLedger:
             if start < 0:
                 raise InternalError(f"a node reported tokens from index {start}")
             if start > have:
-                return MergedChunk.HELD
+                return _HELD
             known = have - start
             if tokens[start : start + len(ids)] != ids[:known] and not may_differ:
-                return MergedChunk.DIFFERS
+                return _DIFFERS
             ids = ids[known:]
         if ids:
             if self._wants_logprobs:
                 if chunk.logprobs is None:
-                    return MergedChunk.HELD
+                    return _HELD
                 self.logprobs.extend(chunk.logprobs[len(chunk.token_ids) - len(ids) :])
             tokens.extend(ids)
-        if chunk.finish is FinishReason.STOP or chunk.finish is FinishReason.LENGTH:
-            self.finish = chunk.finish
+        finish = chunk.finish
+        if finish is not None and (finish is FinishReason.STOP or finish is FinishReason.LENGTH):
+            self.finish = finish
             self.stop_token = chunk.stop_token
-        return MergedChunk.NEWS
+        return _NEWS
 
     @property
     def waiting(self) -> bool:

@@ -33,6 +33,14 @@ class LeftBehind(Unavailable):
     """The nodes go on with it without this router."""
 
 
+# Looked up once, and not with every token.
+_NEWS, _DIFFERS, _DECODE = MergedChunk.NEWS, MergedChunk.DIFFERS, TokenSource.DECODE
+
+
+def _hears_nothing(life: RequestLife) -> None:
+    pass
+
+
 class RequestLife:
     """Everything here runs on the event loop; nothing awaits. `ended` becomes true exactly once.
 
@@ -118,12 +126,13 @@ class RequestLife:
         if attempt is None or source is None:
             self._metrics.foreign_chunks.inc()
             return
-        if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.ABORT:
+        finish = chunk.finish
+        if finish is not None and (finish is FinishReason.ERROR or finish is FinishReason.ABORT):
             self._on_node_error(attempt, source, chunk)
             return
         had = len(self.ledger.tokens)
         merged = self.ledger.accept(chunk, may_differ=attempt.may_differ)
-        if merged is MergedChunk.DIFFERS:
+        if merged is _DIFFERS:
             self._on_difference(attempt, source)
             return
         self._note_report(attempt, source, chunk)
@@ -138,7 +147,7 @@ class RequestLife:
             return
         if self.ledger.finish is not None:
             self._end(self.ledger.finish, None, ended_at=attempt.node(source))
-        elif merged is MergedChunk.NEWS:
+        elif merged is _NEWS:
             self._on_news(self)
 
     def _on_difference(self, attempt: Attempt, source: TokenSource) -> None:
@@ -156,7 +165,7 @@ class RequestLife:
 
     def _note_report(self, attempt: Attempt, source: TokenSource, chunk: TokenChunk) -> None:
         """Once per node and attempt; afterwards two tests and nothing more."""
-        if source is TokenSource.DECODE:
+        if source is _DECODE:
             if not attempt.decode_started:
                 attempt.decode_started = True
                 self.timings.handover_s = self._placement.on_decode_started(attempt)
@@ -464,8 +473,11 @@ class RequestLife:
         self._placement.stop_waiting(self)
         self._placement.on_ended(last, self.spec, self._hashes, self.ledger.tokens)
         self._note_end(finish)
-        self._on_end(self)
-        self._on_news(self)
+        on_end, on_news = self._on_end, self._on_news
+        # Its owner knows it: what both have is freed with the last reference, and not when garbage is looked for.
+        self._on_end = self._on_news = _hears_nothing
+        on_end(self)
+        on_news(self)
 
     def _note_end(self, finish: FinishReason) -> None:
         tokens = len(self.ledger.tokens)

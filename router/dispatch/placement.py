@@ -100,7 +100,7 @@ class Placement(Generic[L]):
     def choose(self, request: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
         """Raises Unavailable when no node can take it."""
         decision = self._chooser.choose(request, hashes)
-        self.metrics.decisions.labels("away" if decision.prefill and decision.decode else "one_node").inc()
+        self.metrics.decisions.inc("away" if decision.prefill and decision.decode else "one_node")
         return decision
 
     def version_for(self, spec: SequenceSpec) -> int:
@@ -183,14 +183,6 @@ class Placement(Generic[L]):
         if spec.pooling is not None:
             return len(spec.prompt_token_ids)
         return len(spec.prompt_token_ids) + self._answers.expected(spec.sampling.max_tokens)
-
-    def has_room(self, tokens: int, promised: int) -> bool:
-        """As `Chooser.has_room`."""
-        return self._chooser.has_room(tokens, promised)
-
-    def has_room_for_vector(self, tokens: int, promised: int) -> bool:
-        """As `Chooser.has_room_for_vector`."""
-        return self._chooser.has_room_for_vector(tokens, promised)
 
     def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:
         """Whether the node has acknowledged the attempt's Submit."""
@@ -278,9 +270,6 @@ class Placement(Generic[L]):
                     self._links.turn_ended(node, request_id, job_id, called)
 
     # --- what the dispatcher hears of the pool
-
-    def set_capacity(self, node_id: str, blocks: int) -> None:
-        self._chooser.set_capacity(node_id, blocks)
 
     def on_cache_news(self, news: CacheNews) -> bool:
         return self._chooser.on_cache_news(news)

@@ -63,7 +63,7 @@ class RequestTimings:
         if self._spec.reads_ahead:
             return
         now, metrics = self._clock(), self._metrics
-        metrics.requests_finished.labels(finish.value).inc()
+        metrics.requests_finished.inc(finish.value)
         metrics.request_prompt_tokens.observe(len(self._spec.prompt_token_ids))
         metrics.request_generation_tokens.observe(output_tokens)
         metrics.request_max_tokens.observe(self._spec.sampling.max_tokens)

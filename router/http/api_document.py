@@ -31,8 +31,8 @@ from tandem.router.openai.answer_types import (
     Version,
 )
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import ACCEPTED
+from tandem.router.openai.prompts import CompletionRequest
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from tandem.router.responses.answer_types import ResponseAnswer, ResponseDeleted
 from tandem.router.responses.responses_request import ResponsesRequest

@@ -6,9 +6,8 @@ What all requests may take together is bounded, too: their bodies while they are
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -48,14 +47,9 @@ class BodyBudget:
         # Large bodies are parsed one by one: so many threads would leave the event loop little of the interpreter.
         self.parsing = asyncio.Semaphore(1)
 
-    @contextmanager
-    def share(self) -> Iterator[BodyShare]:
+    def share(self) -> BodyShare:
         """One request's. Whatever it took is given back at the end of the block, however that is reached."""
-        share = BodyShare(self)
-        try:
-            yield share
-        finally:
-            self.held -= share.size
+        return BodyShare(self)
 
     def take(self, size: int) -> None:
         if self.held + size > self._limit:
@@ -71,6 +65,12 @@ class BodyShare:
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *of_no_concern: object) -> None:
+        self._budget.held -= self.size
 
     @property
     def parsing(self) -> asyncio.Semaphore:
@@ -92,9 +92,8 @@ class KeptMemory:
         self._shares: set[KeptShare] = set()
         self.held = 0
 
-    @contextmanager
-    def share(self, size: int) -> Iterator[KeptShare]:
-        """One request's, to the end of the block. Raises InvalidRequest for one that could never fit, else Overloaded."""
+    def share(self, size: int) -> KeptShare:
+        """One request's, to the end of the block that begins with it. Raises InvalidRequest for one that could never fit, else Overloaded."""
         if size > self._limit:
             self._on_refused()
             raise InvalidRequest(
@@ -107,14 +106,15 @@ class KeptMemory:
                 f"running requests take up the {self._limit} bytes that there are for them; "
                 "send this one again a little later"
             )
-        share = KeptShare(size)
+        return KeptShare(self, size)
+
+    def add(self, share: KeptShare) -> None:
         self._shares.add(share)
-        self.held += size
-        try:
-            yield share
-        finally:
-            self._shares.discard(share)
-            self.held -= share.size
+        self.held += share.size
+
+    def remove(self, share: KeptShare) -> None:
+        self._shares.discard(share)
+        self.held -= share.size
 
     def measure(self) -> None:
         for share in self._shares:
@@ -133,11 +133,19 @@ class KeptMemory:
 class KeptShare:
     """One request's: what it was let in with, or what its answer has grown to if that is more."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, memory: KeptMemory, size: int) -> None:
+        self._memory = memory
         self._at_first = size
         self._inputs = size
         self._generation: ReadableLives | None = None
         self.size = size
+
+    def __enter__(self) -> Self:
+        self._memory.add(self)
+        return self
+
+    def __exit__(self, *of_no_concern: object) -> None:
+        self._memory.remove(self)
 
     def grows_with(self, generation: ReadableLives, inputs: int) -> None:
         """`inputs` are what it keeps besides its answer."""
@@ -232,15 +240,8 @@ def _request_of(body: bytes | bytearray, request_type: type[R], config: RouterCo
     return read_request(value, request_type, config.unknown_fields)
 
 
-def _header(exchange: HttpExchange, wanted: bytes) -> bytes | None:
-    for name, value in exchange.headers:
-        if name == wanted:
-            return bytes(value)
-    return None
-
-
 def _check_type(exchange: HttpExchange) -> None:
-    declared = _header(exchange, b"content-type")
+    declared = exchange.header(b"content-type")
     if declared is None:
         return
     kind, _, parameters = declared.decode("latin-1").partition(";")
@@ -250,7 +251,7 @@ def _check_type(exchange: HttpExchange) -> None:
         name, _, value = parameter.partition("=")
         if name.strip().lower() == "charset" and value.strip().strip('"').lower() not in ("utf-8", "utf8"):
             raise UnsupportedContentType(f"content-type: JSON is UTF-8, not {value.strip()[:40]!r}")
-    encoding = _header(exchange, b"content-encoding")
+    encoding = exchange.header(b"content-encoding")
     if encoding is not None and encoding.lower() != b"identity":
         raise UnsupportedContentType(
             f"content-encoding: {encoding.decode('latin-1')[:40]!r} is not read here"
@@ -260,7 +261,7 @@ def _check_type(exchange: HttpExchange) -> None:
 async def _read(
     exchange: HttpExchange, limits: Limits, timeouts: Timeouts, share: BodyShare
 ) -> bytes | bytearray:
-    declared = _header(exchange, b"content-length")
+    declared = exchange.header(b"content-length")
     if declared is not None and (not declared.isdigit() or int(declared) > limits.body_bytes):
         if not declared.isdigit():
             raise InvalidRequest("content-length: must be a number")

@@ -100,6 +100,7 @@ class HttpCall:
         self.answering = False  # the status is known
         self.complete = False  # the answer is sent
         self.disconnected = False
+        self._request_id = "-"  # of one that is over
         path, raw_path, query = head.target
         self.scope: Scope = {
             "type": "http",
@@ -120,7 +121,7 @@ class HttpCall:
     @property
     def request_id(self) -> str:
         exchange: Any = self.scope.get("exchange")
-        return str(exchange.request_id) if exchange is not None else "-"
+        return str(exchange.request_id) if exchange is not None else self._request_id
 
     async def run(self, app: ASGIApp) -> None:
         try:
@@ -130,6 +131,9 @@ class HttpCall:
         except Exception:
             logger.exception("%s: the application failed", self.request_id)
         finally:
+            # The exchange knows this call: together they would keep all of the request until garbage is looked for.
+            self._request_id = self.request_id
+            self.scope.pop("exchange", None)
             if not self.complete and not self.disconnected:
                 self._connection.break_off()
 

@@ -147,6 +147,12 @@ class Delivery:
     async def run(self) -> None:
         """To the answer's end. Raises the failure of a choice; what came before it is written then, unless nothing was."""
         self._generation.show_with(self._show)
+        try:
+            await self._deliver()
+        finally:
+            self._generation.show_with(None)
+
+    async def _deliver(self) -> None:
         turn = LoopTurn()
         while self._unfinished:
             failure = None

@@ -39,6 +39,7 @@ class HttpExchange:
         self.receive = receive
         self._send = send
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self._by_name = dict(reversed(self.headers))
         self.connection: Connection = scope["state"]["connection"]
         self.request_id = request_id
         self.trace_id = trace_id
@@ -57,6 +58,10 @@ class HttpExchange:
     def owner(self) -> str:
         """The name of the key that the request came with; "" where there are no keys."""
         return self.tenant.name if self.tenant is not None else ""
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first of this name."""
+        return self._by_name.get(name)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

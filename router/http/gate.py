@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import time
 
 from starlette.exceptions import HTTPException
@@ -26,6 +25,7 @@ from tandem.router.http.exchange import HttpExchange, names_of
 from tandem.router.keys import KeyRing
 from tandem.router.metrics import RouterMetrics
 from tandem.wire.errors import Cancelled, TandemError
+from tandem.wire.requests import new_id
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("router.access")
@@ -106,7 +106,7 @@ def _open(scope: Scope, receive: Receive, send: Send) -> HttpExchange:
             request_id = value.decode("ascii")
         elif name == b"traceparent" and (match := _TRACE_PARENT.match(value)):
             trace_id = match[1].decode("ascii")
-    return HttpExchange(scope, receive, send, request_id or secrets.token_hex(16), trace_id)
+    return HttpExchange(scope, receive, send, request_id or new_id(), trace_id)
 
 
 def _path(scope: Scope) -> str:

@@ -31,9 +31,9 @@ from tandem.router.openai.chat_answer import ChatStream, whole_chat
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_answer import CompletionStream, whole_completion
-from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import SamplingFields
 from tandem.router.openai.plan import Caller, GenerationPlan, plan_chat, plan_completion
+from tandem.router.openai.prompts import CompletionRequest
 from tandem.router.openai.reading import ReadChoice, read_all
 from tandem.router.openai.served_model import ServedModel
 from tandem.router.openai.vectors import VectorPlan
@@ -218,7 +218,8 @@ def caller_of(services: Services, exchange: HttpExchange, request: object, arriv
 
 
 def _header(exchange: HttpExchange, name: bytes) -> str | None:
-    return next((value.decode("latin-1") for key, value in exchange.headers if key == name), None)
+    value = exchange.header(name)
+    return value.decode("latin-1") if value is not None else None
 
 
 def _unsalted(cache_salt: str | None) -> str | None:

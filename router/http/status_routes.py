@@ -12,8 +12,8 @@ from tandem.router.http.event_stream import send_bytes, send_json
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services
 from tandem.router.http.sibling_desk import VERSION, FoundTrace, TraceQuestion, page_of_all
+from tandem.router.member import Member
 from tandem.router.metrics import CONTENT_TYPE
-from tandem.router.pool import Member
 from tandem.router.tracing.record import TraceList
 from tandem.wire.endpoints import shown
 from tandem.wire.errors import RequestError

@@ -14,8 +14,8 @@ from tandem.router.http.event_stream import send_bytes, send_json
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services
 from tandem.router.http.sibling_desk import page_of_all
+from tandem.router.member import Member
 from tandem.router.page_state import NodeRow
-from tandem.router.pool import Member
 
 # Nothing is loaded from elsewhere, and no other page can frame this one, which has buttons.
 _POLICY = (

@@ -1,6 +1,6 @@
 """The OpenAI API: its request types and their checks, sampling, and the answers, streamed or whole.
 
-fields, chat_request, completion_request, vector_request, prompts
+fields, chat_request, vector_request, prompts (with the completions' request)
                what may be asked
 prompt_embeds  prompts as tensors, read from their files without torch or an unpickler
 checking, sampling, grammar, chat_prompt   from JSON to a checked request, and what crosses several fields

@@ -7,7 +7,6 @@ does not stop the other streams.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.fields import StreamOptions
 from tandem.router.openai.plan import GenerationPlan
+from tandem.wire.requests import new_id
 
 TURN_S = 0.002
 _CHARACTERS = 16 << 10  # of one piece
@@ -113,7 +113,7 @@ class AnswerHead(msgspec.Struct, frozen=True):
 
     @classmethod
     def new(cls, prefix: str, created: int, model: str) -> AnswerHead:
-        return cls(f"{prefix}-{secrets.token_hex(16)}", created, model)
+        return cls(f"{prefix}-{new_id()}", created, model)
 
     def fields(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -9,9 +9,9 @@ import msgspec
 
 from tandem.router.openai.answer import AnswerHead, RawPieces, StreamedUsage, event, json_pieces, usage
 from tandem.router.openai.choice import Choice, Delta
-from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.logprobs import completion_logprobs, prompt_logprobs
 from tandem.router.openai.plan import GenerationPlan
+from tandem.router.openai.prompts import CompletionRequest
 from tandem.router.openai.reading import ReadChoice, are_short, keep_best
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.sampling import TokenLogprobs

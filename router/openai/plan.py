@@ -13,12 +13,18 @@ from tandem.router.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
 from tandem.router.openai.chat_prompt import chat_prompt, tools_to_call
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice
-from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.constraint import chat_grammar, completion_grammar, grammar_of_tokens
 from tandem.router.openai.fields import SamplingFields
 from tandem.router.openai.prompt_embeds import embeds_of
-from tandem.router.openai.prompts import PromptTooLong, encoded, prompt_ids, prompts_of, truncated
-from tandem.router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
+from tandem.router.openai.prompts import (
+    CompletionRequest,
+    PromptTooLong,
+    encoded,
+    prompt_ids,
+    prompts_of,
+    truncated,
+)
+from tandem.router.openai.sampling import bad_word_ids, of_choice, sampling_params, stop_strings
 from tandem.router.openai.served_model import ServedModel
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import RequestTrace
@@ -105,7 +111,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(prompt) for prompt in self.prompts)
+        return sum(map(len, self.prompts))
 
 
 async def plan_completion(request: CompletionRequest, model: ServedModel, caller: Caller) -> GenerationPlan:
@@ -288,7 +294,7 @@ def _plan(
                 SequenceSpec(
                     label=caller.label,
                     prompt_token_ids=prompt,
-                    sampling=msgspec.structs.replace(sampling, seed=seed_of_choice(sampling.seed, index)),
+                    sampling=of_choice(sampling, index),
                     deadline=caller.deadline,
                     priority=caller.priority(request.priority),
                     cache_salt=caller.cache_salt(request.cache_salt),

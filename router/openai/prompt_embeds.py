@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.router.config import RouterConfig
-from tandem.router.openai.completion_request import CompletionRequest
+from tandem.router.openai.prompts import CompletionRequest
 from tandem.wire.embeds import TYPES, PromptEmbeds
 from tandem.wire.errors import InvalidRequest
 

@@ -1,4 +1,4 @@
-"""Prompts as requests give them: text or token ids, one or several."""
+"""POST /v1/completions: the request, and prompts as requests give them: text or token ids, one or several."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 from msgspec import Meta
 
-from tandem.router.openai.fields import TokenId
+from tandem.router.openai.fields import Choices, SamplingFields, TokenId
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import ContextLengthExceeded, InvalidRequest
 
@@ -16,6 +16,21 @@ Prompts = str | Annotated[list[str | TokenId | PromptTokens], Meta(min_length=1)
 
 # Base64 of a tensor's file, or several: `prompt_embeds` reads them.
 GivenEmbeds = str | Annotated[list[str], Meta(min_length=1)]
+
+
+CompletionLogprobs = Annotated[int, Meta(ge=0, le=20)]
+CompletionMaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1, description="0 only with echo")]
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: Prompts | None = None
+    prompt_embeds: GivenEmbeds | None = None
+    max_tokens: CompletionMaxTokens | None = None
+    logprobs: CompletionLogprobs | None = None
+    echo: bool | None = None
+    best_of: Choices | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
 
 
 class PromptTooLong(ContextLengthExceeded):

@@ -5,7 +5,6 @@ What a request does not say is as the model's makers recommend, or as OpenAI doe
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from tandem.router.config import RouterConfig, SamplingDefaults
 from tandem.router.openai.fields import RepetitionFields, SamplingFields
 from tandem.router.text.tokenizer import Tokenizer, read_json
 from tandem.wire.errors import ConfigurationError, InvalidRequest
+from tandem.wire.requests import new_id
 from tandem.wire.sampling import RepetitionDetection, SamplingParams
 
 FILE = "generation_config.json"
@@ -104,7 +104,7 @@ def sampling_params(
                 f"stop_token_ids: {token_id} is outside the vocabulary of {tokenizer.vocab_size} tokens",
                 "stop_token_ids",
             )
-    seed = request.seed if request.seed is not None else secrets.randbits(63)
+    seed = request.seed if request.seed is not None else int(new_id(), 16)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -152,9 +152,11 @@ def _check_ends_with_grammar(request: SamplingFields) -> None:
             )
 
 
-def seed_of_choice(seed: int, index: int) -> int:
+def of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
     """Choices of one request differ by their seeds and nothing else."""
-    return (seed + index) & _SEED_MASK
+    if index == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & _SEED_MASK)
 
 
 def stop_strings(request: SamplingFields) -> list[str]:
@@ -176,7 +178,9 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
 
 async def bad_word_ids(words: list[str] | None, tokenizer: Tokenizer) -> list[list[int]]:
     """Each as it is tokenized at the start of a text and after a space: the model may write either."""
-    texts = [text for word in words or [] for text in (word, " " + word.lstrip())]
+    if not words:
+        return []
+    texts = [text for word in words for text in (word, " " + word.lstrip())]
     sequences: list[list[int]] = []
     for token_ids in await tokenizer.encode_all_async(texts, special=False):
         if token_ids and token_ids not in sequences:

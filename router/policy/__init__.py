@@ -7,10 +7,10 @@ costs         expected waits, from what was measured; when the decode node had b
 """
 
 from tandem.router.policy.choose import RoutingPolicy, make_policy
-from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, RoutingDecision, RoutingRequest
+from tandem.router.policy.types import NodeView, PoolSnapshot, RoutingDecision, RoutingRequest
 
 __all__ = [
-    "NodeSnapshot",
+    "NodeView",
     "PoolSnapshot",
     "RoutingDecision",
     "RoutingPolicy",

@@ -23,7 +23,7 @@ from tandem.router.policy.costs import (
     reason_to_prefill_locally,
 )
 from tandem.router.policy.types import (
-    NodeSnapshot,
+    NodeView,
     PoolSnapshot,
     RoutingDecision,
     RoutingRequest,
@@ -33,7 +33,7 @@ from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo, Role
 
 
-def at_mirror(request: RoutingRequest, decode: Mapping[str, NodeSnapshot]) -> RoutingDecision | None:
+def at_mirror(request: RoutingRequest, decode: Mapping[str, NodeView]) -> RoutingDecision | None:
     """A request whose node is gone goes where its KV is; None where there is no such node any more. `decode`: by name, those in view."""
     mirror = request.mirror
     if mirror is None or mirror.node_id in request.avoid:
@@ -48,7 +48,7 @@ def with_cache_peers(
     decision: RoutingDecision,
     candidates: PoolSnapshot,
     cached: Mapping[str, int],
-    decode: Mapping[str, NodeSnapshot],
+    decode: Mapping[str, NodeView],
     names: Sequence[str],
 ) -> RoutingDecision:
     """`cached`: by node, how many of the prompt's leading tokens it likely has. `names`: those of `decode`, in order."""
@@ -66,7 +66,7 @@ def with_cache_peers(
     return msgspec.structs.replace(decision, source=source, mirror=mirror)
 
 
-def _next_after(node: NodeInfo, decode: Mapping[str, NodeSnapshot], names: Sequence[str]) -> NodeInfo | None:
+def _next_after(node: NodeInfo, decode: Mapping[str, NodeView], names: Sequence[str]) -> NodeInfo | None:
     """In a ring by their names: each is the mirror of one, and requests of one node that share a prefix share its copy."""
     first = bisect_right(names, node.node_id)
     for step in range(len(names)):
@@ -128,50 +128,50 @@ class RoutingPolicy(Protocol):
         ...
 
 
-Ranker = Callable[[Sequence[NodeSnapshot], RoutingRequest, bool], tuple[NodeSnapshot, str]]
+Ranker = Callable[[Sequence[NodeView], RoutingRequest, bool], tuple[NodeView, str]]
 
 
-def _costs_s(nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool) -> list[float]:
-    cost_s, assumed = (decode_wait_s if decode else prefill_cost_s), best_prefill_rate(nodes)
+def _costs_s(
+    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool, assumed: float | None
+) -> list[float]:
+    cost_s = decode_wait_s if decode else prefill_cost_s
     return [cost_s(node, request, assumed) for node in nodes]
 
 
-def _least_wait(
-    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-) -> tuple[NodeSnapshot, str]:
-    costs = _costs_s(nodes, request, decode)
+def _least_wait(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
+    assumed = best_prefill_rate(nodes)
+    costs = _costs_s(nodes, request, decode, assumed)
     # Equals take turns: otherwise idle nodes would all wait for the first of them.
     least = min(costs)
     equals = [i for i, cost in enumerate(costs) if cost == least]
     best = equals[request.turn % len(equals)]
-    wait_s = costs[best] if decode else prefill_wait_s(nodes[best], request, best_prefill_rate(nodes))
+    wait_s = costs[best] if decode else prefill_wait_s(nodes[best], request, assumed)
     return nodes[best], f"{wait_s * 1000:.0f} ms"
 
 
-def _round_robin(
-    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-) -> tuple[NodeSnapshot, str]:
+def _round_robin(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
     return sorted(nodes, key=lambda n: n.node_id)[request.turn % len(nodes)], f"turn {request.turn}"
 
 
 def _prefix_affinity(
-    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-) -> tuple[NodeSnapshot, str]:
+    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
+) -> tuple[NodeView, str]:
     least, why = _least_wait(nodes, request, decode)
     best = max(nodes, key=lambda n: request.cached.get(n.node_id, 0))
     cached = request.cached.get(best.node_id, 0)
     if cached == 0:
         return least, why
 
-    costs = dict(zip((node.node_id for node in nodes), _costs_s(nodes, request, decode), strict=True))
+    costs_s = _costs_s(nodes, request, decode, best_prefill_rate(nodes))
+    costs = dict(zip((node.node_id for node in nodes), costs_s, strict=True))
     if costs[best.node_id] - costs[least.node_id] > AFFINITY_WAIT_S:
         return least, f"{why}, {best.node_id} has {cached} tokens cached but is too busy"
     return best, f"{cached} tokens cached"
 
 
 def _session_affinity(
-    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-) -> tuple[NodeSnapshot, str]:
+    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
+) -> tuple[NodeView, str]:
     """Rendezvous hashing: a session stays where it is as long as its node does, and moves alone when not."""
     if request.session is None:
         return _least_wait(nodes, request, decode)
@@ -182,9 +182,7 @@ def _session_affinity(
 def _home_first(rank: Ranker) -> Ranker:
     """Where a job's last turn is pinned the next one begins with its KV, and is first in line."""
 
-    def ranked(
-        nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-    ) -> tuple[NodeSnapshot, str]:
+    def ranked(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
         for node in nodes:
             if node.node_id in request.home:
                 return node, "its job's last turn is there"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, RoutingRequest
+from tandem.router.policy.types import NodeView, PoolSnapshot, RoutingRequest
 from tandem.wire.nodes import Role
 
 # Only for comparing nodes before anything has been measured; never for deciding whether to send a prompt away.
@@ -13,34 +13,34 @@ ASSUMED_PREFILL_TOKENS_PER_S = 1000.0
 ASSUMED_STEP_S = 0.02
 
 
-def best_prefill_rate(nodes: Iterable[NodeSnapshot]) -> float | None:
+def best_prefill_rate(nodes: Iterable[NodeView]) -> float | None:
     """The best that was measured of them. Pools are of like machines, so it is what is assumed of the others."""
     return max(
         [rate for node in nodes if (rate := node.rates.prefill_tokens_per_s) is not None], default=None
     )
 
 
-def prefill_wait_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | None) -> float:
+def prefill_wait_s(node: NodeView, request: RoutingRequest, assumed: float | None) -> float:
     """Until the first token: everything queued there, then what of this prompt is not cached there, and what a tier has to be loaded. `assumed`: the rate of a node
     that was not measured."""
     rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
     return (node.queued_tokens + request.uncached(node)) / rate + request.loading_s.get(node.node_id, 0.0)
 
 
-def line_wait_s(node: NodeSnapshot) -> float:
+def line_wait_s(node: NodeView) -> float:
     """Until a prompt that comes now is begun there. 0 while no rate was measured."""
     rate = node.rates.line_tokens_per_s or node.rates.prefill_tokens_per_s
     return node.queued_tokens / rate if rate else 0.0
 
 
-def prefill_cost_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | None) -> float:
+def prefill_cost_s(node: NodeView, request: RoutingRequest, assumed: float | None) -> float:
     """Its wait, and its own computing once more: requests that come after it wait for that too."""
     rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
     wait = (node.queued_tokens + 2 * request.uncached(node)) / rate
     return wait + request.loading_s.get(node.node_id, 0.0)
 
 
-def decode_wait_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | None) -> float:
+def decode_wait_s(node: NodeView, request: RoutingRequest, assumed: float | None) -> float:
     """What it costs to be decoded there: a longer step for each that shares it, prompts that are read in between
     (its own too, on a node that does both), and a wait if blocks are short.
 
@@ -65,7 +65,7 @@ _UNNOTICED_S = 0.05
 
 
 def reason_to_prefill_locally(
-    pools: PoolSnapshot, request: RoutingRequest, prefill: NodeSnapshot, decode: NodeSnapshot
+    pools: PoolSnapshot, request: RoutingRequest, prefill: NodeView, decode: NodeView
 ) -> str | None:
     """None: send it away, which is also the answer while the rates are not yet measured.
 

@@ -18,75 +18,67 @@ from typing import Protocol
 
 from tandem.router.config import PolicyName
 from tandem.router.policy.costs import ASSUMED_PREFILL_TOKENS_PER_S, ASSUMED_STEP_S, line_wait_s
-from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, RoutingRequest, first_by_rendezvous
+from tandem.router.policy.types import NodeView, PoolSnapshot, RoutingRequest, first_by_rendezvous
 from tandem.wire.nodes import NodeInfo, Role
+
+# Every status of every node is filed, and a member of an enumeration takes longer to look up than a number to add.
+_PREFILL, _DECODE = Role.PREFILL, Role.DECODE
+
+
+def _geometry(info: NodeInfo) -> tuple[int, bool, int]:
+    return info.block_size, info.keeps_tokens, info.state_blocks
 
 
 class _Alike:
     """Nodes where a request takes equally many blocks."""
 
     def __init__(self) -> None:
-        self.views: dict[str, NodeSnapshot] = {}
-        self.blocks: dict[str, int] = {}  # that are free there and that no request there is expected to take
-        # No node has more. The one that had so many may have fewer now.
-        self._most = 0
-        self._roomiest = ""
+        self.views: dict[str, NodeView] = {}
+        # None has more free blocks that no request there is expected to take. The one that had so many may have fewer now.
+        self.most = 0
+        self.roomiest: NodeView | None = None
 
-    def put(self, view: NodeSnapshot, blocks: int) -> None:
-        node_id = view.info.node_id
-        self.views[node_id] = view
-        self.blocks[node_id] = blocks
-        if blocks >= self._most:
-            self._most, self._roomiest = blocks, node_id
-
-    def drop(self, node_id: str) -> None:
-        self.views.pop(node_id, None)
-        self.blocks.pop(node_id, None)
-
-    def roomiest(self, needed: int) -> NodeSnapshot | None:
-        """A node with as many blocks. One that has the most is only looked for when the last one has too few."""
-        if needed > self._most:
+    def first_with(self, tokens: int) -> NodeView | None:
+        """A node with the blocks for so many. One that has the most is only looked for when the last one has too few."""
+        best = self.roomiest or next(iter(self.views.values()), None)
+        if best is None or (needed := best.info.blocks_for(tokens)) > self.most:
             return None
-        if self.blocks.get(self._roomiest, -1) < needed:
-            self._roomiest = max(self.blocks, key=self.blocks.__getitem__, default="")
-            self._most = max(0, self.blocks.get(self._roomiest, 0))
-            if self.blocks.get(self._roomiest, -1) < needed:
-                return None
-        return self.views[self._roomiest]
+        if self.roomiest is None or best.room_blocks < needed:
+            best = max(self.views.values(), key=lambda view: view.room_blocks)
+            self.roomiest, self.most = best, max(0, best.room_blocks)
+        return best if best.room_blocks >= needed else None
 
 
 class Room:
     def __init__(self) -> None:
         self._alike: dict[tuple[int, bool, int], _Alike] = {}
-        self._of_node: dict[str, _Alike] = {}
-        self._idle: set[str] = set()  # nodes without work, which take any request
+        self._idle = 0  # nodes without work, which take any request
 
-    def put(self, view: NodeSnapshot, is_idle: bool, blocks: int) -> None:
-        info = view.info
-        node_id = info.node_id
-        alike = self._of_node.get(node_id)
-        if alike is None:
-            geometry = (info.block_size, info.keeps_tokens, info.state_blocks)
-            alike = self._of_node[node_id] = self._alike.setdefault(geometry, _Alike())
-        alike.put(view, blocks)
-        if is_idle:
-            self._idle.add(node_id)
-        elif node_id in self._idle:
-            self._idle.remove(node_id)
+    def add(self, view: NodeView) -> None:
+        self._alike.setdefault(_geometry(view.info), _Alike()).views[view.node_id] = view
 
-    def drop(self, node_id: str) -> None:
-        self._idle.discard(node_id)
-        if (alike := self._of_node.pop(node_id, None)) is not None:
-            alike.drop(node_id)
+    def note(self, view: NodeView, *, is_idle: bool, blocks: int) -> None:
+        """It was written."""
+        alike = self._alike[_geometry(view.info)]
+        if blocks >= alike.most:
+            alike.most, alike.roomiest = blocks, view
+        if is_idle is not view.is_idle:
+            view.is_idle = is_idle
+            self._idle += 1 if is_idle else -1
 
-    def roomiest(self, tokens: int) -> NodeSnapshot | None:
+    def drop(self, view: NodeView) -> None:
+        alike = self._alike[_geometry(view.info)]
+        del alike.views[view.node_id]
+        if alike.roomiest is view:
+            alike.roomiest = None
+        self._idle -= view.is_idle
+        view.is_idle = False
+
+    def roomiest(self, tokens: int) -> NodeView | None:
         """A node that has the blocks for so many tokens."""
         for alike in self._alike.values():
-            for view in alike.views.values():
-                found = alike.roomiest(view.info.blocks_for(tokens))
-                if found is not None:
-                    return found
-                break
+            if (found := alike.first_with(tokens)) is not None:
+                return found
         return None
 
     def has_room(self, tokens: int, promised: int) -> bool:
@@ -110,7 +102,10 @@ _WAITS = 1024  # places for waits in a class of speeds
 
 
 def _place_of(wait_s: float) -> int:
-    return min(_WAITS - 1, int(_WAIT_STEPS * log2(1.0 + wait_s / _SHORTEST_WAIT_S))) if wait_s > 0.0 else 0
+    if wait_s <= 0.0:
+        return 0
+    place = int(_WAIT_STEPS * log2(1.0 + wait_s / _SHORTEST_WAIT_S))
+    return place if place < _WAITS else _WAITS - 1
 
 
 class CachedPrefixes(Protocol):
@@ -126,26 +121,24 @@ class Lane:
     """The nodes of one pool. A node's place is its class of speed, and in this its wait: the lower the number, the sooner."""
 
     def __init__(self) -> None:
-        self.views: dict[str, NodeSnapshot] = {}
-        self._place: dict[str, int] = {}
+        self.views: dict[str, NodeView] = {}
         self._there: dict[int, dict[str, None]] = {}  # at a place, the longest unchanged first
         self._places: list[int] = []  # in order, those where there is a node
         self._by_name: list[str] | None = None
 
-    def put(self, view: NodeSnapshot, place: int) -> None:
-        node_id = view.info.node_id
-        self.views[node_id] = view
-        old = self._place.get(node_id)
-        # What a step more or less means is seen when the shortlist is ranked. A node without work is one, and no other is.
-        if old is not None and -1 <= place - old <= 1 and place % _WAITS and old % _WAITS:
-            return
+    def put(self, view: NodeView, place: int) -> None:
+        old, node_id = view.place, view.info.node_id
         if old == place:
             return
         if old is None:
+            self.views[node_id] = view
             self._by_name = None
+        # What a step more or less means is seen when the shortlist is ranked. A node without work is one, and no other is.
+        elif -1 <= place - old <= 1 and place % _WAITS and old % _WAITS:
+            return
         else:
             self._leave(node_id, old)
-        self._place[node_id] = place
+        view.place = place
         there = self._there.get(place)
         if there is None:
             self._there[place] = {node_id: None}
@@ -153,11 +146,11 @@ class Lane:
         else:
             there[node_id] = None
 
-    def drop(self, node_id: str) -> None:
-        place = self._place.pop(node_id, None)
-        if place is not None:
-            self._leave(node_id, place)
-            del self.views[node_id]
+    def drop(self, view: NodeView) -> None:
+        if view.place is not None:
+            self._leave(view.node_id, view.place)
+            view.place = None
+            del self.views[view.node_id]
             self._by_name = None
 
     def _leave(self, node_id: str, place: int) -> None:
@@ -181,11 +174,11 @@ class Lane:
             yield (node_id for place in places[first:end] for node_id in there[place])
             first = end
 
-    def pick(self, names: Iterable[str]) -> tuple[NodeSnapshot, ...]:
+    def pick(self, names: Iterable[str]) -> tuple[NodeView, ...]:
         views = self.views
         return tuple([views[name] for name in names])
 
-    def at_home(self, listed: tuple[NodeSnapshot, ...], request: RoutingRequest) -> tuple[NodeSnapshot, ...]:
+    def at_home(self, listed: tuple[NodeView, ...], request: RoutingRequest) -> tuple[NodeView, ...]:
         """The home of the request's job is ranked too, if it is here."""
         there = {view.node_id for view in listed}
         names = (name for name in request.home if name in self.views and name not in there)
@@ -197,28 +190,31 @@ class Shortlist:
         self.prefill, self.decode = Lane(), Lane()
         self.room = Room()
 
-    def put(self, view: NodeSnapshot) -> None:
-        """A node that requests may go to, as it is now."""
+    def put(self, view: NodeView) -> None:
+        """A node that requests may go to: it is new here, or it was written."""
         info, status, rates = view.info, view.status, view.rates
         role, rate = info.role, rates.prefill_tokens_per_s
         wait = (status.waiting_tokens + view.pending_tokens) / (rate or ASSUMED_PREFILL_TOKENS_PER_S)
         # A decode node reads no prompts that others could read faster.
-        speed = 0 if rate is None or role is Role.DECODE else int(_SPEED_STEPS * log2(rate)) + 1
-        if role is Role.PREFILL:
+        speed = 0 if rate is None or role is _DECODE else int(_SPEED_STEPS * log2(rate)) + 1
+        if role is _PREFILL:
             self.prefill.put(view, speed * _WAITS + _place_of(wait))
             return
         load = status.running + status.waiting + view.pending_requests
         wait += load * (rates.step_s or ASSUMED_STEP_S)
+        if view.place is None:
+            self.room.add(view)
         self.decode.put(view, speed * _WAITS + _place_of(wait))
-        self.room.put(view, load == 0, status.room_blocks - status.wanted_blocks - view.pending_blocks)
+        blocks = status.free_blocks + status.pinned_blocks - status.wanted_blocks - view.pending_blocks
+        self.room.note(view, is_idle=load == 0, blocks=blocks)
 
-    def drop(self, info: NodeInfo) -> None:
-        """It gets no new requests. Not an error for a node that is not here."""
-        if info.role is Role.PREFILL:
-            self.prefill.drop(info.node_id)
+    def drop(self, view: NodeView) -> None:
+        """It gets no new requests."""
+        if view.info.role is _PREFILL:
+            self.prefill.drop(view)
         else:
-            self.decode.drop(info.node_id)
-            self.room.drop(info.node_id)
+            self.decode.drop(view)
+            self.room.drop(view)
 
     def every_node(self, handover_s: float | None) -> PoolSnapshot:
         return PoolSnapshot(tuple(self.prefill.views.values()), tuple(self.decode.views.values()), handover_s)
@@ -244,25 +240,23 @@ class Shortlist:
             prefill, decode = self.prefill.at_home(prefill, request), self.decode.at_home(decode, request)
         return PoolSnapshot(prefill, decode, handover_s)
 
-    def _by_turn(
-        self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes
-    ) -> tuple[NodeSnapshot, ...]:
+    def _by_turn(self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes) -> tuple[NodeView, ...]:
         names = lane.names
         turns = (names[(request.turn + i) % len(names)] for i in range(len(names)))
         return lane.pick(dict.fromkeys(islice((name for name in turns if name not in request.avoid), 1)))
 
     def _by_session(
         self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes
-    ) -> tuple[NodeSnapshot, ...]:
+    ) -> tuple[NodeView, ...]:
         if request.session is None:
             return self._by_wait(lane, request, cached)
         names = [name for name in lane.names if name not in request.avoid]
         return lane.pick({first_by_rendezvous(names, request.session): None}) if names else ()
 
-    def _by_wait(
-        self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes
-    ) -> tuple[NodeSnapshot, ...]:
+    def _by_wait(self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes) -> tuple[NodeView, ...]:
         avoid = request.avoid
+        if len(lane.views) <= SHORTEST_WAITS and not avoid:
+            return tuple(lane.views.values())
         chosen: dict[str, None] = {}
         for names in lane.least_busy():
             first = islice((name for name in names if name not in avoid) if avoid else names, SHORTEST_WAITS)
@@ -294,7 +288,7 @@ class Shortlist:
             yield from cached.names(nodes, 2 * MOST_CACHED, turn)
 
 
-_List = Callable[[Shortlist, Lane, RoutingRequest, CachedPrefixes], tuple[NodeSnapshot, ...]]
+_List = Callable[[Shortlist, Lane, RoutingRequest, CachedPrefixes], tuple[NodeView, ...]]
 # A policy that is not named here ranks every node.
 _LISTS: dict[PolicyName, _List] = {
     PolicyName.LEAST_WAIT: Shortlist._by_wait,

@@ -12,8 +12,9 @@ from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import NodeStatus
 
 
-class NodeSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """A node that may be chosen: its last status, and what this router has sent it since."""
+class NodeView(msgspec.Struct):
+    """A node that may be chosen: its last status, and what this router has sent it since. There is one for as long as requests may go to
+    the node, and the pool writes it with every status and every request; policies read it."""
 
     info: NodeInfo
     status: NodeStatus
@@ -21,6 +22,9 @@ class NodeSnapshot(msgspec.Struct, frozen=True, gc=False):
     pending_requests: int = 0
     pending_tokens: int = 0
     pending_blocks: int = 0
+    # The shortlist's: where it stands there.
+    place: int | None = None
+    is_idle: bool = False
 
     @property
     def room_blocks(self) -> int:
@@ -53,12 +57,12 @@ class NodeSnapshot(msgspec.Struct, frozen=True, gc=False):
 
 
 class PoolSnapshot(msgspec.Struct, frozen=True):
-    prefill: tuple[NodeSnapshot, ...]
-    decode: tuple[NodeSnapshot, ...]  # decode nodes, and those that do both
+    prefill: tuple[NodeView, ...]
+    decode: tuple[NodeView, ...]  # decode nodes, and those that do both
     handover_s: float | None = None  # measured: from the first token to the decode node's start
 
     @property
-    def prompt_readers(self) -> tuple[NodeSnapshot, ...]:
+    def prompt_readers(self) -> tuple[NodeView, ...]:
         """Where vectors are made: a decode node is kept free of prompts that end on another's account."""
         return (*self.prefill, *(node for node in self.decode if node.info.role is Role.AGGREGATED))
 
@@ -78,7 +82,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     makes_vector: bool = False  # nothing is decoded: only nodes that read prompts for others take it
     needs_version: int = 0  # of Tandem's messages: a node of one before could not read it
 
-    def uncached(self, node: NodeSnapshot) -> int:
+    def uncached(self, node: NodeView) -> int:
         """At least one token is always computed: the last one's output is what is asked for."""
         return max(1, self.prompt_tokens - self.cached.get(node.node_id, 0))
 
@@ -100,7 +104,9 @@ class RoutingDecision(msgspec.Struct, frozen=True):
 
     @property
     def node_names(self) -> str:
-        if self.decode is not None and self.decode.role is Role.AGGREGATED:
-            return f"aggregated={self.decode.node_id}"
-        parts = [("prefill", self.prefill), ("decode", self.decode)]
-        return ",".join(f"{name}={node.node_id}" for name, node in parts if node is not None)
+        prefill, decode = self.prefill, self.decode
+        if decode is None:
+            return f"prefill={prefill.node_id}" if prefill is not None else ""
+        if decode.role is Role.AGGREGATED:
+            return f"aggregated={decode.node_id}"
+        return f"prefill={prefill.node_id},decode={decode.node_id}" if prefill else f"decode={decode.node_id}"

@@ -42,11 +42,12 @@ class SegmentCache:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: tokenizers.Tokenizer | None,
         encode: Callable[[list[str]], Sequence[Sequence[int]]],
         most_bytes: int,
     ) -> None:
-        self._boundaries = boundaries_of(backend)
+        """`backend`: what `encode` encodes with; None: a text is known as a whole, or not."""
+        self._boundaries = boundaries_of(backend) if backend is not None else None
         self._encode = encode
         self._most_bytes = most_bytes
         self._bytes = 0
@@ -73,7 +74,8 @@ class SegmentCache:
                     self._known.move_to_end(key)
                     parts[i] = found
         missing = [i for i, part in enumerate(parts) if part is None]
-        for i, ids in zip(missing, self._encode([keys[i][1] for i in missing]), strict=True):
+        encoded = self._encode([keys[i][1] for i in missing]) if missing else ()
+        for i, ids in zip(missing, encoded, strict=True):
             parts[i] = ids
             if len(keys[i][1]) >= LEAST_CHARACTERS:
                 self._keep(keys[i], array("I", ids))

@@ -53,6 +53,10 @@ class Tokenizer:
         self._segments = SegmentCache(
             backend, lambda texts: self._encode_all(texts, special=False), KEPT_BYTES
         )
+        # What the tokenizer adds stands at a text's ends, so such a text is not cut.
+        self._wholes = SegmentCache(
+            None, lambda texts: self._encode_all(texts, special=True), KEPT_BYTES // 4
+        )
         self._bytes: list[bytes] | None = None
         self._byte_tokens: dict[int, bytes] = {}  # of a tokenizer of another kind
         kinds = _decoder_kinds(backend)
@@ -120,9 +124,10 @@ class Tokenizer:
 
     async def encode_async(self, text: str, *, special: bool) -> list[int]:
         """Like `encode`, but a long text does not hold up other streams, and what of it was tokenized before is not again."""
-        if not special and len(text) > INLINE_CHARACTERS:
-            return await asyncio.to_thread(self._segments.encode, text)
-        return (await self.encode_all_async([text], special=special))[0]
+        known = self._wholes if special else self._segments
+        if len(text) > INLINE_CHARACTERS:
+            return await asyncio.to_thread(known.encode, text)
+        return known.encode(text)
 
     async def encode_all_async(self, texts: list[str], *, special: bool) -> list[list[int]]:
         if sum(map(len, texts)) <= INLINE_CHARACTERS:

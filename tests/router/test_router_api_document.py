@@ -20,8 +20,8 @@ from tandem.router.openai.answer_types import (
     TokenizeResponse,
 )
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import ACCEPTED
+from tandem.router.openai.prompts import CompletionRequest
 from tests.router.conftest import RunningRouter, StartRouter
 
 

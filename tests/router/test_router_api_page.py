@@ -15,8 +15,8 @@ from tandem.router.http.app import make_app  # noqa: F401  every error that a ro
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import ACCEPTED, REFUSED
+from tandem.router.openai.prompts import CompletionRequest
 from tandem.wire.errors import Cancelled, ConfigurationError, TandemError
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from tandem.router.policy import NodeSnapshot, RoutingDecision
+from tandem.router.policy import NodeView, RoutingDecision
 from tandem.router.policy.choose import at_mirror, with_cache_peers
 from tandem.wire.nodes import NodeInfo, PeerAddress, Role
 from tandem.wire.requests import CachePeers
@@ -15,14 +15,14 @@ from tests.router.conftest import StartRouter
 from tests.router.test_router_policy import ask, names, node, pools
 
 
-def sharing(node_id: str, *, mirrors: bool = True, aggregated: bool = False) -> NodeSnapshot:
+def sharing(node_id: str, *, mirrors: bool = True, aggregated: bool = False) -> NodeView:
     view = node(node_id, aggregated=aggregated)
     info = msgspec.structs.replace(view.info, tier_endpoint=f"tier://{node_id}", mirrors=mirrors)
     return msgspec.structs.replace(view, info=info)
 
 
 def named(
-    prefill: NodeInfo | None, decode: NodeInfo, *views: NodeSnapshot, cached: Mapping[str, int] | None = None
+    prefill: NodeInfo | None, decode: NodeInfo, *views: NodeView, cached: Mapping[str, int] | None = None
 ) -> RoutingDecision:
     """The peers that a request names to its nodes, out of these."""
     pool = pools(*views)
@@ -59,7 +59,7 @@ def test_nodes_that_share_nothing_are_not_named() -> None:
 
 
 def test_each_decode_node_has_one_mirror_and_none_is_its_own() -> None:
-    def mirror_of(*views: NodeSnapshot) -> str | None:
+    def mirror_of(*views: NodeView) -> str | None:
         found = named(None, views[0].info, *views).mirror
         return found.node_id if found else None
 

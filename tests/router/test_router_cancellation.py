@@ -39,7 +39,10 @@ def test_in_every_phase(start_router: StartRouter, phase: str, stream: bool) -> 
     cancelled(router, "p0", "d0")
     router.wait_for(
         lambda: (
-            router.server.services.metrics.http_requests.labels("/v1/completions", "499")._value.get() == 1
+            router.server.services.metrics.registry.get_sample_value(
+                "tandem_http_requests_total", {"route": "/v1/completions", "status": "499"}
+            )
+            == 1
         ),
         "counted as what it was",
     )

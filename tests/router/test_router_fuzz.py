@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tandem.router.openai.answer_types import ChatCompletion, Completion, ErrorBody
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.completion_request import CompletionRequest
+from tandem.router.openai.prompts import CompletionRequest
 from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID
 from tests.router.conftest import RunningRouter, bombarded
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 
 from tandem.router.config import Limits
+from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import KeptMemory, without_payload
+from tandem.router.http.call import HttpCall
+from tandem.router.http.exchange import HttpExchange
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.wire.errors import InvalidRequest, Overloaded
 from tests.router.conftest import StartRouter
@@ -86,3 +92,31 @@ def test_of_answers_that_grow_too_large_the_largest_is_ended(start_router: Start
             last = wide.rest()[-1]
         assert last["error"]["code"] == "overloaded"
     assert router.complete(max_tokens=3).status_code == 200
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_request_is_freed_when_it_ends_and_not_when_garbage_is_looked_for(
+    start_router: StartRouter, no_garbage_collection: None
+) -> None:
+    def kept() -> int:
+        parts = (RequestLife, Generation, HttpCall, HttpExchange)
+        return sum(isinstance(each, parts) for each in gc.get_objects())
+
+    router = start_router()
+    assert router.complete(max_tokens=1).status_code == 200
+    before = kept()
+    assert router.complete(max_tokens=5, n=2).status_code == 200
+    assert router.chat(max_tokens=5).status_code == 200
+    assert router.complete(max_tokens=0).status_code == 400
+    events = router.stream(max_tokens=5)
+    events.text(count=5)
+    events.close()
+    router.wait_for(router.idle, "all have ended")
+    router.wait_for(lambda: kept() <= before, "all are freed")

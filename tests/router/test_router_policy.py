@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.router.config import LocalPrefill, PolicyName
-from tandem.router.policy import NodeSnapshot, PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
+from tandem.router.policy import NodeView, PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
 from tandem.router.rates import NodeRates
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role
@@ -25,14 +25,14 @@ def node(
     pending_tokens: int = 0,
     aggregated: bool = False,
     **status: Any,
-) -> NodeSnapshot:
+) -> NodeView:
     role = Role.AGGREGATED if aggregated else Role.PREFILL if node_id.startswith("p") else Role.DECODE
     info = NodeInfo(node_id, role, 1, f"tcp://{node_id}", "", "fake", 4096, 16)
     fields: dict[str, Any] = {
         "free_blocks": 1000, "total_blocks": 1000, "running": 0, "waiting": 0, "waiting_tokens": 0, "transfers": 0,
         "held_blocks": 0, "step_age_s": 0.0, "counters": NodeCounters(),
     } | status  # fmt: skip
-    return NodeSnapshot(
+    return NodeView(
         info=info,
         status=NodeStatus(node_id, role, 1, NodeState.READY, **fields),
         rates=NodeRates(rate, step),
@@ -41,7 +41,7 @@ def node(
     )
 
 
-def pools(*nodes: NodeSnapshot, handover: float | None = None) -> PoolSnapshot:
+def pools(*nodes: NodeView, handover: float | None = None) -> PoolSnapshot:
     return PoolSnapshot(
         prefill=tuple(n for n in nodes if n.info.role is Role.PREFILL),
         decode=tuple(n for n in nodes if n.info.role is not Role.PREFILL),
@@ -138,7 +138,7 @@ def test_prefix_affinity_waits_longer_for_a_cache_but_not_forever() -> None:
 def test_a_session_stays_and_only_those_of_a_lost_node_move() -> None:
     nodes = [node(f"d{index}") for index in range(4)]
 
-    def home(session: str, among: list[NodeSnapshot]) -> str | None:
+    def home(session: str, among: list[NodeView]) -> str | None:
         return names(decide(pools(*among), ask(session=session), PolicyName.SESSION_AFFINITY))[1]
 
     sessions = [f"s{index}" for index in range(40)]
@@ -198,7 +198,7 @@ NODES = st.lists(
     avoid=st.frozensets(st.sampled_from([f"{kind}{i}" for kind in "pd" for i in range(10)])),
 )
 def test_any_decision_is_one_that_can_be_carried_out(
-    nodes: list[NodeSnapshot],
+    nodes: list[NodeView],
     name: PolicyName,
     local: LocalPrefill,
     handover: float | None,

@@ -266,15 +266,19 @@ def test_what_was_sent_counts_until_a_status_shows_it(world: World) -> None:
     assert world.pool.snapshot().prefill[0].pending_tokens == 0
 
 
-def test_a_snapshot_is_one_value_until_something_changes(world: World) -> None:
+def test_a_snapshot_is_one_value_until_nodes_come_or_go_and_its_views_are_as_the_nodes_are(
+    world: World,
+) -> None:
     node = info("d0")
     world.pool.set_members([node])
     world.say(node)
     first = world.pool.snapshot()
-    assert world.pool.snapshot() is first
     world.pool.sent("d0", "r", 1)
-    assert world.pool.snapshot() is not first
-    assert first.decode[0].pending_requests == 0
+    world.say(node, running=3)
+    assert world.pool.snapshot() is first
+    assert (first.decode[0].pending_requests, first.decode[0].status.running) == (1, 3)
+    world.say(node, state=NodeState.DRAINING)
+    assert world.pool.snapshot().decode == ()
 
 
 def test_another_model_is_never_in_view(world: World) -> None:

@@ -133,3 +133,19 @@ def test_the_tokenizer_does_so_with_long_prompts(tokenizer: Tokenizer) -> None:
     for _ in range(2):
         assert asyncio.run(_encoded(tokenizer, text)) == tokenizer.encode(text, special=False)
     assert tokenizer._segments._bytes > 0
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_short_prompt_that_was_tokenized_is_not_again(tokenizer: Tokenizer, special: bool) -> None:
+    import asyncio
+
+    text = f"a prompt that is asked twice, and {special} {'the fox ' * 20}"
+    known = tokenizer._wholes if special else tokenizer._segments
+    before = known._bytes
+    first, again = [asyncio.run(tokenizer.encode_async(text, special=special)) for _ in range(2)]
+    assert first == again == tokenizer.encode(text, special=special)
+    assert first is not again, "each request has a list of its own"
+    kept = known._bytes
+    assert kept > before
+    asyncio.run(tokenizer.encode_async(text, special=special))
+    assert known._bytes == kept

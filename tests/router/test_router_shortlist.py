@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tandem.router.choosing import Chooser
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
-from tandem.router.policy import NodeSnapshot, PoolSnapshot, RoutingRequest, make_policy
+from tandem.router.policy import NodeView, PoolSnapshot, RoutingRequest, make_policy
 from tandem.router.policy.costs import best_prefill_rate, decode_wait_s, prefill_cost_s
 from tandem.router.policy.shortlist import Shortlist
 from tandem.router.pool import NodePool
@@ -28,16 +28,14 @@ BLOCK = 16
 
 def view(
     name: str, *, rate: float | None = None, step: float | None = None, pending: int = 0, **fields: Any
-) -> NodeSnapshot:
+) -> NodeView:
     role = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}[name[0]]
     base: dict[str, Any] = {
         "state": NodeState.READY, "free_blocks": 10**6, "total_blocks": 10**6, "running": 0, "waiting": 0,
         "waiting_tokens": 0, "transfers": 0, "held_blocks": 0, "step_age_s": 0.0, "counters": NodeCounters(),
     } | fields  # fmt: skip
     info = NodeInfo(name, role, 1, f"tcp://{name}", "", "m", 1 << 20, BLOCK)
-    return NodeSnapshot(
-        info, NodeStatus(name, role, 1, **base), NodeRates(rate, step), pending, 100 * pending
-    )
+    return NodeView(info, NodeStatus(name, role, 1, **base), NodeRates(rate, step), pending, 100 * pending)
 
 
 class Nothing:
@@ -79,20 +77,23 @@ VIEWS = st.lists(
 )
 
 
-def filed(views: list[NodeSnapshot]) -> tuple[Shortlist, dict[str, NodeSnapshot]]:
-    shortlist, last = Shortlist(), {}
+def filed(views: list[NodeView]) -> tuple[Shortlist, dict[str, NodeView]]:
+    """One view of each node, written with what each of `views` says of it, as the pool does."""
+    shortlist, last = Shortlist(), dict[str, NodeView]()
     for each in views:
-        shortlist.put(each)
-        last[each.node_id] = each
+        there = last.setdefault(each.node_id, each)
+        for field in ("status", "rates", "pending_requests", "pending_tokens", "pending_blocks"):
+            setattr(there, field, getattr(each, field))
+        shortlist.put(there)
     return shortlist, last
 
 
 @given(VIEWS, st.data(), st.integers(1, 5000))
-def test_what_is_filed_is_what_is_there(views: list[NodeSnapshot], data: st.DataObject, tokens: int) -> None:
+def test_what_is_filed_is_what_is_there(views: list[NodeView], data: st.DataObject, tokens: int) -> None:
     shortlist, last = filed(views)
     gone = data.draw(st.lists(st.sampled_from(sorted(last)), unique=True)) if last else []
     for name in gone:
-        shortlist.drop(last.pop(name).info)
+        shortlist.drop(last.pop(name))
     everything = shortlist.every_node(None)
     seen = {each.node_id: each for each in (*everything.prefill, *everything.decode)}
     assert seen == last
@@ -105,7 +106,7 @@ def test_what_is_filed_is_what_is_there(views: list[NodeSnapshot], data: st.Data
 
 
 @given(VIEWS, st.integers(1, 4000), st.integers(0, 7))
-def test_the_least_wait_is_on_it(views: list[NodeSnapshot], tokens: int, turn: int) -> None:
+def test_the_least_wait_is_on_it(views: list[NodeView], tokens: int, turn: int) -> None:
     views = [
         msgspec.structs.replace(each, status=msgspec.structs.replace(each.status, free_blocks=10**6))
         for each in views
@@ -128,7 +129,7 @@ def test_the_least_wait_is_on_it(views: list[NodeSnapshot], tokens: int, turn: i
 
 @given(VIEWS, st.sampled_from([PolicyName.SESSION_AFFINITY, PolicyName.ROUND_ROBIN]), st.text(max_size=3), st.integers(0, 99))  # fmt: skip
 def test_sessions_and_turns_go_where_they_would_among_all(
-    views: list[NodeSnapshot], name: PolicyName, session: str, turn: int
+    views: list[NodeView], name: PolicyName, session: str, turn: int
 ) -> None:
     shortlist, _ = filed([*views, view("p0"), view("d0")])
     request = RoutingRequest(100, 100, session=session, turn=turn)
