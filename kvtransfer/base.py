@@ -163,7 +163,11 @@ class BlockGroup(Protocol):
     def keeps_every_token(self) -> bool: ...
     @property
     def window(self) -> int | None:
-        """The last tokens that are read, counting the one that reads; None without a window."""
+        """Of a sliding window the tokens that are read, counting the one that reads; else the length of a chunk. None where all are."""
+        ...
+
+    def first_read(self, position: int) -> int:
+        """The first token that the one at `position` reads; below 0 where a window reaches back further than there are tokens."""
         ...
 
     @property

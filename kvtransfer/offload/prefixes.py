@@ -34,7 +34,8 @@ class Prefixes:
         self.block_size = groups[0].block_size
         self._factor = block_factor
         self._whole = [index for index, group in enumerate(groups) if group.keeps_every_token]
-        self._windows = {index: group.window for index, group in enumerate(groups) if group.window}
+        # Sliding windows and chunks: what is read ends with the prefix, and begins where the group says.
+        self._windows = {index: group for index, group in enumerate(groups) if group.window}
         self._states = {
             index: group.blocks_per_request for index, group in enumerate(groups) if group.blocks_per_request
         }
@@ -101,7 +102,7 @@ class Prefixes:
                 default=-1,
             )
             if missing >= 0:
-                end = missing  # a window that ends later needs it too
+                end = missing  # all that end between this block and there need it too
             elif self._states and not self._has_state(manager, request, end):
                 end -= 1
             else:
@@ -133,7 +134,7 @@ class Prefixes:
     def _skipped(self, group: int, end: int) -> int:
         """How many leading blocks of the group nothing reads that comes after block `end`."""
         window = self._windows.get(group)
-        return 0 if window is None else max(end * self.block_size - window + 1, 0) // self.block_size
+        return 0 if window is None else max(window.first_read(end * self.block_size), 0) // self.block_size
 
     # ── what is copied ──
 

@@ -28,6 +28,10 @@ def sliding(window: int) -> KVCacheGroup:
     return KVCacheGroup(AttentionKind.SLIDING, BLOCK, (2,), window)
 
 
+def chunked(length: int) -> KVCacheGroup:
+    return KVCacheGroup(AttentionKind.CHUNKED, BLOCK, (3,), length)
+
+
 GROUPS = [
     (FULL,),
     (FULL, FULL),
@@ -37,6 +41,8 @@ GROUPS = [
     (sliding(6), STATES),
     (STATES,),
     (FULL, sliding(1), sliding(13), STATES),
+    (FULL, chunked(9)),
+    (chunked(8), sliding(6)),
 ]
 
 
@@ -71,6 +77,8 @@ def suffices(groups: Sequence[KVCacheGroup], there: set[tuple[int, int, int]], f
                 return False
             continue
         oldest = max(end * BLOCK - group.window + 1, 0) if group.window else 0
+        if group.kind is AttentionKind.CHUNKED and group.window:
+            oldest = end * BLOCK // group.window * group.window
         read = {token // BLOCK for token in range(oldest, end * BLOCK)}
         if any((index, block, 0) not in there for block in read if block >= first):
             return False
