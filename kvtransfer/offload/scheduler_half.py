@@ -133,7 +133,7 @@ class TierScheduler(SchedulerConnector):
         if request.skip_reading_prefix_cache or first >= last:
             return 0, False
         end = self._prefixes.end_of_prefix(manager, request, first, last)
-        if end < last and self._fetches(entry, end):
+        if end < last and self._fetches(entry, first, end, last):
             return None, False
         tokens = (end - first) * self._block_size
         if not entry.counted:
@@ -148,13 +148,16 @@ class TierScheduler(SchedulerConnector):
             return None, False
         return tokens, True
 
-    def _fetches(self, entry: _Entry, end: int) -> bool:
-        """Whether the request waits, because chunks after those before block `end` are copied here from another node."""
+    def _fetches(self, entry: _Entry, first: int, end: int, last: int) -> bool:
+        """Whether the request waits, because what it lacks of a prefix that is longer than `end` blocks is copied here from another node.
+        The device has those before `first`."""
         sharing, request = self._tier.sharing, entry.request
         if sharing is None:
             return False
         if not entry.fetched:
             entry.fetched = True
+            if not self._prefixes.needs_every_block:
+                return sharing.ask_for_prefix(request, first, end, last)
             missing = self._prefixes.missing(self._tier.manager, request, end)
             return bool(missing) and sharing.begin_fetch(request, missing)
         return sharing.is_fetching(request.request_id)

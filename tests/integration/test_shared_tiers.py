@@ -26,7 +26,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("llama", tmp_path_factory.mktemp("model"))
 
 
-def start(model: Path, name: str, factor: int = 1) -> OneEngine:
+KINDS = {  # and how much of a conversation's first turn, 70 tokens and an answer of 8, its tier has for the second
+    "gemma3": 76,  # all of it, and the window before its end
+    "mistral-window": 76,
+    "llama4": 76,  # and the chunk that its end lies in
+    "qwen3.5": 68,  # states are kept at the end of the prompt's last block
+    "recurrent-gemma": 68,  # and a window
+    "mamba2": 68,  # and nothing else
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model_of_kind(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(kind, tmp_path_factory.mktemp(kind))
+
+
+def start(model: Path, name: str, factor: int = 1, *, shares: bool = True) -> OneEngine:
     return OneEngine.start(
         model,
         name,
@@ -34,8 +54,9 @@ def start(model: Path, name: str, factor: int = 1) -> OneEngine:
         TransferConfig(connector="nixl"),
         memory_bytes=8 << 20,
         prefix_caching=True,
+        checkpoint_tokens=BLOCK,
         tiers=[TierConfig(cpu=4 << 20, block_factor=factor)],
-        shares=True,
+        shares=shares,
     )
 
 
@@ -76,6 +97,29 @@ def test_a_prefix_that_another_node_has_is_copied_and_not_computed(model: Path, 
         settle(nodes)
     finally:
         for node in nodes:
+            node.engine.shutdown()
+
+
+def test_of_a_model_with_several_groups_what_all_of_them_need_is_copied(
+    kind: str, model_of_kind: Path
+) -> None:
+    nodes = a, b = start(model_of_kind, "a"), start(model_of_kind, "b")
+    alone = start(model_of_kind, "alone", shares=False)
+    try:
+        turn = [*PROMPT, *a.answer("r", PROMPT, 8), 9, 8, 7]
+        settle(nodes)
+        expected = alone.answer("r", turn, 8)
+        tokens: list[int] = []
+        b.add("r", turn, 8, None, cache_peers=CachePeers(source=a.tier))
+        go_on(nodes, "r", tokens)
+        assert tokens == expected
+        stats = b.engine.scheduler.stats()
+        found = KINDS[kind]
+        assert (stats.prompt_tokens_loaded, stats.prompt_tokens_computed) == (found, len(turn) - found)
+        assert tier(b).fetched_bytes == tier(b).loaded_bytes > 0, "nothing is copied that is not of use"
+        settle(nodes)
+    finally:
+        for node in (*nodes, alone):
             node.engine.shutdown()
 
 

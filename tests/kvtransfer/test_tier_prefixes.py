@@ -52,8 +52,12 @@ def a_request() -> Request:
     return request
 
 
-def parts_of(groups: Sequence[KVCacheGroup]) -> list[tuple[int, int, int]]:
-    """All that a tier may have of a prompt: group, block or end of a prefix, number of a state's block."""
+Part = tuple[int, int, int]
+"""Group, block or end of a prefix, number of a state's block."""
+
+
+def parts_of(groups: Sequence[KVCacheGroup]) -> list[Part]:
+    """All that a tier may have of a prompt."""
     return [
         (index, place, number)
         for index, group in enumerate(groups)
@@ -62,14 +66,14 @@ def parts_of(groups: Sequence[KVCacheGroup]) -> list[tuple[int, int, int]]:
     ]
 
 
-def key_of(prefixes: Prefixes, groups: Sequence[KVCacheGroup], part: tuple[int, int, int]) -> bytes:
+def key_of(prefixes: Prefixes, groups: Sequence[KVCacheGroup], part: Part) -> bytes:
     index, place, number = part
     if groups[index].blocks_per_request:
         return prefixes.state_keys(a_request(), place + 1)[number]
     return prefixes.keys(a_request(), index, place, place + 1)[0]
 
 
-def suffices(groups: Sequence[KVCacheGroup], there: set[tuple[int, int, int]], first: int, end: int) -> bool:
+def suffices(groups: Sequence[KVCacheGroup], there: set[Part], first: int, end: int) -> bool:
     """By the tokens: whether one that comes after block `end` finds all that it reads, with the device's blocks before `first`."""
     for index, group in enumerate(groups):
         if group.kind is AttentionKind.STATE:
