@@ -8,7 +8,7 @@
        │ ═ read, by the transport ══════════▶ │
        │ ── ChunksRead ─────────────────────▶ │   the owner may give them up
        │
-       │ ◀──────────────────── ChunksStored ─ │   a mirror is told of what is new, and asks for it
+       │ ◀──────────────────── ChunksStored ─ │   a mirror is told of what is new, and asks for it, and of what it may give up
        │ ◀─────────────────── TierForgotten ─ │   what was copied from here may be wrong
 
 The reader counts the lease from when it asked, on its own clock, so for the reader it ends first: what had arrived by then is right,
@@ -40,6 +40,7 @@ class AskChunks(msgspec.Struct, frozen=True, tag="ask_chunks"):
     keys: list[bytes]
     knows_memory: bool  # from an earlier answer of this incarnation
     checksum_every: int = 0  # one of how many chunks shall carry a checksum, and the last; 0: none
+    skips: bool = False  # what lacks is passed over, and the answer says which are there
 
 
 class AskPrefix(msgspec.Struct, frozen=True, tag="ask_prefix"):
@@ -65,6 +66,7 @@ class ChunksFound(msgspec.Struct, frozen=True, tag="chunks_found"):
     ]  # of the first keys that were asked for; none when the first is not there, or layouts differ
     memory: CacheMemory | None = None  # the tier's, unless the reader knows it
     checksums: bytes = b""  # of the chunks that shall carry one, eight bytes each
+    which: list[int] | None = None  # of the keys that were asked for, in order; None: the first
 
 
 class ChunksRead(msgspec.Struct, frozen=True, tag="chunks_read"):
@@ -75,6 +77,9 @@ class ChunksRead(msgspec.Struct, frozen=True, tag="chunks_read"):
 class ChunksStored(msgspec.Struct, frozen=True, tag="chunks_stored"):
     envelope: Envelope
     keys: list[bytes]
+    gone: list[
+        bytes
+    ] = []  # of no use any more: a window has moved on, states have been kept after more tokens
 
 
 class TierForgotten(msgspec.Struct, frozen=True, tag="tier_forgotten"):

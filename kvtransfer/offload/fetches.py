@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tandem.kvtransfer.base import TransferRequest
 from tandem.kvtransfer.offload.manager import StoreRoom
 from tandem.kvtransfer.offload.policies import Key
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
+from tandem.wire.sharing import ChunksFound
+
+MAX_MISSED = 4096  # keys of a peer
+MAX_ASKED = 16  # answers without a key; it was given up there
 
 # What was measured longer ago is measured again.
 RATE_LASTS_S = 60.0
@@ -40,7 +45,16 @@ class KnownPeer:
     bytes_per_s: Rate
     answers_per_s: Rate
     memory: CacheMemory | None = None
-    missed: list[Key] = dataclasses.field(default_factory=list)
+    # What a mirror asked for and was not ready, and how often: it is asked for with what is stored next.
+    missed: dict[Key, int] = dataclasses.field(default_factory=dict)
+
+    def ask_again(self, keys: Iterable[Key], asked: Mapping[Key, int]) -> None:
+        """Next time; `asked`: how often each was asked for before, and not there."""
+        for key in keys:
+            if (times := asked.get(key, 0)) < MAX_ASKED:
+                self.missed[key] = times
+        while len(self.missed) > MAX_MISSED:
+            del self.missed[next(iter(self.missed))]
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,4 +92,14 @@ class Fetch:
     requests: set[str] = dataclasses.field(default_factory=set)  # that wait for it
     is_reading: bool = False
     question: PrefixQuestion | None = None  # which comes before it
+    asked: dict[Key, int] = dataclasses.field(default_factory=dict)  # see KnownPeer
     others: list[int] = dataclasses.field(default_factory=list)  # that bring some of what was chosen
+
+
+def which_of(found: ChunksFound, count: int) -> Sequence[int]:
+    """Of so many keys that were asked for, those that its slots are of; none where that makes no sense."""
+    if found.which is None:
+        return range(min(len(found.slots), count))
+    which = found.which
+    right = len(which) == len(found.slots) and all(a < b for a, b in itertools.pairwise(which))
+    return which if right and which and which[0] >= 0 and which[-1] < count else []

@@ -241,6 +241,25 @@ class Prefixes:
         windows = self.last_windows(request, tables, end)
         return [self._shortened(part, end) for part in windows] + self._states_after(request, end)
 
+    def new_windows(self, request: TransferRequest, tables: BlockIds, since: int, full: int) -> list[Part]:
+        """The blocks from `since` on of what is read by one that goes on after the first `full` blocks."""
+        parts = []
+        for group in self._windows:
+            table, first = tables[group], max(since, self._skipped(group, full))
+            while first < full and table[first] == NULL_BLOCK_ID:
+                first += 1
+            if first < full:
+                parts.append(Part(group, first, full, self.keys(request, group, first, full)))
+        return parts
+
+    def is_passed(self, group: int, place: int, end: int) -> bool:
+        """Whether nothing that goes on after the first `end` blocks reads this block of a window, or state after `place` blocks."""
+        return place < (end if group in self._states else self._skipped(group, end))
+
+    def gives_up(self, group: int) -> bool:
+        """Whether a request gives up blocks of this group while it runs."""
+        return group in self._windows or group in self._states
+
     def _shortened(self, part: Part, end: int) -> Part:
         first = max(part.first, self._skipped(part.group, end))
         return dataclasses.replace(part, first=first, keys=part.keys[first - part.first :])

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from tandem.kvtransfer.base import TransferRequest
 from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Exchange, RemoteRead, RemoteReadEnded
-from tandem.kvtransfer.offload.fetches import Fetch, KnownPeer, PrefixQuestion, Rate
+from tandem.kvtransfer.offload.fetches import Fetch, KnownPeer, PrefixQuestion, Rate, which_of
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.prefixes import Prefixes
@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 1.0
 # A step with fewer tokens of prompts says more about the step than about them.
 LEAST_PROMPT_TOKENS = 64
-# Peers that are remembered, and keys of a peer that were not ready when they were asked for.
-MAX_PEERS = 64
-MAX_MISSED = 4096
+MAX_PEERS = 64  # that are remembered
+# A mirror that copies more slowly than its neighbour stores asks for the rest later, when some of it may be gone.
+MAX_MIRROR_FETCHES = 4
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,7 +99,7 @@ class TierSharing:
         self._peers: OrderedDict[PeerKey, KnownPeer] = OrderedDict()
         self._readers: OrderedDict[PeerKey, PeerAddress] = OrderedDict()  # that have copied from here
         self._copied_from: set[PeerKey] = set()
-        self._news: dict[PeerAddress, list[Key]] = {}  # for mirrors
+        self._news: dict[PeerAddress, tuple[list[Key], list[Key]]] = {}  # for mirrors: stored, and gone
         self._computing = Rate(clock)  # tokens of prompts
         self._planned: deque[tuple[int, float]] = deque(maxlen=8)  # steps that were not booked yet
         self._booked_at = 0.0
@@ -221,7 +221,8 @@ class TierSharing:
         self._arriving.update(dict.fromkeys(room.keys, number))
         knows = self._peer(PeerKey(peer.node_id, peer.epoch)).memory is not None
         envelope = self._exchange.envelope(peer.epoch)
-        self._exchange.send(peer, AskChunks(envelope, number, self._layout, room.keys, knows, every))
+        ask = AskChunks(envelope, number, self._layout, room.keys, knows, every, fetch.for_mirror)
+        self._exchange.send(peer, ask)
         return True
 
     def _peer(self, key: PeerKey) -> KnownPeer:
@@ -237,16 +238,18 @@ class TierSharing:
         peers = request.cache_peers
         return self._mirror and peers is not None and peers.mirror is not None
 
-    def stored(self, request: TransferRequest, keys: Sequence[Key]) -> None:
-        """These chunks of the request are here."""
+    def stored(self, request: TransferRequest, keys: Sequence[Key], gone: Sequence[Key] = ()) -> None:
+        """These chunks of the request are here, and those are of no use any more."""
         peers = request.cache_peers
         if self._mirror and peers is not None and peers.mirror is not None:
-            self._news.setdefault(peers.mirror, []).extend(keys)
+            news = self._news.setdefault(peers.mirror, ([], []))
+            news[0].extend(keys)
+            news[1].extend(gone)
 
     def tell_mirrors(self) -> None:
         """Once a step: one message to each mirror, of all requests that have it."""
-        for mirror, keys in self._news.items():
-            self._exchange.send(mirror, ChunksStored(self._exchange.envelope(mirror.epoch), keys))
+        for mirror, (keys, gone) in self._news.items():
+            self._exchange.send(mirror, ChunksStored(self._exchange.envelope(mirror.epoch), keys, gone))
         if self._news:
             self._news = {}
 
@@ -288,8 +291,13 @@ class TierSharing:
         reader = _sender(ask.envelope)
         lease = key_of(ask.envelope), ask.number
         slots: list[int] = []
+        which: list[int] | None = None
         if ask.layout == self._layout and lease not in self._leases:
-            keys = ask.keys[: self._manager.lookup(ask.keys)]
+            if ask.skips:
+                which = [i for i, wanted in enumerate(ask.keys) if self._manager.lookup((wanted,))]
+                keys = [ask.keys[i] for i in which]
+            else:
+                keys = ask.keys[: self._manager.lookup(ask.keys)]
             slots = self._manager.prepare_load(keys)
         if slots:
             self._leases[lease] = _Lease(self._clock() + LEASE_S, slots)
@@ -298,7 +306,7 @@ class TierSharing:
                 self._readers.popitem(last=False)
         memory = None if ask.knows_memory else self._exchange.memory
         envelope = self._exchange.envelope(ask.envelope.sender_epoch)
-        found = ChunksFound(envelope, ask.number, slots, memory)
+        found = ChunksFound(envelope, ask.number, slots, memory, which=which)
         if slots and ask.checksum_every:
             self._exchange.answer(ChecksummedAnswer(reader, found, self._factor, ask.checksum_every))
         else:
@@ -348,18 +356,19 @@ class TierSharing:
             return
         peer = self._peer(key)
         peer.memory = found.memory or peer.memory
-        count = min(len(found.slots), len(fetch.room.keys))
-        if not self._is_readable(peer.memory, found.slots[:count]):
-            count = 0
-        self._leave_out(fetch, count)
-        if not count or peer.memory is None:
+        which = which_of(found, len(fetch.room.keys))
+        slots = found.slots[: len(which)]
+        if not self._is_readable(peer.memory, slots):
+            which = []
+        self._keep_only(fetch, which)
+        if not which or peer.memory is None:
             self._tell_read(fetch.peer, found.number)
             self._end(found.number)
             return
         peer.answers_per_s.observe(1, self._clock() - fetch.asked_at)
         fetch.is_reading = True
         until = fetch.asked_at + LEASE_S * (1 - SAFETY)
-        here, there = self._places(fetch.room.slots), self._places(found.slots[:count])
+        here, there = self._places(fetch.room.slots), self._places(slots)
         self._exchange.read(
             RemoteRead(
                 found.number,
@@ -375,15 +384,17 @@ class TierSharing:
             )
         )
 
-    def _leave_out(self, fetch: Fetch, first: int) -> None:
-        """The chunks from `first` on were asked for and do not come."""
-        absent = StoreRoom(fetch.room.keys[first:], fetch.room.slots[first:])
-        fetch.room = StoreRoom(fetch.room.keys[:first], fetch.room.slots[:first])
+    def _keep_only(self, fetch: Fetch, which: Sequence[int], *, answered: bool = True) -> None:
+        """The other chunks that were asked for do not come."""
+        keys, slots = fetch.room.keys, fetch.room.slots
+        others = sorted(set(range(len(keys))).difference(which))
+        absent = StoreRoom([keys[i] for i in others], [slots[i] for i in others])
+        fetch.room = StoreRoom([keys[i] for i in which], [slots[i] for i in which])
         self._manager.complete_store(absent, written=False)
         self._expect_no_more(fetch.number, absent.keys)
-        if fetch.for_mirror:  # what is only being stored there now is asked for with what is stored next
+        if fetch.for_mirror:
             peer = self._peer(PeerKey(fetch.peer.node_id, fetch.peer.epoch))
-            peer.missed = [*peer.missed, *absent.keys][-MAX_MISSED:]
+            peer.ask_again(absent.keys, {key: fetch.asked.get(key, 0) + answered for key in absent.keys})
 
     def _is_readable(self, memory: CacheMemory | None, slots: Sequence[int]) -> bool:
         """What a peer says is checked before memory is touched."""
@@ -413,6 +424,8 @@ class TierSharing:
                 self.mirrored_bytes += num_bytes
             else:
                 self.fetched_bytes += num_bytes
+        elif fetch.for_mirror and not ended.wrong:
+            self._peer(key).ask_again(fetch.room.keys, fetch.asked)
         self._end(ended.number)
 
     def _doubt(self, node_id: str, problem: str) -> None:
@@ -431,7 +444,7 @@ class TierSharing:
 
     def _give_up(self, number: int) -> None:
         """Nothing of it is being read."""
-        self._leave_out(self._fetches[number], 0)
+        self._keep_only(self._fetches[number], [], answered=False)
         self._end(number)
 
     def _end(self, number: int) -> None:
@@ -449,8 +462,18 @@ class TierSharing:
             return
         sender = _sender(stored.envelope)
         peer = self._peer(key_of(stored.envelope))
-        missed, peer.missed = peer.missed, []
-        self._fetch(sender, [*missed, *stored.keys], for_mirror=True)
+        gone = set(stored.gone)
+        self._manager.forget(gone)
+        asked, peer.missed = peer.missed, {}
+        keys = [key for key in (*asked, *stored.keys) if key not in gone]
+        of_sender = [fetch for fetch in self._fetches.values() if fetch.for_mirror and fetch.peer == sender]
+        number = None
+        if len(of_sender) < MAX_MIRROR_FETCHES:
+            number = self._fetch(sender, keys, for_mirror=True)
+        if number is None:
+            peer.ask_again([key for key in keys if not self._manager.lookup((key,))], asked)
+        else:
+            self._fetches[number].asked = asked
 
     # ── what must be forgotten ──
 

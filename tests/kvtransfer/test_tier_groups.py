@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
+from tandem.kvtransfer.offload.fetches import MAX_ASKED
 from tandem.kvtransfer.offload.prefixes import Prefixes
+from tandem.kvtransfer.offload.sharing import ANSWER_S, MAX_MIRROR_FETCHES
 from tandem.kvtransfer.protocol.identity import PeerKey
 from tandem.wire.requests import CachePeers
-from tandem.wire.sharing import PrefixFound
+from tandem.wire.sharing import AskChunks, ChunksFound, PrefixFound
 from tests.kvtransfer.test_tier_prefixes import (
     BLOCK,
     BLOCKS,
@@ -26,7 +29,7 @@ from tests.kvtransfer.test_tier_prefixes import (
     parts_of,
     suffices,
 )
-from tests.kvtransfer.test_tier_sharing import CHUNK_BYTES, Asker, World
+from tests.kvtransfer.test_tier_sharing import CHUNK_BYTES, Asker, World, keys
 
 
 def with_parts(groups: Sequence[KVCacheGroup], *parts: set[Part]) -> tuple[World, Prefixes]:
@@ -130,3 +133,113 @@ def test_an_answer_that_is_not_of_the_question_copies_nothing(has: list[bytes]) 
     world.settle()
     assert not b.sharing.is_fetching("r")
     assert b.manager.used == 0
+
+
+# ── mirrors ──
+
+
+def tell(world: World, stored: list[bytes], gone: list[bytes] | None = None) -> None:
+    a, b = world.nodes["a"], world.nodes["b"]
+    request: Any = Asker("r", CachePeers(mirror=b.address))
+    a.sharing.stored(request, stored, gone or [])
+    a.sharing.tell_mirrors()
+
+
+def test_what_was_not_answered_or_not_read_is_asked_for_again() -> None:
+    """However often: without it all that comes after it is worth nothing."""
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    tell(world, keys(1))
+    for _ in range(2 * MAX_ASKED):
+        world.deliver()  # what is stored; the question is lost
+        world.mail.clear()
+        world.now += ANSWER_S
+        b.sharing.turn()
+        tell(world, [])
+    world.deliver()
+    world.deliver()
+    world.deliver()
+    world.end_read(fails=True)
+    assert b.manager.lookup(keys(3)) == 0
+    tell(world, keys(3)[1:])
+    world.settle()
+    assert b.manager.lookup(keys(3)) == 3
+
+
+def test_a_mirror_passes_over_what_its_neighbour_has_given_up_and_asks_for_it_a_few_times() -> None:
+    world = World(slots=40)
+    a, b = world.nodes["a"], world.nodes["b"]
+    asked = []
+    for number, key in enumerate(keys(MAX_ASKED + 4)):
+        if number != 2:
+            a.store([key])
+        tell(world, [key])
+        while world.mail:
+            if isinstance(message := world.mail[0][1], AskChunks):
+                asked.append(message.keys)
+            world.deliver()
+        world.settle()
+    assert b.manager.lookup(keys(20)) == 2
+    assert b.manager.lookup(keys(20)[3:]) == MAX_ASKED + 1
+    assert sum(keys(20)[2] in each for each in asked) == MAX_ASKED
+    assert not b.sharing._peer(PeerKey("a", a.epoch)).missed
+
+
+def test_what_an_answer_has_left_behind_is_given_up_by_its_mirror() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(6))
+    tell(world, keys(3))
+    world.settle()
+    tell(world, keys(6)[3:5], gone=keys(6)[1:2])
+    world.settle()
+    assert [b.manager.lookup([key]) for key in keys(6)] == [1, 0, 1, 1, 1, 0]
+    tell(world, keys(6)[5:])
+    world.deliver()
+    world.deliver()
+    tell(world, [], gone=keys(6)[5:])  # while it is read
+    world.deliver(next(i for i, (name, _) in enumerate(world.mail) if name == "b"))
+    world.settle()
+    assert b.manager.lookup(keys(6)[5:]) == 0
+    b.check()
+
+
+def test_a_mirror_that_is_slower_than_its_neighbour_takes_no_more_room_for_what_it_waits_for() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(10))
+    for key in keys(10):
+        tell(world, [key])
+        world.deliver()
+    assert len(b.sharing._fetches) == b.manager.used == MAX_MIRROR_FETCHES
+    world.settle()
+    tell(world, [])
+    world.settle()
+    assert b.manager.lookup(keys(10)) == 10
+
+
+@pytest.mark.parametrize(
+    ("which", "there"),
+    [(None, 3), ([0, 1, 4], 3), ([0, 0, 1], 0), ([1, 0, 2], 0), ([-1, 0, 1], 0), ([0, 1, 9], 0), ([0, 1], 0)],
+)
+def test_which_chunks_a_peer_has_is_believed_only_where_it_makes_sense(
+    which: list[int] | None, there: int
+) -> None:
+    """None is said by a node of the version before, which answers up to the first that it lacks."""
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(5))
+    tell(world, keys(5))
+    world.deliver()
+    world.deliver()
+    (name, found), *_ = world.mail
+    assert isinstance(found, ChunksFound)
+    assert found.which == [0, 1, 2, 3, 4]
+    named = which if which and there else range(3)
+    slots = [found.slots[i] for i in named]
+    world.mail = [(name, msgspec.structs.replace(found, slots=slots, which=which))]
+    world.settle()
+    assert sum(b.manager.lookup([key]) for key in keys(5)) == there
+    b.check()
+    assert not b.sharing._fetches

@@ -371,7 +371,7 @@ def run(number: int) -> int:
                     waiting.append((node, name))
             case 4:
                 announced: Any = Asker("m", CachePeers(mirror=peer.address))
-                node.sharing.stored(announced, family)
+                node.sharing.stored(announced, family, keys(8)[draw.randrange(9) :])
                 node.sharing.tell_mirrors()
             case 5:
                 world.now += draw.choice([0.1, 0.5, 2.0, 8.0])
