@@ -267,13 +267,15 @@ class TierScheduler(SchedulerConnector):
             passing = is_mirrored and self._prefixes.keeps_last_windows and right == request.num_tokens
             if passing:
                 parts += self._prefixes.new_windows(request, tables, entry.windows, full)
-            copies = self._store(entry, parts, tables, reads=plan, passing=full if passing else None)
+                copies = self._store(entry, parts, tables, reads=plan, passing=full)
+            else:
+                copies = self._store(entry, parts, tables)
             if copies is not None:
                 entry.cursor = full
                 plan.stores_after += copies
-            if copies is not None and passing:
-                entry.windows = full
-                self._give_up_passed(entry, full - BLOCKS_BEHIND)
+                if passing:
+                    entry.windows = full
+                    self._give_up_passed(entry, full - BLOCKS_BEHIND)
         missing = (entry.cursor + at_once) * self._chunk_tokens - right
         self._look_at(entry, self._step + max(missing, 1))
 
@@ -344,11 +346,10 @@ class TierScheduler(SchedulerConnector):
         states = self._prefixes.group_of_states
         for key, slot in zip(room.keys, room.slots, strict=True):
             group, start = place_of[key]
-            of_chunk = tables[group][start : start + factor]
-            blocks += of_chunk
+            blocks += tables[group][start : start + factor]
             places += range(slot * factor, (slot + 1) * factor)
             if reads is not None and self._prefixes.gives_up(group):
-                read += of_chunk
+                read += tables[group][start : start + factor]
                 if passing is not None:
                     entry.trail[group].append((passing if group == states else start, key))
         job = next(self._numbers)
