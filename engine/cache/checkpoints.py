@@ -16,6 +16,7 @@ reads them, `min_tokens` apart, and of few requests in one step: the others' tur
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from tandem.engine.cache.group_manager import GroupManager
@@ -42,10 +43,12 @@ class Checkpoints:
         self._min_tokens = min_tokens
         self._ends: dict[str, list[int]] = {}  # the places ahead of each request, the nearest first
         self.wanted: Callable[[Request], bool] = lambda request: False  # by a connector, of its answer
-        self._passing: dict[str, int] = {}  # the next place of each answer
+        # Of each answer the next place, and the step that looks at it.
+        self._passing: dict[str, tuple[int, int]] = {}
         self._apart = -(-min_tokens // self._alignment) * self._alignment
-        # None of them comes to its place within so many steps, as far as it computes no more tokens in one than this.
-        self._quiet = 0
+        # Which answers a step looks at: as far as one computes no more tokens in a step than this, it comes to no place before.
+        self._due: defaultdict[int, list[str]] = defaultdict(list)
+        self._step = 0
         self._most_tokens = 2 * num_lookahead_tokens + 1
 
     def begin(self, request: Request, num_hit_tokens: int) -> None:
@@ -71,8 +74,13 @@ class Checkpoints:
         """From the first place after so many tokens on."""
         self._passing.pop(request.request_id, None)
         if self.wanted(request):
-            self._passing[request.request_id] = -(-num_tokens // self._alignment) * self._alignment
-            self._quiet = 0
+            self._look(request.request_id, -(-num_tokens // self._alignment) * self._alignment, 0)
+
+    def _look(self, request_id: str, place: int, tokens: int) -> None:
+        """Again when it may have got so many more tokens."""
+        step = self._step + max(-(-tokens // self._most_tokens), 1)
+        self._passing[request_id] = place, step
+        self._due[step].append(request_id)
 
     def loaded(self, request: Request, num_tokens: int) -> None:
         """A connector has brought the states after so many tokens, whole blocks of them: later prompts find them here."""
@@ -91,7 +99,7 @@ class Checkpoints:
         for end in self._ends.get(request.request_id, ()):
             if end > num_computed:
                 return min(num_new, end - num_computed)
-        place = self._passing.get(request.request_id, 0)
+        place, _ = self._passing.get(request.request_id, (0, 0))
         return min(num_new, place - num_computed) if place > num_computed else num_new
 
     def keep(
@@ -113,20 +121,27 @@ class Checkpoints:
                 self._ends[request_id] = left
             else:
                 del self._ends[request_id]
-        if self._passing:
-            if self._quiet > 0:
-                self._quiet -= 1
-            elif connector is not None:
-                self._keep_passing(requests, num_scheduled, connector)
+        self._step += 1
+        due = self._due.pop(self._step, None)
+        if due and connector is not None:
+            self._keep_passing(due, requests, num_scheduled, connector)
 
     def _keep_passing(
-        self, requests: dict[str, Request], num_scheduled: dict[str, int], connector: SchedulerConnector
+        self,
+        due: Sequence[str],
+        requests: dict[str, Request],
+        num_scheduled: dict[str, int],
+        connector: SchedulerConnector,
     ) -> None:
-        nearest, kept = 1 << 30, 0
-        for request_id, place in self._passing.items():
+        kept = 0
+        for request_id in due:
+            place, step = self._passing.get(request_id, (0, 0))
+            if step != self._step:
+                continue  # it has begun again since
             request = requests.get(request_id)
-            if request is None:
-                continue  # it has ended, and a connector still reads its blocks
+            if request is None:  # it has ended, and a connector still reads its blocks
+                del self._passing[request_id]
+                continue
             computed = request.num_computed_tokens
             if computed == place and request_id in num_scheduled:
                 blocks: list[int] = []
@@ -138,9 +153,7 @@ class Checkpoints:
                 place = computed + (self._apart if blocks else self._alignment)
             elif computed > place:
                 place = (computed // self._alignment + 1) * self._alignment
-            self._passing[request_id] = place
-            nearest = min(nearest, place - max(computed, request.num_tokens))
-        self._quiet = max(-(-nearest // self._most_tokens) - 1, 0)
+            self._look(request_id, place, place - max(computed, request.num_tokens))
 
     def forget(self, request_id: str) -> None:
         self._ends.pop(request_id, None)

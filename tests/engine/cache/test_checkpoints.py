@@ -39,7 +39,12 @@ def a_request(name: str, tokens: list[int]) -> Request:
     return request
 
 
-def begin(cache: KVCacheManager, request: Request) -> list[int]:
+def begin(
+    cache: KVCacheManager,
+    request: Request,
+    others: Sequence[Request] = (),
+    connector: SchedulerConnector | None = None,
+) -> list[int]:
     """Computes the request's prompt in as few steps as it takes, and returns their ends."""
     hits, found = cache.find_prefix(request)
     assert cache.checkpoints is not None
@@ -55,7 +60,8 @@ def begin(cache: KVCacheManager, request: Request) -> list[int]:
             else cache.extend_slots(request, count)
         )
         assert blocks is not None
-        cache.checkpoints.keep({request.request_id: request}, {request.request_id: count})
+        requests = {each.request_id: each for each in (request, *others)}
+        cache.checkpoints.keep(requests, {request.request_id: count}, connector)
         request.num_computed_tokens += count
         begins = False
         ends.append(request.num_computed_tokens)
@@ -230,7 +236,7 @@ def begun(cache: KVCacheManager, connector: Wanting, *names: str) -> list[Reques
     cache.checkpoints.wanted = connector.wants_checkpoints
     requests = [a_request(name, [index, *range(10)]) for index, name in enumerate(names)]
     for request in requests:
-        begin(cache, request)
+        begin(cache, request, requests, connector)
         book(cache)
     return requests
 
