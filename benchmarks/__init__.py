@@ -13,7 +13,7 @@
     parallel         what several ranks cost a step, beside one rank
     native_kernels   where a step's time goes in the native library
     gpu              the engine on a GPU (gpu_models, gpu_parity)
-    tiers            what tiers of the cache cost and save
+    tiers            what tiers of the cache cost and save, and (`tier_floors`) whether that holds their floors
     tier_parity      whether they give up what vLLM's would, and as quickly
     failover         a long conversation whose decode node is killed, with a mirror of its KV and without; or a rank of its node
     transfer         KV through a connector, beside the transport alone (transfer_nodes)

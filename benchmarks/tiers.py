@@ -1,6 +1,6 @@
 """What tiers of the KV cache cost and save.
 
-    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N] [--served N]] [--json FILE]
+    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N] [--served N]] [--vllm DIR] [--json FILE]
 
 *Steps*: the scheduler alone, 256 requests that decode, without a tier and with one whose copies cost nothing. *Load*: a
 prompt of 2,048 tokens that the device has forgotten, from host memory and from a disk that the page cache has, beside computing
@@ -12,13 +12,19 @@ tenth of the distinct blocks, the tier in host memory for three tenths, the one 
 
 *Served*: the first of them again, one after another, by a real engine: how long the first token takes, and what is computed. `remote`
 are two nodes that take turns, each with a tier of its own, and read the other's over NIXL.
+
+*Managers*, with an environment that has vLLM 0.32: what `benchmarks.tier_parity` says of both systems' bookkeeping, in the same run.
+
+Each figure that has a floor is held against it at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -32,7 +38,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import tier_parity
 from benchmarks.scheduler import BLOCK_SIZE, CONTEXT, NUM_BLOCKS, TOKEN_BUDGET, add_all, random_prompts
+from benchmarks.tier_floors import LOADED_TOKENS, Served, TierFigures, floors, show_floors
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import write_json
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
@@ -58,27 +66,8 @@ GROUPS = [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))]
 RUNNING = 256
 PROMPT, ANSWER = 512, 128
 TIER_SLOTS = 6000
-LOADED_TOKENS = 2048
 REPEATS = 3
 PATIENCE_S = 120.0
-
-
-class Served(msgspec.Struct):
-    p50_s: float  # to the first token
-    p99_s: float
-    computed: float  # share of the prompts' tokens
-    found: dict[str, float]  # by each tier, of what it was asked for
-
-
-class TierFigures(msgspec.Struct):
-    step_us: dict[str, float] = {}  # median
-    compute_s: float = 0.0  # the prompt's first token, without a tier
-    load_s: dict[str, float] = {}  # the prompt's first token, from each tier
-    copy_s: dict[str, float] = {}  # the copies alone
-    memcpy_s: float = 0.0  # the same bytes
-    loaded_bytes: int = 0
-    found: dict[str, float] = {}  # in the replayed trace: the share of prompt tokens that were not computed
-    served: dict[str, Served] = {}  # its first requests, by a real engine
 
 
 class FreeMover(Mover):
@@ -352,8 +341,10 @@ def memcpy_seconds(size: int) -> float:
 
 def measure(model: str) -> TierFigures:
     figures = TierFigures()
-    for name, policy in (("no tier", None), *((policy.value, policy) for policy in EvictionPolicy)):
-        figures.step_us[name] = min(median_step(policy) for _ in range(REPEATS))
+    # In turns, so that what else the machine does in some of these seconds slows all of them.
+    for _ in range(REPEATS):
+        for name, policy in (("no tier", None), *((policy.value, policy) for policy in EvictionPolicy)):
+            figures.step_us[name] = min(median_step(policy), figures.step_us.get(name, math.inf))
     prompt = random_prompts(1, LOADED_TOKENS)[0]
     with tempfile.TemporaryDirectory() as folder:
         for name, tiers in (
@@ -408,12 +399,21 @@ def show(figures: TierFigures, console: Console) -> None:
     console.print(table)
 
 
+def beside_vllm(environment: Path) -> tier_parity.Parity:
+    """In a process of its own: ours is not installed there."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = ["benchmarks.tier_parity", "--vllm", str(environment), "--runs", "20", "--json", file.name]
+        subprocess.run([sys.executable, "-m", *command], check=True)
+        return msgspec.json.decode(file.read(), type=tier_parity.Parity)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--served", type=int, default=0, help="so many of them by a real engine, too")
+    parser.add_argument("--vllm", type=Path, help="an environment that has vLLM 0.32")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     model = prepare_model(arguments.model, lambda what, share: None).path
@@ -422,7 +422,11 @@ def main() -> int:
         figures.found = replay(read_trace(arguments.trace, arguments.requests))
         if arguments.served:
             figures.served = serve_trace(model, read_trace(arguments.trace, arguments.served))
-    show(figures, Console())
+    if arguments.vllm:
+        figures.managers = beside_vllm(arguments.vllm)
+    console = Console()
+    show(figures, console)
+    show_floors(floors(figures), console)
     if arguments.json:
         write_json(figures, arguments.json)
     return 0

@@ -175,7 +175,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_tokens: Annotated[
         NotNegative,
         about(
-            "with recurrent states: a prompt's states are kept for later prompts where that saves them at least so many tokens; 0: never"
+            "with recurrent states: a prompt's states are kept for later prompts where that saves them at least so many tokens, and with "
+            "`cache.mirror` an answer's, so far apart, for its mirror; 0: never"
         ),
     ] = 256
     hash_algorithm: Annotated[

@@ -163,7 +163,11 @@ class BlockGroup(Protocol):
     def keeps_every_token(self) -> bool: ...
     @property
     def window(self) -> int | None:
-        """The last tokens that are read, counting the one that reads; None without a window."""
+        """Of a sliding window the tokens that are read, counting the one that reads; else the length of a chunk. None where all are."""
+        ...
+
+    def first_read(self, position: int) -> int:
+        """The first token that the one at `position` reads; below 0 where a window reaches back further than there are tokens."""
         ...
 
     @property
@@ -363,10 +367,17 @@ class SchedulerConnector(abc.ABC):
         `num_computed_tokens` are those that need no computing: found here and, once admitted, loaded. On a producer this is where its blocks are paired with the destination's: the transfer plan.
         """
 
-    def checkpoint_kept(self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int]) -> None:
+    def wants_checkpoints(self, request: TransferRequest) -> bool:
+        """Whether states are to be copied while the request answers, too, for another node that may have to go on with it. Asked when it is
+        about to run."""
+        return False
+
+    def checkpoint_kept(
+        self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int], *, passing: bool = False
+    ) -> None:
         """The step that is planned copies the request's recurrent states, as they are after its first `num_tokens` tokens, to these
         blocks before it computes anything: a checkpoint. They are in the order of the request's table of states, and are
-        free when the step is booked, unless `reads` of its metadata names them."""
+        free when the step is booked, unless `reads` of its metadata names them. `passing`: one of those that were wanted."""
 
     @abc.abstractmethod
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:

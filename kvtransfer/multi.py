@@ -102,9 +102,15 @@ class MultiScheduler(SchedulerConnector):
             elif not later:  # the others hear of the request's blocks when it is admitted
                 part.update_state_after_alloc(request, block_ids, 0)
 
-    def checkpoint_kept(self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int]) -> None:
+    def wants_checkpoints(self, request: TransferRequest) -> bool:
+        return any(part.wants_checkpoints(request) for part in self._parts)
+
+    def checkpoint_kept(
+        self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int], *, passing: bool = False
+    ) -> None:
         for part in self._parts:
-            part.checkpoint_kept(request, num_tokens, block_ids)
+            if not passing or part.wants_checkpoints(request):
+                part.checkpoint_kept(request, num_tokens, block_ids, passing=passing)
 
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
         return PartsMetadata([part.build_connector_meta(step) for part in self._parts])

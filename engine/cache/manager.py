@@ -50,7 +50,9 @@ class KVCacheManager:
         self.keeps_states = bool(states)
         self.checkpoints = None  # without states, or without prefix caching
         if self._states is not None and checkpoint_tokens:
-            self.checkpoints = Checkpoints(self.coordinator.managers, self._states, checkpoint_tokens)
+            self.checkpoints = Checkpoints(
+                self.coordinator.managers, self._states, checkpoint_tokens, num_lookahead_tokens
+            )
         # Blocks that a connector copies, each as often as it is copied: in use even when their requests give them up.
         self._reads: list[int] = []
         # Blocks that were free before this step and hold its tokens now.

@@ -146,11 +146,15 @@ class StateManager(GroupManager):
 
     # --- checkpoints
 
+    def num_hashes(self, num_tokens: int) -> int:
+        """Of so many tokens."""
+        return num_tokens // self.block_size * self._hashes_per_block
+
     def keep_checkpoint(self, request: Request, num_tokens: int) -> list[int]:
         """The request's blocks hold the states after its first `num_tokens` tokens, until the step that is planned computes on. Returns
         the checkpoint's blocks; none when there is one already, or there are no free blocks for it."""
         pool = self._pool
-        block_hash = request.block_hashes[num_tokens // self.block_size * self._hashes_per_block - 1]
+        block_hash = request.block_hashes[self.num_hashes(num_tokens) - 1]
         if self._lookup(block_hash) is not None or pool.num_free < self._count:
             return []
         blocks = pool.take(self._count)
@@ -159,6 +163,17 @@ class StateManager(GroupManager):
         self._copies += zip(self.tables[request.request_id], blocks, strict=True)
         self._of_copies += blocks
         self._kept.setdefault(request.request_id, []).append((num_tokens, block_hash))
+        return blocks
+
+    def copy_states(self, request: Request) -> list[int]:
+        """As `keep_checkpoint` does, of states that no prompt here shall find: the blocks are free again when the step is booked, unless
+        a connector reads them. None when too few are free."""
+        pool = self._pool
+        if pool.num_free < self._count:
+            return []
+        blocks = pool.take(self._count)
+        self._copies += zip(self.tables[request.request_id], blocks, strict=True)
+        self._of_copies += blocks
         return blocks
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[int]]:

@@ -246,8 +246,9 @@ class TransferResults:
         self._count_received(request, handoff)
         request.num_computed_tokens = handoff.num_tokens
         state.cache.cache_loaded(request)
-        if handoff.first_token is None and state.cache.checkpoints is not None:
-            state.cache.checkpoints.loaded(request, handoff.num_tokens)
+        if (checkpoints := state.cache.checkpoints) is not None:
+            came = checkpoints.loaded if handoff.first_token is None else checkpoints.handed_over
+            came(request, handoff.num_tokens)
         if handoff.first_token is None or handoff.num_tokens < request.num_tokens:
             self._let_run(request)
             return []

@@ -100,6 +100,8 @@ class Scheduler:
             )
         if connector is not None:
             connector.bind_block_tables(kv_cache)
+            if kv_cache.checkpoints is not None:
+                kv_cache.checkpoints.wanted = connector.wants_checkpoints
         pins = Pins(config.pins_for_s, clock) if config.pins_for_s else None
         if pins is not None and keeps_states:
             pins.close()  # a prompt begins from a checkpoint, whose blocks are no request's

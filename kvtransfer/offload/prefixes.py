@@ -10,10 +10,10 @@ where there is one, and the states after exactly its last token. So what one gro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID, BlockGroup, BlockIds, TransferRequest
-from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.offload.policies import Key
 
 _NUMBER_BYTES = 2  # of a state's block
@@ -29,17 +29,45 @@ class Part:
     keys: Sequence[Key]
 
 
+class Content(Protocol):
+    """What says which keys are ready: a tier, or what is known of several."""
+
+    def lookup(self, keys: Iterable[Key]) -> int:
+        """How many of these are ready, up to the first that is not."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Together:
+    """What a tier has, and what a peer's has."""
+
+    manager: Content
+    theirs: Collection[Key]
+
+    def lookup(self, keys: Iterable[Key]) -> int:
+        count = 0
+        for key in keys:
+            if key not in self.theirs and not self.manager.lookup((key,)):
+                break
+            count += 1
+        return count
+
+
 class Prefixes:
     def __init__(self, groups: Sequence[BlockGroup], block_factor: int) -> None:
         self.block_size = groups[0].block_size
         self._factor = block_factor
         self._whole = [index for index, group in enumerate(groups) if group.keeps_every_token]
-        self._windows = {index: group.window for index, group in enumerate(groups) if group.window}
+        # Sliding windows and chunks: what is read ends with the prefix, and begins where the group says.
+        self._windows = {index: group for index, group in enumerate(groups) if group.window}
         self._states = {
             index: group.blocks_per_request for index, group in enumerate(groups) if group.blocks_per_request
         }
+        self._num_groups = len(groups)
         self._of_tokens = [index for index in range(len(groups)) if index not in self._states]
         self.group_of_states = next(iter(self._states), None)
+        # Otherwise a tier has parts of a prefix here and there, and which of them are of use depends on where it ends.
+        self.needs_every_block = not (self._windows or self._states)
         # A window without the states after it is worth nothing: with states they are stored together.
         self.keeps_last_windows = bool(self._windows) and not self._states
 
@@ -48,12 +76,16 @@ class Prefixes:
     def keys(self, request: TransferRequest, group: int, first: int, last: int) -> Sequence[Key]:
         """The keys of the request's chunks from `first` to before `last`."""
         factor = self._factor
-        hashes = request.block_hashes[(first + 1) * factor - 1 : last * factor : factor]
+        return self._keys_of(request.block_hashes[(first + 1) * factor - 1 : last * factor : factor], group)
+
+    def _keys_of(self, hashes: Sequence[bytes], group: int) -> Sequence[Key]:
         return [block_hash + bytes([group]) for block_hash in hashes] if group else hashes
 
     def _state_keys(self, request: TransferRequest, group: int, end: int, count: int) -> list[Key]:
         """Those of the first `count` blocks of the states after the request's first `end` blocks."""
-        block_hash = request.block_hashes[end - 1]
+        return self._keys_of_state(request.block_hashes[end - 1], group, count)
+
+    def _keys_of_state(self, block_hash: bytes, group: int, count: int) -> list[Key]:
         return [
             block_hash + number.to_bytes(_NUMBER_BYTES, "big") + bytes([group]) for number in range(count)
         ]
@@ -64,7 +96,7 @@ class Prefixes:
             return key, 0
         return None if key[-1] in self._states else (key[:-1], key[-1])
 
-    def all_keys(self, manager: TierManager, request: TransferRequest) -> Sequence[Key]:
+    def all_keys(self, manager: Content, request: TransferRequest) -> Sequence[Key]:
         """In the order in which they are of use: the first chunk of every group, then the second. States have keys where
         they are there: they are kept after few chunks."""
         chunks = len(request.block_hashes) // self._factor
@@ -88,7 +120,7 @@ class Prefixes:
 
     # ── what is there ──
 
-    def end_of_prefix(self, manager: TierManager, request: TransferRequest, first: int, last: int) -> int:
+    def end_of_prefix(self, manager: Content, request: TransferRequest, first: int, last: int) -> int:
         """Which block comes after the longest prefix that is there, where the device has those before `first`."""
         first_chunk, chunks = first // self._factor, len(request.block_hashes) // self._factor
         end = last
@@ -101,19 +133,19 @@ class Prefixes:
                 default=-1,
             )
             if missing >= 0:
-                end = missing  # a window that ends later needs it too
+                end = missing  # all that end between this block and there need it too
             elif self._states and not self._has_state(manager, request, end):
                 end -= 1
             else:
                 break
         return max(end, first)
 
-    def missing(self, manager: TierManager, request: TransferRequest, end: int) -> Sequence[Key]:
+    def missing(self, manager: Content, request: TransferRequest, end: int) -> Sequence[Key]:
         """All that comes after the request's first `end` blocks, in the order in which it is of use."""
         return self.all_keys(manager, request)[end // self._factor * len(self._whole) :]
 
     def _missing_in_window(
-        self, manager: TierManager, request: TransferRequest, group: int, first: int, end: int
+        self, manager: Content, request: TransferRequest, group: int, first: int, end: int
     ) -> int:
         """The last of the blocks before `end` that the group has to have and that is not there; -1: none is missing."""
         for block in range(end - 1, max(self._skipped(group, end), first) - 1, -1):
@@ -121,19 +153,62 @@ class Prefixes:
                 return block
         return -1
 
-    def _has_state(self, manager: TierManager, request: TransferRequest, end: int) -> bool:
+    def _has_state(self, manager: Content, request: TransferRequest, end: int) -> bool:
+        block_hash = request.block_hashes[end - 1]
+        return bool(self._states) and all(
+            self._has_state_of(manager, block_hash, group) for group in self._states
+        )
+
+    def _has_state_of(self, manager: Content, block_hash: bytes, group: int) -> bool:
         """Most places have none, so the first block of one is asked for alone."""
-        for group, count in self._states.items():
-            if not manager.lookup(self._state_keys(request, group, end, 1)):
-                return False
-            if manager.lookup(self._state_keys(request, group, end, count)) < count:
-                return False
-        return bool(self._states)
+        keys = self._keys_of_state(block_hash, group, self._states[group])
+        return bool(manager.lookup(keys[:1])) and manager.lookup(keys) == len(keys)
 
     def _skipped(self, group: int, end: int) -> int:
         """How many leading blocks of the group nothing reads that comes after block `end`."""
         window = self._windows.get(group)
-        return 0 if window is None else max(end * self.block_size - window + 1, 0) // self.block_size
+        return 0 if window is None else max(window.first_read(end * self.block_size), 0) // self.block_size
+
+    # ── what a peer has ──
+
+    def parts_of(self, manager: Content, hashes: Sequence[bytes]) -> list[bytes]:
+        """Of each group a bit for each of these blocks, as `PrefixFound` has them."""
+        return [self._bits_of(manager, hashes, group) for group in range(self._num_groups)]
+
+    def _bits_of(self, manager: Content, hashes: Sequence[bytes], group: int) -> bytes:
+        bits = bytearray(-(-len(hashes) // 8))
+        if group in self._states:
+            ready = [self._has_state_of(manager, block_hash, group) for block_hash in hashes]
+        else:
+            ready = [manager.lookup((key,)) > 0 for key in self._keys_of(hashes, group)]
+        for index, is_ready in enumerate(ready):
+            bits[index // 8] |= is_ready << index % 8
+        return bytes(bits)
+
+    def named(self, parts: Sequence[bytes], hashes: Sequence[bytes]) -> set[Key]:
+        """The keys of what is there by `parts_of`; none where they are not of these blocks."""
+        size = -(-len(hashes) // 8)
+        if len(parts) != self._num_groups or any(len(bits) != size for bits in parts):
+            return set()
+        keys: set[Key] = set()
+        for group, bits in enumerate(parts):
+            there = [block_hash for i, block_hash in enumerate(hashes) if bits[i // 8] >> i % 8 & 1]
+            if group in self._states:
+                for block_hash in there:
+                    keys.update(self._keys_of_state(block_hash, group, self._states[group]))
+            else:
+                keys.update(self._keys_of(there, group))
+        return keys
+
+    def to_copy(
+        self, manager: Content, theirs: Collection[Key], request: TransferRequest, first: int, last: int
+    ) -> tuple[int, list[Key]]:
+        """Where the longest prefix ends whose parts are here or at the peer, and which of them are not here."""
+        end = self.end_of_prefix(Together(manager, theirs), request, first, last)
+        if end == first:
+            return first, []
+        parts = self.to_load(request, first, end)
+        return end, [key for part in parts for key in part.keys if not manager.lookup((key,))]
 
     # ── what is copied ──
 
@@ -165,6 +240,25 @@ class Prefixes:
         """What the request will give up of that from which its first `end` blocks are gone on from: windows, and states."""
         windows = self.last_windows(request, tables, end)
         return [self._shortened(part, end) for part in windows] + self._states_after(request, end)
+
+    def new_windows(self, request: TransferRequest, tables: BlockIds, since: int, full: int) -> list[Part]:
+        """The blocks from `since` on of what is read by one that goes on after the first `full` blocks."""
+        parts = []
+        for group in self._windows:
+            table, first = tables[group], max(since, self._skipped(group, full))
+            while first < full and table[first] == NULL_BLOCK_ID:
+                first += 1
+            if first < full:
+                parts.append(Part(group, first, full, self.keys(request, group, first, full)))
+        return parts
+
+    def is_passed(self, group: int, place: int, end: int) -> bool:
+        """Whether nothing that goes on after the first `end` blocks reads this block of a window, or state after `place` blocks."""
+        return place < (end if group in self._states else self._skipped(group, end))
+
+    def gives_up(self, group: int) -> bool:
+        """Whether a request gives up blocks of this group while it runs."""
+        return group in self._windows or group in self._states
 
     def _shortened(self, part: Part, end: int) -> Part:
         first = max(part.first, self._skipped(part.group, end))

@@ -3,6 +3,9 @@
 What a prefix is made of is in `prefixes`. Blocks of a window are stored when their request has ended, and its blocks stay its own
 until they are: before that the window moves on, and what it has left may be written by others. Recurrent states are stored
 when the scheduler keeps a checkpoint of them, and with them the windows before it: nothing else uses those blocks meanwhile.
+
+An answer that is mirrored has its windows stored as they fill, too, and checkpoints while it goes on. What it has left behind is given up
+again, here and at the mirror.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 from tandem.kvtransfer.base import (
@@ -36,6 +39,10 @@ from tandem.wire.kv_events import BlockRemoved, BlockStored, KVEvent
 # While a request decodes, its new blocks are stored so many at a time: a step costs the same then, whatever the block size.
 # The rest follows when the request ends. What a preempted one has not stored is computed again.
 BLOCKS_PER_STORE = 8
+# What a request that is mirrored has left behind is given up when so many blocks, or checkpoints, came after it: until then the mirror may
+# not have got further.
+BLOCKS_BEHIND = 8
+CHECKPOINTS_KEPT = 3
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,6 +93,12 @@ class _Entry:
     fetched: bool = False  # or begun to be, from another node
     ended: bool = False
     jobs: set[int] = dataclasses.field(default_factory=set)
+    # Of an answer that is mirrored: blocks of windows that were offered, those stored for it alone, and where states were.
+    windows: int = 0
+    trail: defaultdict[int, deque[tuple[int, Key]]] = dataclasses.field(
+        default_factory=lambda: defaultdict(deque)
+    )  # by group; where each is
+    checkpoints: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
 
 
 class TierScheduler(SchedulerConnector):
@@ -133,7 +146,7 @@ class TierScheduler(SchedulerConnector):
         if request.skip_reading_prefix_cache or first >= last:
             return 0, False
         end = self._prefixes.end_of_prefix(manager, request, first, last)
-        if end < last and self._fetches(entry, end):
+        if end < last and self._fetches(entry, first, end, last):
             return None, False
         tokens = (end - first) * self._block_size
         if not entry.counted:
@@ -148,13 +161,16 @@ class TierScheduler(SchedulerConnector):
             return None, False
         return tokens, True
 
-    def _fetches(self, entry: _Entry, end: int) -> bool:
-        """Whether the request waits, because chunks after those before block `end` are copied here from another node."""
+    def _fetches(self, entry: _Entry, first: int, end: int, last: int) -> bool:
+        """Whether the request waits, because what it lacks of a prefix that is longer than `end` blocks is copied here from another node.
+        The device has those before `first`."""
         sharing, request = self._tier.sharing, entry.request
         if sharing is None:
             return False
         if not entry.fetched:
             entry.fetched = True
+            if not self._prefixes.needs_every_block:
+                return sharing.ask_for_prefix(request, first, end, last)
             missing = self._prefixes.missing(self._tier.manager, request, end)
             return bool(missing) and sharing.begin_fetch(request, missing)
         return sharing.is_fetching(request.request_id)
@@ -166,7 +182,7 @@ class TierScheduler(SchedulerConnector):
         if num_external_tokens:
             self._load(entry, block_ids, num_external_tokens)
         else:
-            entry.cursor = 0
+            entry.cursor = entry.windows = 0
             self._look_at(entry, self._step)
 
     def _load(self, entry: _Entry, block_ids: BlockIds, num_tokens: int) -> None:
@@ -247,14 +263,31 @@ class TierScheduler(SchedulerConnector):
                 raise InternalError("a step is planned before the block tables are known")
             tables = self._tables.block_ids(request.request_id)
             parts = self._prefixes.to_store(request, entry.cursor, full)
-            copies = self._store(entry, parts, tables)
+            # A prompt's windows are stored when it ends: nothing goes on from the middle of one.
+            passing = is_mirrored and self._prefixes.keeps_last_windows and right == request.num_tokens
+            if passing:
+                parts += self._prefixes.new_windows(request, tables, entry.windows, full)
+                copies = self._store(entry, parts, tables, reads=plan, passing=full)
+            else:
+                copies = self._store(entry, parts, tables)
             if copies is not None:
                 entry.cursor = full
                 plan.stores_after += copies
+                if passing:
+                    entry.windows = full
+                    self._give_up_passed(entry, full - BLOCKS_BEHIND)
         missing = (entry.cursor + at_once) * self._chunk_tokens - right
         self._look_at(entry, self._step + max(missing, 1))
 
-    def checkpoint_kept(self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int]) -> None:
+    def wants_checkpoints(self, request: TransferRequest) -> bool:
+        sharing = self._tier.sharing
+        return (
+            self._prefixes.group_of_states is not None and sharing is not None and sharing.has_mirror(request)
+        )
+
+    def checkpoint_kept(
+        self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int], *, passing: bool = False
+    ) -> None:
         """The blocks hold the states when the step has begun, and are copied when it is over."""
         entry, end = self._entries[request.request_id], num_tokens // self._block_size
         group = self._prefixes.group_of_states
@@ -266,13 +299,34 @@ class TierScheduler(SchedulerConnector):
         tables[group] = block_ids
         self._tier.manager.touch(self._prefixes.state_keys(request, end))
         parts = self._prefixes.checkpoint(request, tables, end)
-        self._plan.stores_after += self._store(entry, parts, tables, reads=True) or ()
+        copies = self._store(entry, parts, tables, reads=self._plan, passing=end if passing else None)
+        self._plan.stores_after += copies or ()
+        if passing and copies is not None:
+            entry.checkpoints.append(end)
+            if len(entry.checkpoints) == CHECKPOINTS_KEPT:
+                self._give_up_passed(entry, entry.checkpoints[0])
+
+    def _give_up_passed(self, entry: _Entry, end: int) -> None:
+        """What an answer that goes on would read again only from before its first `end` blocks."""
+        gone: list[Key] = []
+        for group, trail in entry.trail.items():
+            while trail and self._prefixes.is_passed(group, trail[0][0], end):
+                gone.append(trail.popleft()[1])
+        if gone and self._tier.sharing is not None:
+            self._tier.manager.forget(gone)
+            self._tier.sharing.stored(entry.request, (), gone)
 
     def _store(
-        self, entry: _Entry, parts: Sequence[Part], tables: BlockIds, *, reads: bool = False
+        self,
+        entry: _Entry,
+        parts: Sequence[Part],
+        tables: BlockIds,
+        *,
+        reads: TierPlan | None = None,
+        passing: int | None = None,
     ) -> list[Copy] | None:
-        """Offers these to the tier; None: it has no room, because all of it is being copied. `reads`: the request may give the blocks
-        up before they are copied."""
+        """Offers these to the tier; None: it has no room, because all of it is being copied. `reads`: the plan that names the blocks which the
+        request may give up before they are copied. `passing`: it does not need them any more when it has gone on from this block for a while."""
         factor = self._factor
         keys = parts[0].keys if len(parts) == 1 else [key for part in parts for key in part.keys]
         room = self._tier.manager.prepare_store(keys)
@@ -288,19 +342,25 @@ class TierScheduler(SchedulerConnector):
         }
         blocks: list[int] = []
         places: list[int] = []
+        read: list[int] = []
+        states = self._prefixes.group_of_states
         for key, slot in zip(room.keys, room.slots, strict=True):
             group, start = place_of[key]
             blocks += tables[group][start : start + factor]
             places += range(slot * factor, (slot + 1) * factor)
+            if reads is not None and self._prefixes.gives_up(group):
+                read += tables[group][start : start + factor]
+                if passing is not None:
+                    entry.trail[group].append((passing if group == states else start, key))
         job = next(self._numbers)
-        self._jobs[job] = _Store(entry.request.request_id, room, keys, blocks if reads else ())
-        if reads:
-            self._plan.reads += blocks
+        self._jobs[job] = _Store(entry.request.request_id, room, keys, read)
+        if reads is not None:
+            reads.reads += read
         entry.jobs.add(job)
         return [Copy(job, blocks, places, room.keys, self._resets)]
 
     def _tell_mirror(self, request: TransferRequest, keys: Sequence[Key]) -> None:
-        if self._tier.sharing is not None:
+        if keys and self._tier.sharing is not None:
             self._tier.sharing.stored(request, keys)
 
     # ── ends ──

@@ -21,8 +21,10 @@ from collections.abc import Callable, Sequence
 from tandem.kvtransfer.base import TransferRequest
 from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Exchange, RemoteRead, RemoteReadEnded
+from tandem.kvtransfer.offload.fetches import Fetch, KnownPeer, PrefixQuestion, Rate, which_of
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key
+from tandem.kvtransfer.offload.prefixes import Prefixes
 from tandem.kvtransfer.protocol.checksums import every_of
 from tandem.kvtransfer.protocol.identity import BoundedMemory, PeerKey, key_of
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
@@ -33,9 +35,11 @@ from tandem.wire.sharing import (
     LEASE_S,
     SAFETY,
     AskChunks,
+    AskPrefix,
     ChunksFound,
     ChunksRead,
     ChunksStored,
+    PrefixFound,
     TierForgotten,
 )
 
@@ -43,53 +47,11 @@ logger = logging.getLogger(__name__)
 
 # A node that does not say what it has within this time is busy or gone: a request that waits for it is computed.
 ANSWER_S = 1.0
-# What was measured longer ago is measured again.
-RATE_LASTS_S = 60.0
-WEIGHT = 0.3  # of the newest observation
 # A step with fewer tokens of prompts says more about the step than about them.
 LEAST_PROMPT_TOKENS = 64
-# Peers that are remembered, and keys of a peer that were not ready when they were asked for.
-MAX_PEERS = 64
-MAX_MISSED = 4096
-
-
-class Rate:
-    """Something a second, as measured lately; None when it was not."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._value: float | None = None
-        self._at = 0.0
-
-    def observe(self, amount: float, seconds: float) -> None:
-        rate = amount / max(seconds, 1e-6)
-        known = self.value
-        self._value = rate if known is None else (1 - WEIGHT) * known + WEIGHT * rate
-        self._at = self._clock()
-
-    @property
-    def value(self) -> float | None:
-        return self._value if self._clock() - self._at < RATE_LASTS_S else None
-
-
-@dataclasses.dataclass(slots=True)
-class _Peer:
-    bytes_per_s: Rate
-    answers_per_s: Rate
-    memory: CacheMemory | None = None
-    missed: list[Key] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(slots=True)
-class _Fetch:
-    number: int
-    peer: PeerAddress
-    room: StoreRoom  # what is being written; less of it when the peer has not got all
-    asked_at: float
-    for_mirror: bool
-    checksum_every: int = 0
-    requests: set[str] = dataclasses.field(default_factory=set)  # that wait for it
-    is_reading: bool = False
+MAX_PEERS = 64  # that are remembered
+# A mirror that copies more slowly than its neighbour stores asks for the rest later, when some of it may be gone.
+MAX_MIRROR_FETCHES = 4
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,6 +65,7 @@ class TierSharing:
         self,
         manager: TierManager,
         exchange: Exchange,
+        prefixes: Prefixes,
         *,
         layout: str,
         block_factor: int,
@@ -115,6 +78,7 @@ class TierSharing:
     ) -> None:
         self._manager = manager
         self._exchange = exchange
+        self._prefixes = prefixes
         self._layout = layout
         self._factor = block_factor
         self._chunk_bytes = chunk_bytes
@@ -128,14 +92,14 @@ class TierSharing:
         self._wrong: BoundedMemory[int] = BoundedMemory(MAX_PEERS, self._doubt_s, clock)
         self.recorder = Recorder(clock)
         self._numbers = itertools.count()
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, Fetch] = {}
         self._waiting: dict[str, int] = {}  # the fetch that a request waits for
         self._arriving: dict[Key, int] = {}  # and the one that brings a key
         self._leases: OrderedDict[tuple[PeerKey, int], _Lease] = OrderedDict()  # the first to end first
-        self._peers: OrderedDict[PeerKey, _Peer] = OrderedDict()
+        self._peers: OrderedDict[PeerKey, KnownPeer] = OrderedDict()
         self._readers: OrderedDict[PeerKey, PeerAddress] = OrderedDict()  # that have copied from here
         self._copied_from: set[PeerKey] = set()
-        self._news: dict[PeerAddress, list[Key]] = {}  # for mirrors
+        self._news: dict[PeerAddress, tuple[list[Key], list[Key]]] = {}  # for mirrors: stored, and gone
         self._computing = Rate(clock)  # tokens of prompts
         self._planned: deque[tuple[int, float]] = deque(maxlen=8)  # steps that were not booked yet
         self._booked_at = 0.0
@@ -171,11 +135,35 @@ class TierSharing:
         source = peers.source if peers is not None else None
         number = self._arriving.get(missing[0])
         if number is None:
-            if source is None or not self._remote or not self._is_worth_it(source, len(missing)):
+            tokens = len(missing) * self._chunk_tokens
+            if source is None or not self._remote or not self._is_worth_it(source, len(missing), tokens):
                 return False
             number = self._fetch(source, missing, for_mirror=False)
-        if number is None:
+        return number is not None and self._wait(request, number)
+
+    def ask_for_prefix(self, request: TransferRequest, first: int, end: int, last: int) -> bool:
+        """The same where groups need different parts of a prefix. A peer is asked for the blocks from `first` on, which the device has
+        not got, because of those before `end`, which are here, a longer prefix may need other parts."""
+        asked = PrefixQuestion(request, first, end, last)
+        for number, fetch in self._fetches.items():
+            known = fetch.question
+            if known is not None and known.covers(asked):
+                return self._wait(request, number)
+        peers = request.cache_peers
+        source = peers.source if peers is not None else None
+        tokens = (last - end) * self._chunk_tokens
+        if source is None or not self._remote or not self._is_worth_it(source, 0, tokens, answers=2):
             return False
+        if self._checksum_every(source) is None:
+            return False
+        number = next(self._numbers)
+        fetch = Fetch(number, source, StoreRoom([], []), self._clock(), for_mirror=False, question=asked)
+        self._fetches[number] = fetch
+        envelope = self._exchange.envelope(source.epoch)
+        self._exchange.send(source, AskPrefix(envelope, number, self._layout, list(asked.hashes)))
+        return self._wait(request, number)
+
+    def _wait(self, request: TransferRequest, number: int) -> bool:
         self._fetches[number].requests.add(request.request_id)
         self._waiting[request.request_id] = number
         return True
@@ -202,33 +190,43 @@ class TierSharing:
         if not (fetch.is_reading or fetch.requests or fetch.for_mirror):
             self._give_up(number)
 
-    def _is_worth_it(self, source: PeerAddress, chunks: int) -> bool:
+    def _is_worth_it(self, source: PeerAddress, chunks: int, tokens: int, *, answers: int = 1) -> bool:
+        """Whether so many chunks come sooner, after so many answers, than so many tokens are computed."""
         peer = self._peer(PeerKey(source.node_id, source.epoch))
-        rate, answers, computing = peer.bytes_per_s.value, peer.answers_per_s.value, self._computing.value
-        if rate is None or answers is None or computing is None:
+        rate, asking, computing = peer.bytes_per_s.value, peer.answers_per_s.value, self._computing.value
+        if rate is None or asking is None or computing is None:
             return True
-        copying = 1 / answers + chunks * self._chunk_bytes / rate
-        return copying < chunks * self._chunk_tokens / computing
+        return answers / asking + chunks * self._chunk_bytes / rate < tokens / computing
 
     def _fetch(self, peer: PeerAddress, keys: Sequence[Key], *, for_mirror: bool) -> int | None:
         """Its number; None when there is nothing to copy, or no room for it, or what came from there was wrong too often."""
+        fetch = Fetch(next(self._numbers), peer, StoreRoom([], []), self._clock(), for_mirror)
+        return fetch.number if self._ask(fetch, keys) else None
+
+    def _checksum_every(self, peer: PeerAddress) -> int | None:
+        """One of how many chunks is compared; None: nothing more is copied from there for now."""
         times_wrong = self._wrong.get(peer.node_id) or 0
         if times_wrong >= self._max_wrong:
             return None
-        room = self._manager.prepare_store(keys)
-        if room is None or not room.keys:
-            return None
-        number = next(self._numbers)
-        every = every_of(self._checksums, is_doubtful=times_wrong > 0)
-        self._fetches[number] = _Fetch(number, peer, room, self._clock(), for_mirror, every)
+        return every_of(self._checksums, is_doubtful=times_wrong > 0)
+
+    def _ask(self, fetch: Fetch, keys: Sequence[Key]) -> bool:
+        every = self._checksum_every(fetch.peer)
+        room = self._manager.prepare_store(keys) if every is not None else None
+        if room is None or every is None or not room.keys:
+            return False
+        number, peer = fetch.number, fetch.peer
+        fetch.room, fetch.checksum_every, fetch.asked_at = room, every, self._clock()
+        self._fetches[number] = fetch
         self._arriving.update(dict.fromkeys(room.keys, number))
         knows = self._peer(PeerKey(peer.node_id, peer.epoch)).memory is not None
         envelope = self._exchange.envelope(peer.epoch)
-        self._exchange.send(peer, AskChunks(envelope, number, self._layout, room.keys, knows, every))
-        return number
+        ask = AskChunks(envelope, number, self._layout, room.keys, knows, every, fetch.for_mirror)
+        self._exchange.send(peer, ask)
+        return True
 
-    def _peer(self, key: PeerKey) -> _Peer:
-        peer = self._peers.pop(key, None) or _Peer(Rate(self._clock), Rate(self._clock))
+    def _peer(self, key: PeerKey) -> KnownPeer:
+        peer = self._peers.pop(key, None) or KnownPeer(Rate(self._clock), Rate(self._clock))
         self._peers[key] = peer
         if len(self._peers) > MAX_PEERS:
             self._peers.popitem(last=False)
@@ -240,16 +238,18 @@ class TierSharing:
         peers = request.cache_peers
         return self._mirror and peers is not None and peers.mirror is not None
 
-    def stored(self, request: TransferRequest, keys: Sequence[Key]) -> None:
-        """These chunks of the request are here."""
+    def stored(self, request: TransferRequest, keys: Sequence[Key], gone: Sequence[Key] = ()) -> None:
+        """These chunks of the request are here, and those are of no use any more."""
         peers = request.cache_peers
         if self._mirror and peers is not None and peers.mirror is not None:
-            self._news.setdefault(peers.mirror, []).extend(keys)
+            news = self._news.setdefault(peers.mirror, ([], []))
+            news[0].extend(keys)
+            news[1].extend(gone)
 
     def tell_mirrors(self) -> None:
         """Once a step: one message to each mirror, of all requests that have it."""
-        for mirror, keys in self._news.items():
-            self._exchange.send(mirror, ChunksStored(self._exchange.envelope(mirror.epoch), keys))
+        for mirror, (keys, gone) in self._news.items():
+            self._exchange.send(mirror, ChunksStored(self._exchange.envelope(mirror.epoch), keys, gone))
         if self._news:
             self._news = {}
 
@@ -264,6 +264,10 @@ class TierSharing:
                 match event:
                     case AskChunks():
                         self._answer(event)
+                    case AskPrefix():
+                        self._answer_prefix(event)
+                    case PrefixFound():
+                        self._choose(event)
                     case ChunksFound():
                         self._read(event)
                     case ChunksRead():
@@ -287,8 +291,13 @@ class TierSharing:
         reader = _sender(ask.envelope)
         lease = key_of(ask.envelope), ask.number
         slots: list[int] = []
+        which: list[int] | None = None
         if ask.layout == self._layout and lease not in self._leases:
-            keys = ask.keys[: self._manager.lookup(ask.keys)]
+            if ask.skips:
+                which = [i for i, wanted in enumerate(ask.keys) if self._manager.lookup((wanted,))]
+                keys = [ask.keys[i] for i in which]
+            else:
+                keys = ask.keys[: self._manager.lookup(ask.keys)]
             slots = self._manager.prepare_load(keys)
         if slots:
             self._leases[lease] = _Lease(self._clock() + LEASE_S, slots)
@@ -297,11 +306,43 @@ class TierSharing:
                 self._readers.popitem(last=False)
         memory = None if ask.knows_memory else self._exchange.memory
         envelope = self._exchange.envelope(ask.envelope.sender_epoch)
-        found = ChunksFound(envelope, ask.number, slots, memory)
+        found = ChunksFound(envelope, ask.number, slots, memory, which=which)
         if slots and ask.checksum_every:
             self._exchange.answer(ChecksummedAnswer(reader, found, self._factor, ask.checksum_every))
         else:
             self._exchange.send(reader, found)
+
+    def _answer_prefix(self, ask: AskPrefix) -> None:
+        same = ask.layout == self._layout
+        has = self._prefixes.parts_of(self._manager, ask.hashes) if same else []
+        envelope = self._exchange.envelope(ask.envelope.sender_epoch)
+        self._exchange.send(_sender(ask.envelope), PrefixFound(envelope, ask.number, has))
+
+    def _choose(self, found: PrefixFound) -> None:
+        """The longest prefix of which every group has its part, here or there; of that, what is not here is asked for."""
+        key, fetch = key_of(found.envelope), self._fetches.get(found.number)
+        if fetch is None or key != (fetch.peer.node_id, fetch.peer.epoch):
+            return
+        question = fetch.question
+        if question is None or not question.is_open:
+            return  # said twice
+        question.is_open = False
+        self._peer(key).answers_per_s.observe(1, self._clock() - fetch.asked_at)
+        theirs = self._prefixes.named(found.has, question.hashes)
+        end, keys = self._prefixes.to_copy(
+            self._manager, theirs, question.request, question.first, question.last
+        )
+        tokens = (end - question.end) * self._chunk_tokens
+        fetch.others = (
+            sorted({self._arriving[key] for key in keys if key in self._arriving}) if tokens > 0 else []
+        )
+        if not (
+            keys
+            and tokens > 0
+            and self._is_worth_it(fetch.peer, len(keys), tokens)
+            and self._ask(fetch, keys)
+        ):
+            self._end(fetch.number)
 
     def _let_go(self, lease: tuple[PeerKey, int]) -> None:
         if (ended := self._leases.pop(lease, None)) is not None:
@@ -309,23 +350,25 @@ class TierSharing:
 
     def _read(self, found: ChunksFound) -> None:
         key, fetch = key_of(found.envelope), self._fetches.get(found.number)
-        if fetch is None or fetch.is_reading or key != (fetch.peer.node_id, fetch.peer.epoch):
+        is_open = fetch is not None and fetch.question is not None and fetch.question.is_open
+        if fetch is None or fetch.is_reading or is_open or key != (fetch.peer.node_id, fetch.peer.epoch):
             self._tell_read(_sender(found.envelope), found.number)  # it was given up
             return
         peer = self._peer(key)
         peer.memory = found.memory or peer.memory
-        count = min(len(found.slots), len(fetch.room.keys))
-        if not self._is_readable(peer.memory, found.slots[:count]):
-            count = 0
-        self._leave_out(fetch, count)
-        if not count or peer.memory is None:
+        which = which_of(found, len(fetch.room.keys))
+        slots = found.slots[: len(which)]
+        if not self._is_readable(peer.memory, slots):
+            which = []
+        self._keep_only(fetch, which)
+        if not which or peer.memory is None:
             self._tell_read(fetch.peer, found.number)
             self._end(found.number)
             return
         peer.answers_per_s.observe(1, self._clock() - fetch.asked_at)
         fetch.is_reading = True
         until = fetch.asked_at + LEASE_S * (1 - SAFETY)
-        here, there = self._places(fetch.room.slots), self._places(found.slots[:count])
+        here, there = self._places(fetch.room.slots), self._places(slots)
         self._exchange.read(
             RemoteRead(
                 found.number,
@@ -341,15 +384,17 @@ class TierSharing:
             )
         )
 
-    def _leave_out(self, fetch: _Fetch, first: int) -> None:
-        """The chunks from `first` on were asked for and do not come."""
-        absent = StoreRoom(fetch.room.keys[first:], fetch.room.slots[first:])
-        fetch.room = StoreRoom(fetch.room.keys[:first], fetch.room.slots[:first])
+    def _keep_only(self, fetch: Fetch, which: Sequence[int], *, answered: bool = True) -> None:
+        """The other chunks that were asked for do not come."""
+        keys, slots = fetch.room.keys, fetch.room.slots
+        others = sorted(set(range(len(keys))).difference(which))
+        absent = StoreRoom([keys[i] for i in others], [slots[i] for i in others])
+        fetch.room = StoreRoom([keys[i] for i in which], [slots[i] for i in which])
         self._manager.complete_store(absent, written=False)
         self._expect_no_more(fetch.number, absent.keys)
-        if fetch.for_mirror:  # what is only being stored there now is asked for with what is stored next
+        if fetch.for_mirror:
             peer = self._peer(PeerKey(fetch.peer.node_id, fetch.peer.epoch))
-            peer.missed = [*peer.missed, *absent.keys][-MAX_MISSED:]
+            peer.ask_again(absent.keys, {key: fetch.asked.get(key, 0) + answered for key in absent.keys})
 
     def _is_readable(self, memory: CacheMemory | None, slots: Sequence[int]) -> bool:
         """What a peer says is checked before memory is touched."""
@@ -379,6 +424,8 @@ class TierSharing:
                 self.mirrored_bytes += num_bytes
             else:
                 self.fetched_bytes += num_bytes
+        elif fetch.for_mirror and not ended.wrong:
+            self._peer(key).ask_again(fetch.room.keys, fetch.asked)
         self._end(ended.number)
 
     def _doubt(self, node_id: str, problem: str) -> None:
@@ -397,22 +444,36 @@ class TierSharing:
 
     def _give_up(self, number: int) -> None:
         """Nothing of it is being read."""
-        self._leave_out(self._fetches[number], 0)
+        self._keep_only(self._fetches[number], [], answered=False)
         self._end(number)
 
     def _end(self, number: int) -> None:
         fetch = self._fetches.pop(number)
         self._expect_no_more(number, fetch.room.keys)
+        following = next((other for other in fetch.others if other in self._fetches), None)
         for request_id in fetch.requests:
             del self._waiting[request_id]
+            if following is not None:
+                self._waiting[request_id] = following
+                self._fetches[following].requests.add(request_id)
 
     def _copy(self, stored: ChunksStored) -> None:
         if not self._mirror:
             return
         sender = _sender(stored.envelope)
         peer = self._peer(key_of(stored.envelope))
-        missed, peer.missed = peer.missed, []
-        self._fetch(sender, [*missed, *stored.keys], for_mirror=True)
+        gone = set(stored.gone)
+        self._manager.forget(gone)
+        asked, peer.missed = peer.missed, {}
+        keys = [key for key in (*asked, *stored.keys) if key not in gone]
+        of_sender = [fetch for fetch in self._fetches.values() if fetch.for_mirror and fetch.peer == sender]
+        number = None
+        if len(of_sender) < MAX_MIRROR_FETCHES:
+            number = self._fetch(sender, keys, for_mirror=True)
+        if number is None:
+            peer.ask_again([key for key in keys if not self._manager.lookup((key,))], asked)
+        else:
+            self._fetches[number].asked = asked
 
     # ── what must be forgotten ──
 

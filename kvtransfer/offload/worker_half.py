@@ -16,6 +16,7 @@ from tandem.kvtransfer.base import (
 from tandem.kvtransfer.offload.cpu import CpuTier
 from tandem.kvtransfer.offload.disk import identity
 from tandem.kvtransfer.offload.exchange import Exchange
+from tandem.kvtransfer.offload.prefixes import Prefixes
 from tandem.kvtransfer.offload.scheduler_half import EndedJobs, TierPlan, TierScheduler
 from tandem.kvtransfer.offload.sharing import TierSharing
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
@@ -98,16 +99,6 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
             "larger block, and what lies before it in that block is gone"
         )
     shares = context.remote or context.mirror
-    if shares and context.state_blocks:
-        raise ConfigurationError(
-            "cache.remote and cache.mirror: this model keeps recurrent states, which are stored after few of a prompt's blocks: nodes "
-            "do not tell each other after which, so leave both off"
-        )
-    if shares and has_windows:
-        raise ConfigurationError(
-            "cache.remote and cache.mirror: this model has attention windows, of which a tier keeps the last alone, and only when "
-            "a request has ended: no other node could go on from what it has, so leave both off"
-        )
     tiers = [create_tier(config) for config in context.tiers]
     shared = next((tier for tier in tiers if isinstance(tier.spec, CpuTier)), None) if shares else None
     return [
@@ -131,6 +122,7 @@ def _shared(context: ConnectorContext, memory: KVCacheMemory, tier: Tier, spec: 
     return TierSharing(
         tier.manager,
         exchange,
+        Prefixes(context.groups, tier.block_factor),
         layout=identity(memory, tier.block_factor),
         block_factor=tier.block_factor,
         chunk_bytes=memory.block_bytes * tier.block_factor,

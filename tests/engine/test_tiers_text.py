@@ -134,6 +134,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         (("llama", False), 60, BLOCKS),
         (("gemma3", False), 40, 100),  # layers of four groups
         (("mistral-window", False), 40, 24),  # none keeps more than a window
+        (("llama4", False), 40, 100),  # chunks
         (("qwen3.5", False), 20, BLOCKS),  # recurrent states beside attention
         (("recurrent-gemma", False), 20, 24),  # and beside windows
     ],

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tandem.engine.config import AsyncScheduling, SchedulerConfig
+from tandem.engine.request import Request
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
-from tandem.wire.requests import CachePeers, TierStatus
+from tandem.wire.requests import CachePeers, KVTransferParams, TierStatus, TransferRole
+from tandem.wire.sampling import SamplingParams
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import PATIENCE_S, OneEngine
 
@@ -26,7 +29,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("llama", tmp_path_factory.mktemp("model"))
 
 
-def start(model: Path, name: str, factor: int = 1) -> OneEngine:
+KINDS = {  # and how much of a conversation's first turn, 70 tokens and an answer of 8, its tier has for the second
+    "gemma3": 76,  # all of it, and the window before its end
+    "mistral-window": 76,
+    "llama4": 76,  # and the chunk that its end lies in
+    "qwen3.5": 68,  # states are kept at the end of the prompt's last block
+    "recurrent-gemma": 68,  # and a window
+    "mamba2": 68,  # and nothing else
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model_of_kind(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(kind, tmp_path_factory.mktemp(kind))
+
+
+def start(
+    model: Path,
+    name: str,
+    factor: int = 1,
+    *,
+    shares: bool = True,
+    scheduler: SchedulerConfig | None = None,
+    checkpoint_tokens: int = BLOCK,
+) -> OneEngine:
     return OneEngine.start(
         model,
         name,
@@ -34,8 +65,10 @@ def start(model: Path, name: str, factor: int = 1) -> OneEngine:
         TransferConfig(connector="nixl"),
         memory_bytes=8 << 20,
         prefix_caching=True,
+        checkpoint_tokens=checkpoint_tokens,
+        scheduler=scheduler,
         tiers=[TierConfig(cpu=4 << 20, block_factor=factor)],
-        shares=True,
+        shares=shares,
     )
 
 
@@ -79,6 +112,29 @@ def test_a_prefix_that_another_node_has_is_copied_and_not_computed(model: Path, 
             node.engine.shutdown()
 
 
+def test_of_a_model_with_several_groups_what_all_of_them_need_is_copied(
+    kind: str, model_of_kind: Path
+) -> None:
+    nodes = a, b = start(model_of_kind, "a"), start(model_of_kind, "b")
+    alone = start(model_of_kind, "alone", shares=False)
+    try:
+        turn = [*PROMPT, *a.answer("r", PROMPT, 8), 9, 8, 7]
+        settle(nodes)
+        expected = alone.answer("r", turn, 8)
+        tokens: list[int] = []
+        b.add("r", turn, 8, None, cache_peers=CachePeers(source=a.tier))
+        go_on(nodes, "r", tokens)
+        assert tokens == expected
+        stats = b.engine.scheduler.stats()
+        found = KINDS[kind]
+        assert (stats.prompt_tokens_loaded, stats.prompt_tokens_computed) == (found, len(turn) - found)
+        assert tier(b).fetched_bytes == tier(b).loaded_bytes > 0, "nothing is copied that is not of use"
+        settle(nodes)
+    finally:
+        for node in (*nodes, alone):
+            node.engine.shutdown()
+
+
 def test_a_node_that_does_not_answer_is_not_waited_for(nodes: tuple[OneEngine, OneEngine]) -> None:
     a, b = nodes
     expected = a.answer("r", PROMPT, 8)
@@ -114,12 +170,106 @@ def test_a_mirror_goes_on_with_all_but_the_last_blocks_of_a_request(
     assert tier(b).loaded_bytes >= ((70 + len(said)) // BLOCK - 2) * block_bytes
 
 
+def sharing_of(node: OneEngine) -> TierScheduler:
+    planner = node.engine.scheduler._state.connector
+    (part,) = [part for part in planner._parts if isinstance(part, TierScheduler)]  # type: ignore[union-attr]
+    return part
+
+
+def blocks_there(node: OneEngine, tokens: list[int]) -> int:
+    """How long a prefix of these the node's tier has."""
+    half, request = sharing_of(node), Request("r", tokens, SamplingParams())
+    hasher = node.engine.scheduler.block_hasher
+    assert hasher is not None
+    request.hash_with(hasher)
+    return half._prefixes.end_of_prefix(half._tier.manager, request, 0, len(tokens) // BLOCK)
+
+
+def test_a_mirror_goes_on_from_the_last_place_where_every_group_has_its_part(
+    kind: str, model_of_kind: Path
+) -> None:
+    nodes = a, b = start(model_of_kind, "a"), start(model_of_kind, "b")
+    alone = start(model_of_kind, "alone", shares=False)
+    try:
+        expected = alone.answer("whole", PROMPT, COUNT)
+        said: list[int] = []
+        a.add("r", PROMPT, COUNT, None, cache_peers=CachePeers(mirror=b.tier))
+        until = time.monotonic() + PATIENCE_S
+        while len(said) < 60 or blocks_there(b, PROMPT + said) < (70 + len(said)) // BLOCK - 3:
+            assert not a.run("r", said, until), "the mirror never came near"
+            b.run("nothing", [], until)
+        near = blocks_there(b, PROMPT + said) * BLOCK
+        a.engine.shutdown()
+        tokens: list[int] = []
+        b.add("r", PROMPT, COUNT, None, output=said)
+        while not b.run("r", tokens, until):
+            pass
+        assert said + tokens == expected
+        assert b.engine.scheduler.stats().prompt_tokens_loaded == 70
+        assert tier(b).loaded_tokens >= near
+        # What the answer has left behind is not kept: 8 blocks beyond a window, and three checkpoints.
+        for node in nodes:
+            entries = sharing_of(node)._entries.values()
+            trails = [trail for entry in entries for trail in entry.trail.values()]
+            assert all(len(trail) < 3 * 12 + 1 for trail in trails)
+    finally:
+        for node in (*nodes, alone):
+            node.engine.shutdown()
+
+
+AHEAD = SchedulerConfig(async_scheduling=AsyncScheduling.ALWAYS)
+GUESSES = SchedulerConfig(num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize("config", [None, AHEAD, GUESSES], ids=["", "ahead", "guesses"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3.5"])
+def test_a_handed_over_answer_is_mirrored_too_however_its_steps_are_planned(
+    tmp_path: Path, name: str, config: SchedulerConfig | None
+) -> None:
+    """After the handover the decode node has a window of the prompt, and states that no block ends with."""
+    model = save(name, tmp_path)
+    apart = 16
+    p, d, m = nodes = [
+        start(model, node, scheduler=config, checkpoint_tokens=apart) for node in ("p", "d", "m")
+    ]
+    alone = start(model, "alone", shares=False)
+    try:
+        prompt = PROMPT[:46] + PROMPT[:24]  # so that there is something to guess by
+        expected = alone.answer("whole", prompt, COUNT)
+        said: list[int] = []
+        first: list[int] = []
+        until = time.monotonic() + PATIENCE_S
+        consume = KVTransferParams("t", TransferRole.CONSUME, p.address)
+        produce = KVTransferParams("t", TransferRole.PRODUCE, d.address)
+        d.add("r", prompt, COUNT, consume, cache_peers=CachePeers(mirror=m.tier))
+        p.add("r", prompt, 1, produce)
+        a_step = 4 if config is GUESSES else 1  # tokens, at most
+        lag = (2 + 2 * a_step) * BLOCK + (apart if name == "qwen3.5" else 0)
+        while len(said) < 50 or blocks_there(m, prompt + said) * BLOCK < 70 + len(said) - lag:
+            p.run("r", first, until)
+            assert not d.run("r", said, until), "the mirror never came near"
+            m.run("nothing", [], until)
+        assert d.engine.scheduler.stats().prompt_tokens_computed == 0
+        d.engine.scheduler.check_integrity()
+        near = blocks_there(m, prompt + said) * BLOCK
+        d.engine.shutdown()
+        tokens: list[int] = []
+        m.add("r", prompt, COUNT, None, output=said)
+        while not m.run("r", tokens, until):
+            pass
+        assert said + tokens == expected
+        assert m.engine.scheduler.stats().prompt_tokens_loaded == 70
+        assert tier(m).loaded_tokens >= near
+    finally:
+        for node in (*nodes, alone):
+            node.engine.shutdown()
+
+
 def settle(nodes: tuple[OneEngine, OneEngine]) -> None:
     """Nothing is waited for, and nothing kept for anyone."""
     until = time.monotonic() + PATIENCE_S
     for node in nodes:
-        planner = node.engine.scheduler._state.connector
-        (part,) = [p for p in planner._parts if isinstance(p, TierScheduler)]  # type: ignore[union-attr]
+        part = sharing_of(node)
         sharing = part._tier.sharing
         assert sharing is not None
         while sharing._leases or sharing._fetches or node.engine.scheduler.stats().held_blocks:

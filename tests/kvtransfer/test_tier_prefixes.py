@@ -28,6 +28,10 @@ def sliding(window: int) -> KVCacheGroup:
     return KVCacheGroup(AttentionKind.SLIDING, BLOCK, (2,), window)
 
 
+def chunked(length: int) -> KVCacheGroup:
+    return KVCacheGroup(AttentionKind.CHUNKED, BLOCK, (3,), length)
+
+
 GROUPS = [
     (FULL,),
     (FULL, FULL),
@@ -37,6 +41,8 @@ GROUPS = [
     (sliding(6), STATES),
     (STATES,),
     (FULL, sliding(1), sliding(13), STATES),
+    (FULL, chunked(9)),
+    (chunked(8), sliding(6)),
 ]
 
 
@@ -46,8 +52,12 @@ def a_request() -> Request:
     return request
 
 
-def parts_of(groups: Sequence[KVCacheGroup]) -> list[tuple[int, int, int]]:
-    """All that a tier may have of a prompt: group, block or end of a prefix, number of a state's block."""
+Part = tuple[int, int, int]
+"""Group, block or end of a prefix, number of a state's block."""
+
+
+def parts_of(groups: Sequence[KVCacheGroup]) -> list[Part]:
+    """All that a tier may have of a prompt."""
     return [
         (index, place, number)
         for index, group in enumerate(groups)
@@ -56,14 +66,14 @@ def parts_of(groups: Sequence[KVCacheGroup]) -> list[tuple[int, int, int]]:
     ]
 
 
-def key_of(prefixes: Prefixes, groups: Sequence[KVCacheGroup], part: tuple[int, int, int]) -> bytes:
+def key_of(prefixes: Prefixes, groups: Sequence[KVCacheGroup], part: Part) -> bytes:
     index, place, number = part
     if groups[index].blocks_per_request:
         return prefixes.state_keys(a_request(), place + 1)[number]
     return prefixes.keys(a_request(), index, place, place + 1)[0]
 
 
-def suffices(groups: Sequence[KVCacheGroup], there: set[tuple[int, int, int]], first: int, end: int) -> bool:
+def suffices(groups: Sequence[KVCacheGroup], there: set[Part], first: int, end: int) -> bool:
     """By the tokens: whether one that comes after block `end` finds all that it reads, with the device's blocks before `first`."""
     for index, group in enumerate(groups):
         if group.kind is AttentionKind.STATE:
@@ -71,6 +81,8 @@ def suffices(groups: Sequence[KVCacheGroup], there: set[tuple[int, int, int]], f
                 return False
             continue
         oldest = max(end * BLOCK - group.window + 1, 0) if group.window else 0
+        if group.kind is AttentionKind.CHUNKED and group.window:
+            oldest = end * BLOCK // group.window * group.window
         read = {token // BLOCK for token in range(oldest, end * BLOCK)}
         if any((index, block, 0) not in there for block in read if block >= first):
             return False

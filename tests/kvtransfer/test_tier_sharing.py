@@ -6,24 +6,38 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Event, RemoteRead, RemoteReadEnded
+from tandem.kvtransfer.offload.fetches import RATE_LASTS_S
 from tandem.kvtransfer.offload.manager import SlotManager
-from tandem.kvtransfer.offload.sharing import ANSWER_S, RATE_LASTS_S, TierSharing
+from tandem.kvtransfer.offload.prefixes import Prefixes
+from tandem.kvtransfer.offload.sharing import ANSWER_S, TierSharing
 from tandem.kvtransfer.protocol.checksums import SAMPLE_EVERY
 from tandem.kvtransfer.protocol.identity import Identity
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers
 from tandem.wire.sharing import LEASE_S, AskChunks, ChunksRead, SharingMessage
+from tests.kvtransfer.test_tier_prefixes import (
+    BLOCK,
+    BLOCKS,
+    STATES,
+    a_request,
+    key_of,
+    parts_of,
+    suffices,
+)
 
 SLOTS = 12
 CHUNK_BYTES = 1000
 CHUNK_TOKENS = 16
+FULL = KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))
 
 
 @dataclasses.dataclass
@@ -32,6 +46,7 @@ class Asker:
 
     request_id: str
     cache_peers: CachePeers | None = None
+    block_hashes: Sequence[bytes] = ()
 
 
 class FakeExchange:
@@ -43,7 +58,7 @@ class FakeExchange:
         self._me = Identity(node.name, node.epoch, f"tcp://{node.name}")
         self.endpoint = self._me.endpoint
         self.epoch = node.epoch
-        self.memory = CacheMemory(b"", "DRAM", 0, 0, SLOTS, CHUNK_BYTES)
+        self.memory = CacheMemory(b"", "DRAM", 0, 0, world.slots, CHUNK_BYTES)
         self.events: list[Event] = []
         self.envelope = self._me.envelope
 
@@ -74,12 +89,13 @@ class FakeNode:
     def __init__(self, world: World, name: str, policy: EvictionPolicy) -> None:
         self.name = name
         self.epoch = next(self.epochs)
-        self.manager = SlotManager(SLOTS, policy)
+        self.manager = SlotManager(world.slots, policy)
         self.content: dict[int, bytes] = {}
         self.exchange = FakeExchange(world, self)
         self.sharing = TierSharing(
             self.manager,
             self.exchange,  # type: ignore[arg-type]
+            Prefixes(world.groups, 1),
             layout="l",
             block_factor=1,
             chunk_bytes=CHUNK_BYTES,
@@ -109,8 +125,16 @@ class FakeNode:
 
 
 class World:
-    def __init__(self, names: str = "ab", policy: EvictionPolicy = EvictionPolicy.LRU) -> None:
+    def __init__(
+        self,
+        names: str = "ab",
+        policy: EvictionPolicy = EvictionPolicy.LRU,
+        groups: Sequence[KVCacheGroup] = (FULL,),
+        slots: int = SLOTS,
+    ) -> None:
         self.now = 100.0
+        self.slots = slots
+        self.groups = groups
         self.policy = policy
         self.mail: list[tuple[str, SharingMessage]] = []
         self.reads: list[tuple[FakeNode, RemoteRead, list[bytes | None] | None]] = []
@@ -318,7 +342,9 @@ def test_other_layouts_and_places_that_are_not_there_are_refused() -> None:
 
 def run(number: int) -> int:
     draw = random.Random(number)
-    world = World("abc", draw.choice(list(EvictionPolicy)))
+    groups = (FULL,) if number % 2 else (FULL, KVCacheGroup(AttentionKind.SLIDING, BLOCK, (1,), 9), STATES)
+    world = World("abc", draw.choice(list(EvictionPolicy)), groups)
+    prefixes, every = Prefixes(groups, 1), parts_of(groups)
     requests = itertools.count()
     waiting: list[tuple[FakeNode, str]] = []
     copied = 0
@@ -326,8 +352,17 @@ def run(number: int) -> int:
         node, peer = draw.sample(list(world.nodes.values()), 2)
         family = keys(draw.randrange(1, 8), draw.choice("pq"))
         match draw.randrange(14):
+            case 0 | 1 if not prefixes.needs_every_block:
+                node.store([key_of(prefixes, groups, part) for part in draw.sample(every, 9)])
             case 0 | 1:
                 node.store(family)
+            case 2 | 3 if not prefixes.needs_every_block:
+                name = f"r{next(requests)}"
+                asks: Any = Asker(name, CachePeers(source=peer.address), a_request().block_hashes)
+                first = draw.randrange(BLOCKS)
+                end = prefixes.end_of_prefix(node.manager, asks, first, BLOCKS)
+                if end < BLOCKS and node.sharing.ask_for_prefix(asks, first, end, BLOCKS):
+                    waiting.append((node, name))
             case 2 | 3:
                 name = f"r{next(requests)}"
                 request: Any = Asker(name, CachePeers(source=peer.address))
@@ -336,7 +371,7 @@ def run(number: int) -> int:
                     waiting.append((node, name))
             case 4:
                 announced: Any = Asker("m", CachePeers(mirror=peer.address))
-                node.sharing.stored(announced, family)
+                node.sharing.stored(announced, family, keys(8)[draw.randrange(9) :])
                 node.sharing.tell_mirrors()
             case 5:
                 world.now += draw.choice([0.1, 0.5, 2.0, 8.0])
@@ -363,6 +398,12 @@ def run(number: int) -> int:
                     world.deliver(draw.randrange(len(world.mail)))
         for each in world.nodes.values():
             each.check()
+            if not prefixes.needs_every_block:
+                whole: Any = a_request()
+                first = draw.randrange(BLOCKS)
+                end = prefixes.end_of_prefix(each.manager, whole, first, BLOCKS)
+                there = {part for part in every if each.manager.lookup([key_of(prefixes, groups, part)])}
+                assert end == first or suffices(groups, there, first, end), "a group lacks its part"
     world.settle()
     for _ in range(2):
         world.now += LEASE_S

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 import pytest
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
@@ -9,6 +12,7 @@ from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
+from tandem.kvtransfer.base import BlockIds, ConnectorMetadata, ScheduledStep, SchedulerConnector
 from tandem.wire.sampling import SamplingParams
 
 BLOCK = 4
@@ -17,13 +21,14 @@ STATES = KVCacheGroup(AttentionKind.STATE, BLOCK, (1,), blocks_per_request=3)
 HASHER = make_block_hasher(HashAlgorithm.SHA256, BLOCK, "tests")
 
 
-def a_cache(num_blocks: int = 60, min_tokens: int = BLOCK) -> KVCacheManager:
+def a_cache(num_blocks: int = 60, min_tokens: int = BLOCK, num_lookahead_tokens: int = 0) -> KVCacheManager:
     return KVCacheManager(
         (FULL, STATES),
         num_blocks,
         caching=True,
-        max_model_len=64,
+        max_model_len=256,
         max_new_tokens=16,
+        num_lookahead_tokens=num_lookahead_tokens,
         checkpoint_tokens=min_tokens,
     )
 
@@ -34,7 +39,12 @@ def a_request(name: str, tokens: list[int]) -> Request:
     return request
 
 
-def begin(cache: KVCacheManager, request: Request) -> list[int]:
+def begin(
+    cache: KVCacheManager,
+    request: Request,
+    others: Sequence[Request] = (),
+    connector: SchedulerConnector | None = None,
+) -> list[int]:
     """Computes the request's prompt in as few steps as it takes, and returns their ends."""
     hits, found = cache.find_prefix(request)
     assert cache.checkpoints is not None
@@ -50,7 +60,8 @@ def begin(cache: KVCacheManager, request: Request) -> list[int]:
             else cache.extend_slots(request, count)
         )
         assert blocks is not None
-        cache.checkpoints.keep({request.request_id: request}, {request.request_id: count})
+        requests = {each.request_id: each for each in (request, *others)}
+        cache.checkpoints.keep(requests, {request.request_id: count}, connector)
         request.num_computed_tokens += count
         begins = False
         ends.append(request.num_computed_tokens)
@@ -164,3 +175,107 @@ def test_a_load_from_elsewhere_brings_its_own_states() -> None:
     cache.allocate_slots(two, 0, hits=hits, num_hit_tokens=8, num_external_tokens=12, delay_caching=True)
     assert book(cache) == []
     cache.check_integrity({"a": one, "b": two})
+
+
+class Wanting(SchedulerConnector):
+    """Notes what is kept for it."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[str, int]] = []
+
+    def wants_checkpoints(self, request: Request) -> bool:
+        return request.request_id != "unwanted"
+
+    def checkpoint_kept(
+        self, request: Request, num_tokens: int, block_ids: Sequence[int], *, passing: bool = False
+    ) -> None:
+        if passing:
+            assert len(block_ids) == 3
+            self.kept.append((request.request_id, num_tokens))
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[None, bool]:
+        raise AssertionError
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        raise AssertionError
+
+    def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
+        raise AssertionError
+
+
+def answer(
+    cache: KVCacheManager,
+    connector: Wanting,
+    requests: Sequence[Request],
+    steps: int,
+    most: int = 1,
+    seed: int = 0,
+) -> None:
+    """Each request gets up to `most` tokens in a step."""
+    draw, checkpoints = random.Random(seed), cache.checkpoints
+    assert checkpoints is not None
+    for _ in range(steps):
+        counts = {}
+        for request in requests:
+            computed = request.num_computed_tokens
+            wanted = draw.randint(1, most)
+            counts[request.request_id] = count = checkpoints.cap(request, computed, wanted)
+            for token in range(computed + count - request.num_tokens):
+                request.append_output_token(token)
+            assert cache.extend_slots(request, count) is not None
+        checkpoints.keep({request.request_id: request for request in requests}, counts, connector)
+        book(cache)
+        for request in requests:
+            request.num_computed_tokens += counts[request.request_id]
+
+
+def begun(cache: KVCacheManager, connector: Wanting, *names: str) -> list[Request]:
+    assert cache.checkpoints is not None
+    cache.checkpoints.wanted = connector.wants_checkpoints
+    requests = [a_request(name, [index, *range(10)]) for index, name in enumerate(names)]
+    for request in requests:
+        begin(cache, request, requests, connector)
+        book(cache)
+    return requests
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_states_of_an_answer_are_copied_for_a_connector_that_wants_them_and_found_by_no_prompt(
+    most: int,
+) -> None:
+    cache, connector = a_cache(num_blocks=400, min_tokens=8, num_lookahead_tokens=most - 1), Wanting()
+    one, other = begun(cache, connector, "one", "unwanted")
+    answer(cache, connector, [one, other], 42, most)
+    assert connector.kept == [("one", end) for end in range(16, one.num_computed_tokens, 8)]
+    held = sum(cache.num_blocks_of(name) for name in ("one", "unwanted"))
+    assert cache.pool.num_free == cache.pool.num_usable - held, "no copy is left"
+    cache.check_integrity({"one": one, "unwanted": other})
+    later = a_request("later", list(one.all_token_ids))
+    assert cache.find_prefix(later)[1] == 8, "the prompt's own checkpoint"
+
+
+def test_after_a_handover_the_first_block_that_ends_is_a_place() -> None:
+    cache, connector = a_cache(min_tokens=8), Wanting()
+    (one,) = begun(cache, connector, "one")
+    assert cache.checkpoints is not None
+    cache.checkpoints.handed_over(one, 11)
+    answer(cache, connector, [one], 14)
+    assert connector.kept == [("one", 12), ("one", 20)]
+
+
+def test_of_many_answers_few_are_copied_in_one_step() -> None:
+    """The others' turn comes a block later, and nothing is copied where blocks are few."""
+    cache, connector = a_cache(num_blocks=200, min_tokens=8), Wanting()
+    requests = begun(cache, connector, "a", "b", "c")
+    answer(cache, connector, requests, 14)
+    assert connector.kept == [("a", 16), ("b", 16), ("c", 20), ("a", 24), ("b", 24)]
+    cache, connector = a_cache(num_blocks=1 + 3 + 3 + 3 + 4, min_tokens=8), Wanting()
+    (one,) = begun(cache, connector, "one")
+    taken = cache.pool.take(cache.pool.num_free - 3)
+    answer(cache, connector, [one], 8)
+    assert connector.kept == []
+    cache.pool.release(taken)
+    answer(cache, connector, [one], 4)
+    assert connector.kept == [("one", 20)]

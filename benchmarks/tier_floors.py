@@ -1,0 +1,95 @@
+"""What `benchmarks.tiers` measures, and the floors that it is held against: each beside its figure, held or missed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import tier_parity
+from tandem.kvtransfer.config import EvictionPolicy
+
+LOADED_TOKENS = 2048
+
+
+class Served(msgspec.Struct):
+    p50_s: float  # to the first token
+    p99_s: float
+    computed: float  # share of the prompts' tokens
+    found: dict[str, float]  # by each tier, of what it was asked for
+
+
+class TierFigures(msgspec.Struct):
+    step_us: dict[str, float] = {}  # median
+    compute_s: float = 0.0  # the prompt's first token, without a tier
+    load_s: dict[str, float] = {}  # the prompt's first token, from each tier
+    copy_s: dict[str, float] = {}  # the copies alone
+    memcpy_s: float = 0.0  # the same bytes
+    loaded_bytes: int = 0
+    found: dict[str, float] = {}  # in the replayed trace: the share of prompt tokens that were not computed
+    served: dict[str, Served] = {}  # its first requests, by a real engine
+    managers: tier_parity.Parity | None = None  # beside vLLM's
+
+
+# A step with a tier, of one without; a prefix from host memory, of memcpy's rate and beside computing it; what host memory and a disk find,
+# of what a device with room for all does.
+MOST_OF_STEP = 1.05
+LEAST_OF_MEMCPY = 0.8
+LEAST_FASTER = 10.0
+LEAST_OF_ALL_HITS = 0.95
+
+
+class Floor(msgspec.Struct):
+    what: str
+    figure: str
+    floor: str
+    held: bool | None  # None: this run does not say
+
+
+def floors(figures: TierFigures) -> list[Floor]:
+    alone = figures.step_us["no tier"]
+    step = max(each for name, each in figures.step_us.items() if name != "no tier") / alone
+    rate = figures.memcpy_s / figures.copy_s["cpu"]
+    faster = figures.compute_s / figures.load_s["cpu"]
+    prefix = f"{LOADED_TOKENS} tokens from host memory"
+    found = [
+        Floor("a step with a tier", f"{step:.3f} ×", f"at most {MOST_OF_STEP:g}", step <= MOST_OF_STEP),
+        Floor(
+            f"{prefix}, of memcpy's rate",
+            f"{rate:.2f}",
+            f"at least {LEAST_OF_MEMCPY:g}",
+            rate >= LEAST_OF_MEMCPY,
+        ),
+        Floor(
+            f"{prefix}, beside computing them",
+            f"{faster:.1f} × faster",
+            f"at least {LEAST_FASTER:g}",
+            faster >= LEAST_FASTER,
+        ),
+    ]
+    what, floor = "host memory and disk, of an infinite cache's hits", f"at least {LEAST_OF_ALL_HITS:g}"
+    if figures.found:
+        share = figures.found["cpu, arc, and disk"] / figures.found["a device with room for all"]
+        found.append(Floor(what, f"{share:.3f}", floor, share >= LEAST_OF_ALL_HITS))
+    else:
+        found.append(Floor(what, "needs --trace", floor, None))
+    for policy in EvictionPolicy:
+        what, floor = f"{policy.value}, a request's operations beside vLLM's", "at least as fast"
+        if figures.managers is None:
+            found.append(Floor(what, "needs --vllm: vLLM is not installed here", floor, None))
+        else:
+            ours, theirs = figures.managers.our_us[policy.value], figures.managers.their_us[policy.value]
+            found.append(Floor(what, f"{theirs / ours:.1f} × faster", floor, ours <= theirs))
+    return found
+
+
+def show_floors(found: Sequence[Floor], console: Console) -> None:
+    table = Table(box=None)
+    for column in ("", "", "floor", ""):
+        table.add_column(column)
+    for each in found:
+        verdict = {True: "held", False: "missed", None: "not measured"}[each.held]
+        table.add_row(each.what, each.figure, each.floor, verdict)
+    console.print(table)

@@ -1,0 +1,169 @@
+"""Two nodes that read and mirror each other's tiers, and one that dies: whatever is given up, preempted and copied meanwhile, conversations say
+what one engine says. Every group of layers has its part of what is used, or an answer would be another."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.engine.config import AsyncScheduling, SchedulerConfig
+from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
+from tandem.wire.requests import CachePeers
+from tests.engine.model import tiny
+from tests.integration.one_engine import OneEngine
+
+BLOCK = 4
+SESSIONS = 10
+TURNS = 3
+ANSWER = 20
+AT_ONCE = 6
+PATIENCE_S = 120.0
+
+
+@dataclasses.dataclass
+class Turn:
+    prompt: list[int]
+    node: OneEngine
+    answer: list[int] = dataclasses.field(default_factory=list)
+
+
+def session_of(name: str) -> int:
+    return int(name.split(".")[0])
+
+
+class Sessions:
+    """Each turn runs at either node, which may have the other for its source and its mirror."""
+
+    def __init__(self, model: Path, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.model = model
+        self.policy = list(EvictionPolicy)[seed % 2]
+        self.config = SchedulerConfig(
+            max_num_seqs=AT_ONCE,
+            max_num_batched_tokens=48,
+            max_model_len=200,
+            async_scheduling=AsyncScheduling.ALWAYS if seed % 3 == 1 else AsyncScheduling.NEVER,
+            num_speculative_tokens=2 if seed % 3 == 2 else 0,
+        )
+        self.alone = OneEngine.start(model, "alone", BLOCK, None, scheduler=self.config, memory_bytes=4 << 20)
+        self.nodes = [self.start("a"), self.start("b")]
+        self.preemptions = self.copied = 0
+        begins = [[self.draw.randrange(5, tiny.VOCAB) for _ in range(17)] for _ in range(2)]
+        self.talks = [
+            begins[i % 2] + [self.draw.randrange(5, tiny.VOCAB) for _ in range(15)] for i in range(SESSIONS)
+        ]
+        self.live: dict[str, Turn] = {}
+        self.until = time.monotonic() + PATIENCE_S
+
+    def start(self, name: str) -> OneEngine:
+        """With room for few requests, and in its tier for some of their prefixes."""
+        runner = self.alone.engine.runner
+        groups = sum(1 for group in runner.info.groups if not group.blocks_per_request)
+        few = 44 + 14 * (groups - 1) + 5 * runner.info.state_blocks
+        size = (150 * groups + 20 * runner.info.state_blocks) * runner.kv_cache[0].nbytes
+        return OneEngine.start(
+            self.model,
+            name,
+            BLOCK,
+            TransferConfig(connector="nixl"),
+            scheduler=self.config,
+            memory_bytes=4 << 20,
+            prefix_caching=True,
+            checkpoint_tokens=2 * BLOCK,
+            tiers=[TierConfig(cpu=size, policy=self.policy)],
+            shares=True,
+            num_blocks=min(few, runner.info.num_blocks),
+        )
+
+    def begin(self, name: str) -> None:
+        node, other = self.draw.sample(self.nodes, 2)
+        peers = CachePeers(
+            source=other.tier if self.draw.random() < 0.7 else None,
+            mirror=other.tier if self.draw.random() < 0.7 else None,
+        )
+        self.live[name] = Turn(list(self.talks[session_of(name)]), node)
+        node.add(name, self.live[name].prompt, ANSWER, None, cache_peers=peers)
+
+    def run(self, dies_at: int) -> None:
+        waiting, steps = [f"{i}.1" for i in range(SESSIONS)], 0
+        while waiting or self.live:
+            while waiting and len(self.live) < AT_ONCE:
+                self.begin(waiting.pop(0))
+            steps += 1
+            if steps == dies_at:
+                self.kill()
+            for name in self.step(self.draw.choice(self.nodes)):
+                turn, session = self.live.pop(name), session_of(name)
+                expected = self.alone.answer(name, turn.prompt, ANSWER)
+                assert turn.answer == expected, f"{name} says something else"
+                self.talks[session] = [*turn.prompt, *expected, 7, 8, 9]
+                number = int(name.split(".")[1])
+                if number < TURNS:
+                    waiting.append(f"{session}.{number + 1}")
+        while any(node.engine.scheduler.stats().held_blocks for node in self.nodes):
+            for node in self.nodes:
+                self.step(node)
+        for node in self.nodes:
+            self.note(node)
+
+    def step(self, node: OneEngine) -> list[str]:
+        node.woken.clear()
+        result = node.engine.step()
+        ended = []
+        for update in result.updates:
+            assert update.error is None, update.error
+            self.live[update.request_id].answer += update.token_ids
+            if update.finish is not None:
+                ended.append(update.request_id)
+        assert time.monotonic() < self.until, f"{len(self.live)} answers did not end"
+        if not result.progressed and not node.engine.scheduler.has_work():
+            node.woken.wait(0.001)
+        return ended
+
+    def kill(self) -> None:
+        """The other goes on with what it ran, and a new one comes."""
+        dead, other = self.nodes
+        self.note(dead)
+        dead.close()
+        self.nodes = [other, self.start("c")]
+        for name, turn in self.live.items():
+            if turn.node is dead:
+                turn.node = other
+                other.add(name, turn.prompt, ANSWER, None, output=turn.answer)
+
+    def note(self, node: OneEngine) -> None:
+        node.engine.scheduler.check_integrity()
+        (tier,) = node.stats().tiers
+        self.copied += tier.fetched_bytes + tier.mirrored_bytes
+        self.preemptions += node.engine.scheduler.stats().preemptions
+
+    def close(self) -> None:
+        for node in (self.alone, *self.nodes):
+            node.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gemma3",
+        "mistral-window",
+        "recurrent-gemma",
+        pytest.param("llama4", marks=pytest.mark.slow),
+        pytest.param("qwen3.5", marks=pytest.mark.slow),
+        pytest.param("mamba2", marks=pytest.mark.slow),
+    ],
+)
+def test_conversations_say_the_same_whatever_is_copied_and_whoever_dies(
+    tmp_path: Path, kind: str, seed: int
+) -> None:
+    sessions = Sessions(tiny.save(kind, tmp_path), seed)
+    try:
+        sessions.run(dies_at=120)
+        assert sessions.copied > 0
+    finally:
+        sessions.close()
