@@ -33,8 +33,8 @@ class TierFigures(msgspec.Struct):
     managers: tier_parity.Parity | None = None  # beside vLLM's
 
 
-# A step with a tier, of one without; a prefix from host memory, of memcpy's rate and beside computing it; what host memory and a disk find,
-# of what a device with room for all does.
+# How a step with a tier compares with one without, a prefix from host memory with memcpy and with computing it, and what host memory and a
+# disk find with what a device with room for all does.
 MOST_OF_STEP = 1.05
 LEAST_OF_MEMCPY = 0.8
 LEAST_FASTER = 10.0

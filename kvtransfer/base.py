@@ -163,7 +163,7 @@ class BlockGroup(Protocol):
     def keeps_every_token(self) -> bool: ...
     @property
     def window(self) -> int | None:
-        """Of a sliding window the tokens that are read, counting the one that reads; else the length of a chunk. None where all are."""
+        """How many tokens a sliding window reads, counting the one that reads, or how long a chunk is; None where all are read."""
         ...
 
     def first_read(self, position: int) -> int:

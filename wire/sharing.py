@@ -15,7 +15,7 @@ The reader counts the lease from when it asked, on its own clock, so for the rea
 and what arrives later is not used. Any message may be lost, doubled or late. A question without an answer is given up, and a lease
 that is not ended ends by itself.
 
-Models with attention windows, chunks or recurrent states need `AskPrefix`: of such groups a tier has a part here and there, and a prefix ends where
+Models with attention windows, chunks or recurrent states need `AskPrefix`: a tier has parts of such groups here and there, and a prefix ends where
 all groups have theirs. A node that does not know the message has no tier that is shared for such a model, so it is never asked.
 
 The owner's checksums are of the bytes that it has in the tier. The reader compares them before anything may load the chunks: how many
@@ -53,9 +53,8 @@ class AskPrefix(msgspec.Struct, frozen=True, tag="ask_prefix"):
 class PrefixFound(msgspec.Struct, frozen=True, tag="prefix_found"):
     envelope: Envelope
     number: int
-    has: list[
-        bytes
-    ]  # of each group a bit for each hash, the lowest of the first byte first: its block is there, or the whole state after it
+    # For each group a bit for each hash, the lowest of the first byte first: its block is there, or the whole state after it.
+    has: list[bytes]
 
 
 class ChunksFound(msgspec.Struct, frozen=True, tag="chunks_found"):

@@ -24,7 +24,7 @@ from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import SchedulerConnector
 
-# Of requests that answer: each copy takes a step as long as its bytes take through memory.
+# So many requests that answer are copied in one step, which each copy makes longer.
 MOST_PASSING = 2
 
 
@@ -43,7 +43,7 @@ class Checkpoints:
         self._min_tokens = min_tokens
         self._ends: dict[str, list[int]] = {}  # the places ahead of each request, the nearest first
         self.wanted: Callable[[Request], bool] = lambda request: False  # by a connector, of its answer
-        # Of each answer the next place, and the step that looks at it.
+        # Each answer's next place, and the step that looks at it.
         self._passing: dict[str, tuple[int, int]] = {}
         self._apart = -(-min_tokens // self._alignment) * self._alignment
         # Which answers a step looks at: as far as one computes no more tokens in a step than this, it comes to no place before.

@@ -147,7 +147,7 @@ class StateManager(GroupManager):
     # --- checkpoints
 
     def num_hashes(self, num_tokens: int) -> int:
-        """Of so many tokens."""
+        """How many hashes cover so many tokens."""
         return num_tokens // self.block_size * self._hashes_per_block
 
     def keep_checkpoint(self, request: Request, num_tokens: int) -> list[int]:

@@ -97,7 +97,7 @@ class Fetch:
 
 
 def which_of(found: ChunksFound, count: int) -> Sequence[int]:
-    """Of so many keys that were asked for, those that its slots are of; none where that makes no sense."""
+    """Which of so many keys that were asked for its slots are of; none where that makes no sense."""
     if found.which is None:
         return range(min(len(found.slots), count))
     which = found.which

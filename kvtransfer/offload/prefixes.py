@@ -172,7 +172,7 @@ class Prefixes:
     # ── what a peer has ──
 
     def parts_of(self, manager: Content, hashes: Sequence[bytes]) -> list[bytes]:
-        """Of each group a bit for each of these blocks, as `PrefixFound` has them."""
+        """For each group a bit for each of these blocks, as `PrefixFound` has them."""
         return [self._bits_of(manager, hashes, group) for group in range(self._num_groups)]
 
     def _bits_of(self, manager: Content, hashes: Sequence[bytes], group: int) -> bytes:

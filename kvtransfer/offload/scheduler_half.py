@@ -93,7 +93,7 @@ class _Entry:
     fetched: bool = False  # or begun to be, from another node
     ended: bool = False
     jobs: set[int] = dataclasses.field(default_factory=set)
-    # Of an answer that is mirrored: blocks of windows that were offered, those stored for it alone, and where states were.
+    # A mirrored answer has these: how many blocks of its windows were offered, what is stored for it alone, and where its states were.
     windows: int = 0
     trail: defaultdict[int, deque[tuple[int, Key]]] = dataclasses.field(
         default_factory=lambda: defaultdict(deque)

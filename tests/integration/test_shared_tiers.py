@@ -112,9 +112,7 @@ def test_a_prefix_that_another_node_has_is_copied_and_not_computed(model: Path, 
             node.engine.shutdown()
 
 
-def test_of_a_model_with_several_groups_what_all_of_them_need_is_copied(
-    kind: str, model_of_kind: Path
-) -> None:
+def test_what_all_groups_of_a_model_need_is_copied(kind: str, model_of_kind: Path) -> None:
     nodes = a, b = start(model_of_kind, "a"), start(model_of_kind, "b")
     alone = start(model_of_kind, "alone", shares=False)
     try:

@@ -158,9 +158,7 @@ class Sessions:
         pytest.param("mamba2", marks=pytest.mark.slow),
     ],
 )
-def test_conversations_say_the_same_whatever_is_copied_and_whoever_dies(
-    tmp_path: Path, kind: str, seed: int
-) -> None:
+def test_conversations_say_the_same_with_copies_and_deaths(tmp_path: Path, kind: str, seed: int) -> None:
     sessions = Sessions(tiny.save(kind, tmp_path), seed)
     try:
         sessions.run(dies_at=120)

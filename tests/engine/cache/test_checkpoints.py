@@ -265,7 +265,7 @@ def test_after_a_handover_the_first_block_that_ends_is_a_place() -> None:
     assert connector.kept == [("one", 12), ("one", 20)]
 
 
-def test_of_many_answers_few_are_copied_in_one_step() -> None:
+def test_few_of_many_answers_are_copied_in_one_step() -> None:
     """The others' turn comes a block later, and nothing is copied where blocks are few."""
     cache, connector = a_cache(num_blocks=200, min_tokens=8), Wanting()
     requests = begun(cache, connector, "a", "b", "c")
