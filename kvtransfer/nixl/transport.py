@@ -40,6 +40,7 @@ class NixlTransport(Transport):
     name = "nixl"
 
     def __init__(self, agent: NixlAgent) -> None:
+        self.agent = agent  # the first
         self._agent = agent
         self._ways = [agent]
         self._way_numbers = itertools.count(1)

@@ -233,9 +233,11 @@ class PushLoop:
 
     def _on_failed(self, link: ConsumerLink, error: TransferError) -> None:
         """A connection with an error is not trusted again: everything through it ends, and it is closed before
-        the consumer is told that nothing is in flight."""
+        the consumer is told that nothing is in flight. Where that cannot be told now, it is told that there is nothing to wait for."""
         logger.warning("writing KV to %s failed: %s", link.key.node_id, error)
         self._links.fail(link)
+        if self._links.may_still_write(link):
+            self._outgoing.refuse_all_through(link, str(error))
         self._outgoing.close_all_through(link, Outcome.MOVE_FAILED, str(error))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -59,10 +60,11 @@ class OneEngine:
         draft: Path | str = "",
         width: int = 1,
         stages: int = 1,
+        apart: bool = False,
         hidden_states: Path | str = "",
     ) -> OneEngine:
         """`shares`: its tier in host memory reads those of others, and mirrors. `width`: ranks, which are threads here, in so many
-        `stages`."""
+        `stages`; `apart`: each keeps the KV of its heads in memory of its own."""
         woken, epoch = threading.Event(), next(epochs)
         cache = CacheConfig(
             block_size=block_size,
@@ -82,8 +84,14 @@ class OneEngine:
             hidden_states_folder=str(hidden_states),
         )
         ranks = contextlib.ExitStack()
+        lines: list[socket.socket] = []
         runner = ranks.enter_context(
-            ranks_here(width, lambda shard: load_runner(config, cache, scheduler, shard=shard), stages)
+            ranks_here(
+                width,
+                lambda shard: load_runner(config, cache, scheduler, shard=shard),
+                stages,
+                lines if apart else None,
+            )
         )
         info = runner.info
         scheduler_half, worker_half = None, None
@@ -100,6 +108,7 @@ class OneEngine:
                 groups=info.groups,
                 remote=shares,
                 mirror=shares,
+                rank_lines=lines,
             )
             scheduler_half, worker_half = create_connector(context)
         made = Scheduler(

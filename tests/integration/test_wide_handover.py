@@ -24,7 +24,13 @@ Width = int | tuple[int, int]
 
 
 def start(
-    model: Path, name: str, width: Width, block_size: int = 4, transfer: TransferConfig | None = None
+    model: Path,
+    name: str,
+    width: Width,
+    block_size: int = 4,
+    transfer: TransferConfig | None = None,
+    *,
+    apart: bool = False,
 ) -> OneEngine:
     return OneEngine.start(
         model,
@@ -36,6 +42,7 @@ def start(
         prefix_caching=transfer is not None,
         width=width if isinstance(width, int) else width[0],
         stages=1 if isinstance(width, int) else width[1],
+        apart=apart,
     )
 
 
@@ -63,12 +70,16 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 @contextlib.contextmanager
 def pair(
-    model: Path, widths: tuple[Width, Width], blocks: tuple[int, int], transfer: TransferConfig
+    model: Path,
+    widths: tuple[Width, Width],
+    blocks: tuple[int, int],
+    transfer: TransferConfig,
+    apart: tuple[bool, bool] = (False, False),
 ) -> Iterator[tuple[OneEngine, OneEngine]]:
     with contextlib.ExitStack() as both:
         engines = []
-        for name, width, block_size in zip("pc", widths, blocks, strict=True):
-            engines.append(start(model, name, width, block_size, transfer))
+        for name, width, block_size, alone in zip("pc", widths, blocks, apart, strict=True):
+            engines.append(start(model, name, width, block_size, transfer, apart=alone))
             both.callback(engines[-1].close)
         yield engines[0], engines[1]
 
@@ -111,6 +122,43 @@ def test_the_tokens_are_those_of_generate(
         for index, (prompt, answer) in enumerate(zip(prompts(), expected, strict=True)):
             assert hand_over(producer, consumer, f"r{index}", prompt, NEW_TOKENS) == answer, len(prompt)
         assert set(consumer.stats().outcomes) == {"received"}
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
+
+
+# The same with caches apart, as GPUs have them: on either side, on both, and beside ranks that keep one cache.
+APART: list[tuple[str, tuple[int, int], tuple[bool, bool], str, tuple[int, int]]] = [
+    ("llama", (1, 2), (False, True), "push", (4, 4)),
+    ("llama", (2, 1), (True, False), "push", (4, 8)),
+    ("llama", (2, 2), (True, True), "push", (4, 4)),
+    ("llama", (2, 2), (True, True), "pull", (4, 4)),
+    ("llama", (2, 4), (True, True), "push", (8, 4)),
+    ("llama", (4, 2), (True, True), "pull", (4, 8)),
+    ("llama", (2, 2), (True, False), "pull", (4, 4)),
+    ("llama", (4, 2), (False, True), "push", (4, 4)),
+    ("gemma3", (2, 2), (True, True), "push", (4, 4)),
+    ("gemma3", (1, 4), (False, True), "pull", (4, 4)),
+    ("phi3", (2, 2), (True, True), "push", (4, 4)),
+    ("mixtral", (2, 4), (True, True), "push", (4, 4)),
+]
+
+
+@pytest.mark.parametrize(("model", "widths", "apart", "direction", "blocks"), APART)
+def test_and_where_ranks_keep_their_heads_apart(
+    answers: Callable[[str], tuple[Path, list[list[int]]]],
+    model: str,
+    widths: tuple[int, int],
+    apart: tuple[bool, bool],
+    direction: str,
+    blocks: tuple[int, int],
+) -> None:
+    path, expected = answers(model)
+    config = TransferConfig(connector="nixl", direction=direction, checksums="all")
+    with pair(path, widths, blocks, config, apart) as (producer, consumer):
+        for index, (prompt, answer) in enumerate(zip(prompts(), expected, strict=True)):
+            assert hand_over(producer, consumer, f"r{index}", prompt, NEW_TOKENS) == answer, len(prompt)
+        stats = consumer.stats()
+        assert set(stats.outcomes) == {"received"}
+        assert stats.blocks_checked
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
 
 

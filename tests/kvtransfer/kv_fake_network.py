@@ -95,7 +95,9 @@ class FakeChecksums:
         self.memory = memory
         self.taken = 0
 
-    def of(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
+    def of(
+        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+    ) -> list[int]:
         self.taken += len(blocks)
         return [self._of(block, part, mapping.grain) for block, part in zip(blocks, parts, strict=True)]
 

@@ -1,0 +1,112 @@
+"""Nodes whose ranks keep their heads apart hand over to nodes of any width, over NIXL itself."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kv_fake_engine import FakeEngine, consume, first_token_of, produce
+from kv_wide_engine import WideFakeEngine
+
+from tandem.kvtransfer.base import Handoff
+from tandem.kvtransfer.config import TransferConfig
+from tandem.wire.nodes import PeerAddress
+
+LEASE_S = 2.0
+epochs = itertools.count(5000)
+
+
+class Pair:
+    def __init__(self, config: TransferConfig, producer: dict[str, Any], consumer: dict[str, Any]) -> None:
+        self.ids = (next(epochs), next(epochs))
+        self.producer = self._start("p", self.ids[0], config, **producer)
+        self.consumer = self._start("c", self.ids[1], config, **consumer)
+
+    @staticmethod
+    def _start(name: str, epoch: int, config: TransferConfig, ranks: int = 1, **options: Any) -> FakeEngine:
+        kind: Any = FakeEngine if ranks == 1 else WideFakeEngine
+        wide = {} if ranks == 1 else {"ranks": ranks}
+        engine: FakeEngine = kind("nixl", name, epoch, config, **wide, **options)
+        return engine
+
+    def add(self, name: str, tokens: list[int], chunk: int = 1 << 30, cached: int = 0) -> None:
+        self.consumer.add(
+            name,
+            tokens,
+            consume(f"t-{name}", PeerAddress("p", self.ids[0], self.producer.endpoint())),
+            cached_tokens=cached,
+        )
+        self.producer.add(
+            name,
+            tokens,
+            produce(f"t-{name}", PeerAddress("c", self.ids[1], self.consumer.endpoint())),
+            chunk,
+        )
+        self.consumer.step()
+
+    def hand_over(self, name: str, tokens: list[int], chunk: int = 1 << 30, cached: int = 0) -> None:
+        self.add(name, tokens, chunk, cached)
+        produced = threading.Thread(target=self.producer.run_until, args=(name, ["freed"]))
+        produced.start()
+        assert self.consumer.run_until(name, ["loaded", "failed"]) == "loaded", self.consumer.failure(name)
+        produced.join()
+        assert self.consumer.handoff(name) == Handoff(first_token_of(tokens), len(tokens))
+        assert self.consumer.kv_is_right(name)
+        self.consumer.finish(name)
+
+    def close(self) -> None:
+        self.producer.close()
+        self.consumer.close()
+
+
+@contextlib.contextmanager
+def started(
+    direction: str,
+    producer: dict[str, Any],
+    consumer: dict[str, Any],
+    *,
+    checksums: str = "all",
+    **options: str,
+) -> Iterator[Pair]:
+    config = TransferConfig(
+        direction=direction,  # type: ignore[arg-type]
+        lease_s=LEASE_S,
+        timeout_s=15.0,
+        checksums=checksums,  # type: ignore[arg-type]
+        options={"layerwise_tokens": "16", **options},
+    )
+    pair = Pair(config, producer, consumer)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def a_prompt(length: int) -> list[int]:
+    return [3 * number % 97 for number in range(length)]
+
+
+WIDTHS = [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1), (1, 4)]
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("widths", WIDTHS, ids=lambda pair: f"{pair[0]}to{pair[1]}")
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)], ids=lambda pair: f"blocks{pair[0]}to{pair[1]}")
+def test_every_rank_has_the_bytes_of_its_heads(
+    direction: str, widths: tuple[int, int], sizes: tuple[int, int]
+) -> None:
+    producer, consumer = (
+        {"ranks": ranks, "block_size": size} for ranks, size in zip(widths, sizes, strict=True)
+    )
+    with started(direction, producer, consumer) as pair:
+        prompts = [(1, 99, 0), (21, 3, 0), (48, 20, 16), (96, 96, 0), (130, 40, 8)]
+        for number, (length, chunk, cached) in enumerate(prompts):
+            pair.hand_over(f"r{number}", a_prompt(length), chunk, cached)
+        stats = pair.consumer.stats()
+        assert stats.outcomes == {"received": len(prompts)}
+        assert stats.blocks_checked >= stats.blocks_received
+        assert pair.producer.num_free() == pair.consumer.num_free() == 63
