@@ -161,8 +161,6 @@ class MessageLine:
                 read = self._sock.recv(_READ_BYTES)
                 self.is_over = not read
                 self._received += read
-                if len(read) < _READ_BYTES:
-                    break
         except BlockingIOError:
             pass
         except OSError:

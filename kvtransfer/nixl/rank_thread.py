@@ -64,6 +64,10 @@ class RankTransfers:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def join(self, timeout_s: float) -> None:
         """Once its line is over, or rank 0 has closed it."""
         self._thread.join(timeout_s)

@@ -254,6 +254,8 @@ def _implausible(memory: CacheMemory, num_heads: int) -> str | None:
     """Why there can be no such memory; None when there can."""
     if not 1 < memory.num_blocks <= MAX_BLOCKS:
         return f"the other cache has {memory.num_blocks} blocks"
+    if len(memory.shards) > MAX_SHARDS or (memory.shards and memory.base_address):
+        return f"the other cache lies at {memory.base_address:#x}, and in {len(memory.shards)} shards"
     places: Sequence[CacheMemory | CacheShard] = memory.shards or [memory]
     for place in places:
         end = place.base_address + memory.num_blocks * memory.block_bytes
@@ -270,8 +272,6 @@ def _implausible(memory: CacheMemory, num_heads: int) -> str | None:
         kept.update(range(shard.first_head, shard.first_head + shard.num_heads))
     if len(kept) < num_heads:
         return f"the other node's ranks keep {len(kept)} of {num_heads} heads"
-    if len(memory.shards) > MAX_SHARDS or memory.base_address:
-        return f"the other cache lies at {memory.base_address:#x}, and in {len(memory.shards)} shards"
     return None
 
 

@@ -43,13 +43,13 @@ def engine_of(path: Path) -> EngineConfig:
 class WideNode:
     """As much of a node as its ranks need."""
 
-    def __init__(self, path: Path, width: int = WIDTH, stages: int = 1) -> None:
+    def __init__(self, path: Path, width: int = WIDTH, stages: int = 1, *, apart: bool = False) -> None:
         engine = engine_of(path)
         self.lost = threading.Event()
         self.why: list[str] = []
         self.said: list[str] = []  # of other ranks' loads
         self.ranks = Ranks(
-            "wide", width, engine, shares_of([], 1, width), LogsConfig(), stages=stages, silence_s=2.0, lost=self._lost,
+            "wide", width, engine, shares_of([], 1, width), LogsConfig(), stages=stages, apart=apart, silence_s=2.0, lost=self._lost,
             report=lambda what, share: self.said.append(what),
         )  # fmt: skip
         shard = self.ranks.start()

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +16,8 @@ import pytest
 
 from tandem.engine.config import SchedulerConfig
 from tandem.kvtransfer.config import TierConfig, TransferConfig
+from tandem.wire.errors import NodeLost
+from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.engine.model import tiny
 from tests.integration.one_engine import OneEngine, hand_over
 
@@ -31,6 +36,7 @@ def start(
     transfer: TransferConfig | None = None,
     *,
     apart: bool = False,
+    processes: bool = False,
 ) -> OneEngine:
     return OneEngine.start(
         model,
@@ -43,6 +49,7 @@ def start(
         width=width if isinstance(width, int) else width[0],
         stages=1 if isinstance(width, int) else width[1],
         apart=apart,
+        processes=processes,
     )
 
 
@@ -190,3 +197,72 @@ def test_a_tier_keeps_the_heads_of_all_ranks(
         assert computed < sum(map(len, documents)) * 2, "the tier brought nothing back"
     finally:
         engine.close()
+
+
+def run_on(engine: OneEngine, until: float) -> None:
+    while True:
+        engine.run("r", [], until)
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_processes_with_heads_apart_hand_over_and_end_with_their_node(
+    answers: Callable[[str], tuple[Path, list[list[int]]]], direction: str
+) -> None:
+    path, expected = answers("llama")
+    config = TransferConfig(connector="nixl", direction=direction, checksums="all")  # type: ignore[arg-type]
+    with contextlib.ExitStack() as both:
+        engines = []
+        for name, width in (("p", 2), ("c", 2)):
+            engine = start(path, name, width, 4, config, apart=True, processes=True)
+            both.callback(engine.close)
+            engines.append(engine)
+        producer, consumer = engines
+        for index in (1, 3, 6):
+            prompt = prompts()[index]
+            assert hand_over(producer, consumer, f"r{index}", prompt, NEW_TOKENS) == expected[index]
+        assert set(consumer.stats().outcomes) == {"received"}
+        pids = [pid for engine in engines if engine.supervised for pid in engine.supervised.pids]
+        assert len(pids) == 2
+        assert all(map(is_there, pids))
+    assert not any(map(is_there, pids))
+
+
+def test_a_node_that_loses_a_rank_with_heads_apart_ends_without_waiting(
+    answers: Callable[[str], tuple[Path, list[list[int]]]],
+) -> None:
+    """While what it was to send is on its way: the consumer reads the prompt itself."""
+    path, expected = answers("llama")
+    config = TransferConfig(connector="nixl", checksums="all", lease_s=2.0)
+    with contextlib.ExitStack() as both:
+        producer = start(path, "p", 2, 4, config, apart=True, processes=True)
+        both.callback(producer.close)
+        consumer = start(path, "c", 2, 4, config, apart=True)
+        both.callback(consumer.close)
+        prompt, answer = prompts()[-2], expected[-2]
+        assert hand_over(producer, consumer, "first", prompt, NEW_TOKENS) == answer
+        assert producer.address
+        assert consumer.address
+        assert producer.supervised is not None
+        other = [token + 1 for token in prompt]
+        (right,) = (found.tokens for found in tiny.reference(path, [other], NEW_TOKENS))
+        tokens: list[int] = []
+        until = time.monotonic() + 60.0
+        consumer.add("r", other, NEW_TOKENS, KVTransferParams("t", TransferRole.CONSUME, producer.address))
+        consumer.run("r", tokens, until)
+        producer.add("r", other, 1, KVTransferParams("t", TransferRole.PRODUCE, consumer.address))
+        producer.run("r", [], until)
+        (pid,) = producer.supervised.pids
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(NodeLost, match="rank 1 has ended"):
+            run_on(producer, until)
+        while not consumer.run("r", tokens, until):
+            pass
+        assert tokens == right
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed > 0

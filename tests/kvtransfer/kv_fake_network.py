@@ -144,6 +144,7 @@ class FakeTransport(Transport):
         self.ids = itertools.count(1)
         self.refuses = False
         self.ways = [0]  # to our memory; what takes another one lands nowhere
+        self.failed_writes_may_land = False
 
     def register(self, memory: object) -> CacheMemory:
         raise NotImplementedError
@@ -204,6 +205,10 @@ class FakeTransport(Transport):
         if move.state == "failed":
             raise TransferError("the move failed")
         return True
+
+    def may_still_write(self, remote: RemoteId) -> bool:
+        assert remote in self.remotes
+        return self.failed_writes_may_land
 
     def cancel(self, handle: HandleId) -> bool:
         if not self.world.moves_can_be_taken_back:

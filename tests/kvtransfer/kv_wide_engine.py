@@ -80,6 +80,9 @@ class WideFakeEngine(FakeEngine):
         self.others[rank - 1].kill()
         self.others[rank - 1].wait(PATIENCE_S)
 
+    def rank_pid(self, rank: int) -> int:
+        return self.others[rank - 1].pid
+
     def stop_rank(self, rank: int) -> None:
         os.kill(self.others[rank - 1].pid, signal.SIGSTOP)
 

@@ -1157,6 +1157,27 @@ def test_a_failed_write_ends_what_went_the_same_way_and_the_next_transfer_connec
     assert push.nothing_is_left()
 
 
+def test_a_failed_write_that_may_still_land_is_not_called_over(push: Pair) -> None:
+    """The consumer is told at once that there is nothing to wait for, and keeps the blocks."""
+    push.world.ways_can_be_closed = False
+    receive, send = in_flight_write(push)
+    push.producer.transport.failed_writes_may_land = True
+    push.world.complete(push.world.moves()[0], failed=True)
+    push.world.pump()
+    push.world.settle(SETTINGS.silent_s + 0.3)
+    assert receive.failed is not None
+    assert "the move failed" in receive.failed.reason
+    assert receive.failed.unsafe_blocks
+    assert push.outcomes()[1] == {"refused": 1}
+    push.producer.abandon_send(send)
+    push.world.settle(SETTINGS.lease_s)
+    assert not push.producer.endpoint.is_idle
+    assert len(push.consumer.free) < len(push.consumer.memory) - 1
+    push.producer.transport.failed_writes_may_land = False
+    push.world.settle(SETTINGS.renew_s + 0.3)
+    assert push.nothing_is_left()
+
+
 # ── what does not verify ──
 
 

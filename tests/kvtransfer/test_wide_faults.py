@@ -5,6 +5,8 @@ Slow: each process imports torch and NIXL.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -97,6 +99,26 @@ def test_a_write_of_a_rank_that_was_killed_in_the_middle_is_not_called_over(push
     assert pushing.consumer.call("num_quarantined") > 0
     pushing.consumer.call("finish", name)
     pushing.producer.kill()
+    pushing.consumer.call("run_until_free", BLOCKS, timeout_s=LEASE_S + 8)
+    pushing.producer = pushing.start("p")
+
+
+def test_blocks_that_a_rank_may_write_to_wait_for_its_end_too(pushing: Pair) -> None:
+    """Rank 0 has ended, and another rank stands still with a write to do."""
+    name = pushing.add(a_prompt(80), producer={"chunk": 8})
+    other = pushing.producer.call("rank_pid", 1)
+    pushing.producer.call("stop_rank", 1)
+    pushing.consumer.call("step")
+    pushing.until_registered()
+    for _ in range(4):
+        pushing.producer.call("step")
+    pushing.producer.kill()
+    pushing.consumer.call("run_until", name, ["failed"], timeout_s=LEASE_S + 8)
+    pushing.consumer.call("finish", name)
+    pushing.consumer.call("run_until_accounted_for", BLOCKS)
+    with pytest.raises(AssertionError, match="TimeoutError"):
+        pushing.consumer.call("run_until_free", BLOCKS, timeout_s=2.0)  # four times what an end is given
+    os.kill(other, signal.SIGKILL)
     pushing.consumer.call("run_until_free", BLOCKS, timeout_s=LEASE_S + 8)
     pushing.producer = pushing.start("p")
 
