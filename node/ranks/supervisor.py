@@ -109,6 +109,8 @@ class Ranks:
         self._name = name
         self._size = size
         self._stages = stages
+        if apart and stages > 1:
+            raise InternalError("stages of ranks whose caches lie apart")
         self._apart = apart
         self._engine = engine
         self._shares = shares

@@ -89,11 +89,6 @@ class WideFakeEngine(FakeEngine):
     def resume_rank(self, rank: int) -> None:
         os.kill(self.others[rank - 1].pid, signal.SIGCONT)
 
-    def spoil(self, request_id: str, rank: int) -> None:
-        """One bit of what this rank keeps of the request's first block."""
-        block = self.requests[request_id].blocks[0]
-        self.caches[rank][block].view(-1).view(torch.uint8)[5] ^= 1
-
     def scribble(self, block: int) -> None:
         for cache in self.caches:
             cache[block].fill_(-1.0)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from kv_fake_engine import FakeEngine, consume, first_token_of, produce
 from kv_wide_engine import WideFakeEngine
 
 from tandem.kvtransfer.base import Handoff
 from tandem.kvtransfer.config import TransferConfig
+from tandem.wire.errors import TransferError
 from tandem.wire.nodes import PeerAddress
 
 LEASE_S = 2.0
@@ -109,4 +111,79 @@ def test_every_rank_has_the_bytes_of_its_heads(
         stats = pair.consumer.stats()
         assert stats.outcomes == {"received": len(prompts)}
         assert stats.blocks_checked >= stats.blocks_received
+        assert pair.producer.num_free() == pair.consumer.num_free() == 63
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_one_bit_that_is_wrong_with_any_rank_fails_the_handoff(direction: str, rank: int) -> None:
+    """Four ranks and two heads: each head has two copies, and both count."""
+    with started(direction, {"ranks": 2}, {"ranks": 4}) as pair:
+        assert isinstance(pair.consumer, WideFakeEngine)
+        checksums, cache = pair.consumer.threads[rank - 1]._checksums, pair.consumer.caches[rank]
+        take = checksums.of_heads
+
+        def spoil_first(blocks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+            cache[blocks[0]].view(-1).view(torch.uint8)[7] ^= 16
+            return take(blocks, *args, **kwargs)
+
+        checksums.of_heads = spoil_first  # type: ignore[method-assign]
+        tokens = a_prompt(33)
+        pair.add("r", tokens)
+        produced = threading.Thread(target=pair.producer.run_until, args=("r", ["freed"]))
+        produced.start()
+        assert pair.consumer.run_until("r", ["loaded", "failed"]) == "failed"
+        produced.join()
+        assert "arrived from p with other bytes than were sent" in pair.consumer.failure("r")
+        stats = pair.consumer.stats()
+        assert stats.wrong_kv == {"p": 1}
+        assert stats.outcomes == {"corrupted": 1}
+        pair.consumer.finish("r")
+        assert pair.producer.num_free() == pair.consumer.num_free() == 63
+
+
+def test_a_rank_that_cannot_sum_up_costs_the_handoff_and_not_the_senders_name() -> None:
+    with started("push", {}, {"ranks": 2}) as pair:
+        assert isinstance(pair.consumer, WideFakeEngine)
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise TransferError("no")
+
+        pair.consumer.threads[0]._checksums.of_heads = refuse  # type: ignore[method-assign]
+        pair.add("r", a_prompt(33))
+        produced = threading.Thread(target=pair.producer.run_until, args=("r", ["freed"]))
+        produced.start()
+        assert pair.consumer.run_until("r", ["loaded", "failed"]) == "failed"
+        produced.join()
+        stats = pair.consumer.stats()
+        assert stats.outcomes == {"move_failed": 1}
+        assert not stats.wrong_kv
+        pair.consumer.finish("r")
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_a_preempted_prompt_and_aborts_leave_nothing(direction: str) -> None:
+    with started(direction, {"ranks": 2}, {"ranks": 2}) as pair:
+        tokens = a_prompt(60)
+        pair.add("preempted", tokens, 16)
+        pair.producer.step()
+        pair.producer.step()
+        pair.producer.preempt("preempted")
+        produced = threading.Thread(target=pair.producer.run_until, args=("preempted", ["freed"]))
+        produced.start()
+        assert pair.consumer.run_until("preempted", ["loaded", "failed"]) == "loaded"
+        produced.join()
+        assert pair.consumer.kv_is_right("preempted")
+        pair.consumer.finish("preempted")
+        for number, aborting in enumerate((pair.consumer, pair.producer)):
+            name = f"aborted-{number}"
+            pair.add(name, tokens, 16)
+            pair.producer.step()
+            pair.producer.step()
+            aborting.finish(name)
+            produced = threading.Thread(target=pair.producer.run_until, args=(name, ["freed"]))
+            produced.start()
+            pair.consumer.run_until(name, ["freed", "failed"])
+            produced.join()
+            pair.consumer.finish(name)
         assert pair.producer.num_free() == pair.consumer.num_free() == 63
