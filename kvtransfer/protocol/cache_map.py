@@ -243,7 +243,7 @@ class Mapping:
 
 MAX_BLOCKS = 1 << 22  # descriptors are made for each of a peer's blocks
 MAX_DEVICES = 1024
-MAX_SHARDS = 256
+MAX_SHARDS = 64
 MAX_EVERY = 1 << 16  # one checksum for so many grains
 ADDRESS_SPACE = 1 << 63
 MAPPED = ("block_size", "layout")  # may differ, if Mapping.between finds a way

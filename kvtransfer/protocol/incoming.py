@@ -314,8 +314,9 @@ class Quarantine:
 
     There are two proofs beside the producer's own word:
 
-    - *Its process has ended*, and so have those of its other ranks where each of them writes by itself. A node on the same machine, in the same PID namespace, can see that. What the process had sent
-      before may still lie in a socket or a shared queue of ours, so we run for `ProtocolSettings.margin_s` before it counts.
+    - *Its process has ended*, and so have those of its other ranks, where each of them writes by itself. A node on the same machine,
+      in the same PID namespace, can see that. What the processes had sent before may still lie in a socket or a shared queue of ours,
+      so we run for `ProtocolSettings.margin_s` before it counts.
     - *We have closed the way that its writes take.* The transport makes our memory reachable in another way, every other
       producer is told of it, and when the last transfer that uses the earlier way has ended, that is closed. Nothing is
       lost by it, so it is done for any producer that is silent for a lease and that the transport shuts out by it: of another

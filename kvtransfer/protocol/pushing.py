@@ -97,9 +97,14 @@ class Writer:
             sending.first_posted_at = now
             sending.tally.first_byte_s = now - max(destination.registered_at, sending.created_at)
         number = sending.num_posted
-        sending.posted(Write(number, handle, positions, now, move.num_bytes, len(move.local), slots, is_last))
+        write = Write(number, handle, positions, now, move.num_bytes, len(move.local), slots, is_last)
+        sending.posted(write)
         if is_last:
-            sending.sum_up(positions, self._checksums)
+            try:
+                sending.sum_up(positions, self._checksums)
+            except TransferError:
+                write.tainted = True  # whatever arrives of it could not be checked
+                raise
         self.poll(sending)
 
     def poll(self, sending: OutgoingTransfer) -> None:

@@ -22,6 +22,7 @@ from tandem.kvtransfer.protocol.commands import (
 )
 from tandem.kvtransfer.protocol.identity import token_hash
 from tandem.kvtransfer.protocol.transport import Direction
+from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (
     CancelTransfer,
     Envelope,
@@ -1175,6 +1176,30 @@ def test_a_failed_write_that_may_still_land_is_not_called_over(push: Pair) -> No
     assert len(push.consumer.free) < len(push.consumer.memory) - 1
     push.producer.transport.failed_writes_may_land = False
     push.world.settle(SETTINGS.renew_s + 0.3)
+    assert push.nothing_is_left()
+
+
+def test_what_could_not_be_summed_up_does_not_count_although_it_arrives(
+    push: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank has ended between its part of the write and its part of the checksum."""
+
+    def refuse(*_: object, **__: object) -> list[int]:
+        raise TransferError("rank 1 of this node has ended")
+
+    monkeypatch.setattr(push.producer.checksums, "of", refuse)
+    send = push.send()
+    push.producer.compute(send, len(TOKENS))
+    push.producer.finish_send(send)  # from here on its blocks stay as they are, so what arrives is there for good
+    receive = push.receive()
+    push.world.deliver_all()
+    push.world.pump()
+    push.world.complete(push.world.moves()[0])
+    push.world.settle(0.3)
+    assert receive.failed is not None
+    assert "rank 1 of this node has ended" in receive.failed.reason
+    assert receive.failed.valid_tokens == 0
+    assert push.outcomes()[0] == {"move_failed": 1}
     assert push.nothing_is_left()
 
 

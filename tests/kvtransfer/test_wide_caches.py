@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from tandem.kvtransfer.base import Handoff
 from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.errors import TransferError
 from tandem.wire.nodes import PeerAddress
+from tests.waiting import until
 
 LEASE_S = 2.0
 epochs = itertools.count(5000)
@@ -187,3 +190,23 @@ def test_a_preempted_prompt_and_aborts_leave_nothing(direction: str) -> None:
             produced.join()
             pair.consumer.finish(name)
         assert pair.producer.num_free() == pair.consumer.num_free() == 63
+
+
+def test_a_wide_node_leaves_no_thread_and_no_socket_behind() -> None:
+    def resources() -> tuple[int, int, int]:
+        gc.collect()  # the memory of the engine in miniature is open as long as its tensors are there
+        return (
+            threading.active_count(),
+            len(os.listdir("/proc/self/task")),
+            len(os.listdir("/proc/self/fd")),
+        )
+
+    def round_trip() -> None:
+        with started("push", {"ranks": 2}, {"ranks": 4}) as pair:
+            pair.hand_over("r", a_prompt(20))
+
+    round_trip()  # what is made once for the process is made now
+    before = resources()
+    for _ in range(3):
+        round_trip()
+    until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))
