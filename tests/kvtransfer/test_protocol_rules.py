@@ -1190,7 +1190,9 @@ def test_what_could_not_be_summed_up_does_not_count_although_it_arrives(
     monkeypatch.setattr(push.producer.checksums, "of", refuse)
     send = push.send()
     push.producer.compute(send, len(TOKENS))
-    push.producer.finish_send(send)  # from here on its blocks stay as they are, so what arrives is there for good
+    push.producer.finish_send(
+        send
+    )  # from here on its blocks stay as they are, so what arrives is there for good
     receive = push.receive()
     push.world.deliver_all()
     push.world.pump()

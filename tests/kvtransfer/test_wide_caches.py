@@ -210,3 +210,38 @@ def test_a_wide_node_leaves_no_thread_and_no_socket_behind() -> None:
     for _ in range(3):
         round_trip()
     until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("posts_before", [0, 1, 3])
+def test_a_part_that_fails_at_one_rank_fails_the_transfer_and_the_next_one_goes_well(
+    direction: str, posts_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(direction, {"ranks": 2}, {"ranks": 2}) as pair:
+        pair.hand_over("first", a_prompt(20))
+        mover = pair.producer if direction == "push" else pair.consumer
+        assert isinstance(mover, WideFakeEngine)
+        transport = mover.threads[0]._transport
+        assert transport is not None
+        post, left = transport.post, itertools.count(posts_before, -1)
+
+        def post_or_fail(*args: Any) -> Any:
+            if next(left) <= 0:
+                raise TransferError("injected: not posted")
+            return post(*args)
+
+        monkeypatch.setattr(transport, "post", post_or_fail)
+        pair.add("failing", a_prompt(90), 8)
+        produced = threading.Thread(target=pair.producer.run_until, args=("failing", ["freed"]))
+        produced.start()
+        state = pair.consumer.run_until("failing", ["loaded", "failed"])
+        produced.join()
+        if direction == "push" or not posts_before:  # a short prompt is read at once
+            assert state == "failed"
+            assert "injected: not posted" in pair.consumer.failure("failing")
+        assert pair.consumer.kv_is_right("failing")
+        pair.consumer.finish("failing")
+        monkeypatch.setattr(transport, "post", post)
+        pair.hand_over("next", a_prompt(90), 8)
+        pair.consumer.run_until_free(63)
+        pair.producer.run_until_free(63)
