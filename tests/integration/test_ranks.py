@@ -62,8 +62,8 @@ class WideNode:
 
 
 @contextlib.contextmanager
-def wide_node(path: Path, width: int = WIDTH, stages: int = 1) -> Iterator[WideNode]:
-    node = WideNode(path, width, stages)
+def wide_node(path: Path, width: int = WIDTH, stages: int = 1, *, apart: bool = False) -> Iterator[WideNode]:
+    node = WideNode(path, width, stages, apart=apart)
     try:
         yield node
     finally:
@@ -78,13 +78,15 @@ def is_there(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("width", "stages"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("width", "stages", "apart"), [(2, 1, False), (2, 1, True), (2, 2, False), (4, 2, False)]
+)
 def test_processes_say_what_one_says_and_end_when_they_are_stopped(
-    tiny_llama: Path, width: int, stages: int
+    tiny_llama: Path, width: int, stages: int, apart: bool
 ) -> None:
     prompt = [7, 3, 5] * 7
     (answer,) = tiny.reference(tiny_llama, [prompt], 8)
-    with wide_node(tiny_llama, width, stages) as node:
+    with wide_node(tiny_llama, width, stages, apart=apart) as node:
         assert any(said.startswith("rank 1: ") for said in node.said), "its load is progress of the node's"
         driver = Driver(node.runner)
         driver.add("r", prompt)
