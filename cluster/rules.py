@@ -165,10 +165,18 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
             f"is {size}, but stages share one KV cache, which ranks have on CPUs alone: set tensor_parallel higher instead",
         )
         return
-    if role is not Role.AGGREGATED and config.model.device.startswith("cuda"):
+    hands_over_apart = config.model.device.startswith("cuda") and role is not Role.AGGREGATED
+    if hands_over_apart and config.transfer.connector != "nixl":
         yield (
             setting,
-            f"is {size}, but each rank keeps its KV on a GPU of its own, and a transfer would move one rank's: use pools.aggregated",
+            f"is {size}, and each rank keeps its KV on a GPU of its own, which transfer.connector {config.transfer.connector} does not "
+            "hand over: take nixl",
+        )
+    if hands_over_apart and config.transfer.options.get("staging") == "host":
+        yield (
+            setting,
+            f"is {size}, and each rank keeps its KV on a GPU of its own, but transfer.options.staging is host, which copies one "
+            "GPU's: set it to none",
         )
     gpus = pool.resources.get("GPU", 0)
     if 0 < gpus < pool.ranks and config.model.device != "cpu":

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterable
 
 from tandem.engine.canary import Canary
-from tandem.engine.model.runner import FinishedStep, ModelRunner, StartedStep
+from tandem.engine.model.runner import FinishedStep, ModelRunner, StartedStep, memory_of
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.tracing import StepTimes, Tracer
-from tandem.kvtransfer.base import ConnectorOutput, KVCacheMemory, WorkerConnector
+from tandem.kvtransfer.base import ConnectorOutput, WorkerConnector
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TokenChunk
 
@@ -68,18 +68,7 @@ class Engine:
         self._clock = clock
         self._last_finished = 0.0
         if worker is not None:
-            info = runner.info
-            worker.register_kv_caches(
-                KVCacheMemory(
-                    tensor=runner.kv_cache,
-                    model=info.content or info.name,
-                    num_layers=info.num_layers,
-                    num_groups=len(info.groups),
-                    vocab_size=info.vocab_size,
-                    has_windows=any(group.window is not None for group in info.groups),
-                    state_blocks=info.state_blocks,
-                )
-            )
+            worker.register_kv_caches(memory_of(runner))
 
     def add_request(self, request: Request) -> None:
         """Raises a RequestError for one that can never run here."""

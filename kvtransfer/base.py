@@ -61,6 +61,7 @@ shared by several, must be filed under the model's content and the blocks' layou
 from __future__ import annotations
 
 import abc
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -274,6 +275,14 @@ class TransferStats(msgspec.Struct):
     tiers: list[TierStatus] = msgspec.field(default_factory=list)
 
 
+class HeadShare(msgspec.Struct, frozen=True):
+    """The heads that one of several ranks keeps, of all that there are. Others may keep the same ones."""
+
+    first: int
+    count: int
+    total: int
+
+
 class KVCacheMemory(msgspec.Struct, frozen=True):
     """The KV cache as the worker half sees it.
 
@@ -290,6 +299,8 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     has_windows: bool = False  # a running request may give up blocks that lie before its window
     # Above 0, the last group keeps recurrent states: so many blocks of a request hold what follows from all its tokens, as bytes.
     state_blocks: int = 0
+    # Which heads the tensor has, where the node's other ranks keep the rest in memory of their own; None: it has all.
+    heads: HeadShare | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -305,7 +316,13 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
 
     @property
     def num_kv_heads(self) -> int:
+        """Of the tensor."""
         return int(self.tensor.shape[3])
+
+    @property
+    def all_heads(self) -> int:
+        """Of all ranks."""
+        return self.heads.total if self.heads is not None else self.num_kv_heads
 
     @property
     def block_size(self) -> int:
@@ -335,6 +352,9 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     groups: Sequence[BlockGroup] = ()
     remote: bool = False  # the tier in host memory reads from those of other nodes, which may read from it
     mirror: bool = False  # and what running requests fill is copied to another node's
+    # To each of the node's other ranks, in order, where every rank keeps its heads in memory of its own: what moves them there
+    # is told by this. A connector that takes them closes them.
+    rank_lines: Sequence[socket.socket] = ()
 
 
 class SchedulerConnector(abc.ABC):

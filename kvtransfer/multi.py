@@ -29,7 +29,7 @@ from tandem.kvtransfer.base import (
 )
 from tandem.kvtransfer.offload.worker_half import create_tiers
 from tandem.kvtransfer.registry import find_connector
-from tandem.wire.errors import InternalError
+from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.tracing import TransferTrace
 
@@ -281,6 +281,11 @@ def merged_stats(parts: Sequence[TransferStats]) -> TransferStats:
 def create_connector(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
     """What a node needs: one for its peers, one for each tier of its cache, or several as one."""
     parts: list[tuple[SchedulerConnector, WorkerConnector]] = []
+    if context.has_peers and context.rank_lines and context.config.connector != "nixl":
+        raise ConfigurationError(
+            f"transfer.connector is {context.config.connector}, and this node's ranks keep their KV apart, which nixl alone hands over: "
+            "take nixl, or set tensor_parallel to 1"
+        )
     if context.has_peers:
         parts.append(find_connector(context.config.connector)(context))
     if context.tiers:

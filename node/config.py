@@ -77,9 +77,7 @@ def refused_with_ranks(engine: EngineConfig, stages: int) -> Iterator[str]:
         yield "model.draft would be computed by one rank alone: leave it out"
 
 
-def refused_with_devices(config: NodeConfig) -> Iterator[str]:
-    """What copies KV, and would find rank 0's alone where each rank keeps its heads on a device of its own."""
-    if config.transfer is not None:
-        yield "each rank keeps its KV on a GPU of its own, and a transfer would move one rank's: use pools.aggregated"
+def refused_with_caches_apart(config: NodeConfig) -> Iterator[str]:
+    """What would find rank 0's KV alone where each rank keeps its heads in memory of its own, as on GPUs."""
     if config.engine.cache.tiers:
         yield "each rank keeps its KV on a GPU of its own, and cache.tiers would copy one rank's: leave it out"

@@ -26,7 +26,7 @@ from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
 from tandem.node.checks import RoleRules
-from tandem.node.config import NodeConfig, refused_with_devices, refused_with_ranks
+from tandem.node.config import NodeConfig, refused_with_caches_apart, refused_with_ranks
 from tandem.node.encoders import EncoderDesk
 from tandem.node.loop import Item, Mailbox, RanksLost
 from tandem.node.ranks.supervisor import Ranks, shares_of
@@ -93,6 +93,7 @@ class Node:
         self._publisher: KVEventPublisher | None = None
         self._trace_file: TraceFile | None = None
         self._ranks: Ranks | None = None  # the other ones, where there are any
+        self.caches_apart = False  # on CPUs, too, each rank keeps the KV of its heads in memory of its own: set before `start`
 
     def start(
         self,
@@ -128,6 +129,7 @@ class Node:
                     groups=info.groups,
                     remote=config.engine.cache.remote,
                     mirror=config.engine.cache.mirror,
+                    rank_lines=self._ranks.transfer_lines if self._ranks is not None else (),
                 )
             )
             self._refuse_role(info, worker_half)
@@ -305,6 +307,7 @@ class Node:
             shares_of(config.cores, config.engine.model.threads, config.ranks),
             config.logs,
             stages=config.pipeline_parallel,
+            apart=self.caches_apart,
             silence_s=config.timeouts.rank_silence_s,
             lost=lambda why: mailbox.put(RanksLost(why)),
             report=progress,
@@ -314,8 +317,13 @@ class Node:
                 progress(f"starting {config.ranks} ranks", 0.0)
             shard = ranks.start()
             if shard.kv_memory is None:
-                _refuse_beside_ranks(config, refused_with_devices(config))
+                _refuse_beside_ranks(config, refused_with_caches_apart(config))
             runner = load_runner(model, engine.cache, engine.scheduler, progress, shard=shard)
+            if shard.kv_memory is None and runner.info.heads is None and config.transfer is not None:
+                raise ConfigurationError(
+                    f"{runner.info.name} cannot be served with separate prefill and decode nodes on {config.ranks} ranks whose KV lies "
+                    "apart: its layers do not keep the same heads. Use pools.aggregated, or set tensor_parallel to 1"
+                )
             ranks.await_ready()
         except Exception as error:
             # What this rank ran into may be another one's end.

@@ -61,15 +61,42 @@ class CacheFingerprint(msgspec.Struct, frozen=True):
     wire_version: int = WIRE_VERSION  # of the messages that the node speaks; may differ by one: wire.versions
 
 
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """One process of one machine. A peer on the same machine and in the same PID namespace can tell from it
+    whether the process has ended."""
+
+    machine: str  # another one after each boot
+    pid_namespace: int
+    pid: int
+    started: int  # clock ticks since the boot: a number is given to another process when the first has ended
+
+
+class CacheShard(msgspec.Struct, frozen=True):
+    """Some heads of every block, in memory of one rank's own. Its part of a block lies there as the whole block would with these heads
+    alone, and part b begins at b times its size."""
+
+    first_head: int
+    num_heads: int
+    agent_metadata: bytes
+    memory_type: str
+    device_id: int
+    base_address: int
+    process: ProcessIdentity  # the rank's: it reads and writes by itself
+
+
 class CacheMemory(msgspec.Struct, frozen=True):
-    """Where a node's KV cache lies: block b is the `block_bytes` at `base_address + b * block_bytes`."""
+    """Where a node's KV cache lies: block b is the `block_bytes` at `base_address + b * block_bytes`.
+
+    With `shards` it lies there, and `base_address` is 0: a node that does not know shards finds no cache, and refuses the handshake.
+    """
 
     agent_metadata: bytes  # opaque to all but the connector's transport
     memory_type: str
     device_id: int
     base_address: int
     num_blocks: int
-    block_bytes: int
+    block_bytes: int  # of all heads
+    shards: list[CacheShard] = []
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -79,16 +106,6 @@ class Envelope(msgspec.Struct, frozen=True):
     sender_epoch: int
     receiver_epoch: int
     reply_to: str
-
-
-class ProcessIdentity(msgspec.Struct, frozen=True):
-    """One process of one machine. A peer on the same machine and in the same PID namespace can tell from it
-    whether the process has ended."""
-
-    machine: str  # another one after each boot
-    pid_namespace: int
-    pid: int
-    started: int  # clock ticks since the boot: a number is given to another process when the first has ended
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -223,6 +240,7 @@ class RefusalCode(enum.StrEnum):
     INVALID = "invalid"  # blocks out of range, counts that do not add up
     CONFLICT = "conflict"  # the same transfer was registered otherwise before
     OVERLOADED = "overloaded"  # too many registrations without a request
+    MOVE_FAILED = "move_failed"  # a write failed, and what it may still do is not known
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refused"):

@@ -179,6 +179,7 @@ def load_runner(
         groups=plan.all_groups,
         num_blocks=num_blocks,
         embed_size=loaded.embed_size,
+        heads=loaded.heads,
         reads_hidden=isinstance(guesser, EagleHead),
         images=loaded.tower.rules if loaded.tower is not None else None,
         image_row_size=loaded.tower.width if loaded.tower is not None else 0,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tandem.engine.model.transformers_forward import ModelParts
     from tandem.engine.model.vision.tower import VisionTower
     from tandem.engine.model.wide.shard import Shard
+    from tandem.kvtransfer.base import HeadShare
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class LoadedModel:
     adapters: AdapterSlots | None = None  # None: none are served
     tower: VisionTower | None = None  # None: it reads no images
     observed: ObservedLayers | None = None  # None: no hidden states are asked for
+    heads: HeadShare | None = None  # which ones a rank with a cache of its own keeps
 
 
 def load_native(
@@ -179,12 +181,15 @@ def load_general(
     if room is not None:
         _refuse_adapters(source, parts)
     layers = parts.layers
+    heads = None
     if shard is not None:
+        from tandem.engine.model.wide.cut import heads_kept, place_heads
+
         _refuse_ranks(source, parts)
         if shard.kv_memory is not None:
-            from tandem.engine.model.wide.cut import place_heads
-
             layers = place_heads(source.name, model, layers, shard.of_stage())
+        else:
+            heads = heads_kept(source.name, model, layers, shard)
         if shard.stages > 1:
             from tandem.engine.model.wide.stages import layers_of_all
 
@@ -283,6 +288,7 @@ def load_general(
         adapters=adapters,
         tower=find_tower(source, model, threads),
         observed=_observed(source, model, observe),
+        heads=heads,
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.wire.images import ImageRules
 from tandem.wire.pooling import VectorModel
 
@@ -43,6 +44,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
         False  # tokens are guessed from hidden states: those before the first new token must be computed here
     )
     embed_size: int = 0  # numbers in what may stand in the place of a token's embedding; 0: nothing may
+    heads: HeadShare | None = None  # those of the KV cache, where this rank keeps its own apart; None: all
 
     @property
     def keeps_tokens(self) -> bool:
@@ -129,3 +131,18 @@ class Forward(Protocol):
         """[N, hidden size], what the head would read of `batch.hidden_rows` of the last call; valid until the next. To be asked for
         only where that batch has some."""
         ...
+
+
+def memory_of(runner: ModelRunner) -> KVCacheMemory:
+    """The KV cache as a connector sees it."""
+    info = runner.info
+    return KVCacheMemory(
+        tensor=runner.kv_cache,
+        model=info.content or info.name,
+        num_layers=info.num_layers,
+        num_groups=len(info.groups),
+        vocab_size=info.vocab_size,
+        has_windows=any(group.window is not None for group in info.groups),
+        state_blocks=info.state_blocks,
+        heads=info.heads,
+    )

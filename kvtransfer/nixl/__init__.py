@@ -4,6 +4,9 @@ agent      NIXL's interface and errors, translated into ours
 interfaces on which network devices UCX listens
 lanes      which way UCX moves them, from its own log
 transport  the agent as a `kvtransfer.protocol.transport.Transport`
+sharded    several of these as one, where the ranks of a node keep their heads apart
+rank_lines what rank 0 and another rank of its node say of transfers
+rank_thread another rank's part of transfers
 staging    the same by way of host memory, for a cache on a GPU
 options    `transfer.options` of this connector
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
+from tandem.kvtransfer.nixl.sharded import ShardedTransport
 from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
@@ -26,8 +30,13 @@ def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnect
     options = NixlOptions.parse(context.config.options)
     direction = parse_direction(context.config.direction)
     agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", options, context.host)
-    transport: Transport = NixlTransport(agent)
+    transport: Transport = ShardedTransport(NixlTransport(agent), context.rank_lines)
     if options.staging == "host":
+        if context.rank_lines:
+            raise ConfigurationError(
+                "transfer.options.staging: host copies the KV of one GPU, and each of this node's ranks keeps its heads on one of its "
+                "own: set it to none, or tensor_parallel to 1"
+            )
         if direction is Direction.PULL:
             raise ConfigurationError(
                 "transfer.options.staging: host needs transfer.direction: push; with pull nothing would be in host memory "

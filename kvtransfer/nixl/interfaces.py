@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,24 +61,28 @@ def devices_for(host: str) -> str | None:
     return "^" + ",".join(others) if others else None
 
 
+_setting = threading.Lock()  # the environment is the whole process's
+
+
 @contextlib.contextmanager
 def listening_at(host: str) -> Iterator[None]:
     """UCX reads its settings when a backend is made. What the operator has set is obeyed."""
-    if DEVICES in os.environ:
-        yield
-        return
-    devices = devices_for(host)
-    if devices is None:
-        if host not in addresses():
-            logger.warning(
-                "no interface has this node's address %s: UCX listens on every interface unless %s names one",
-                host,
-                DEVICES,
-            )
-        yield
-        return
-    os.environ[DEVICES] = devices
-    try:
-        yield
-    finally:
-        del os.environ[DEVICES]
+    with _setting:
+        if DEVICES in os.environ:
+            yield
+            return
+        devices = devices_for(host)
+        if devices is None:
+            if host not in addresses():
+                logger.warning(
+                    "no interface has this node's address %s: UCX listens on every interface unless %s names one",
+                    host,
+                    DEVICES,
+                )
+            yield
+            return
+        os.environ[DEVICES] = devices
+        try:
+            yield
+        finally:
+            del os.environ[DEVICES]

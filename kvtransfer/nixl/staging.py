@@ -135,6 +135,12 @@ class StagedTransport(Transport):
     def shuts_out(self, peer: ProcessIdentity) -> bool:
         return self._inner.shuts_out(peer)
 
+    def may_still_write(self, remote: RemoteId) -> bool:
+        return self._inner.may_still_write(remote)
+
+    def stop_writing(self, remote: RemoteId) -> None:
+        self._inner.stop_writing(remote)
+
     @property
     def malformed_frames(self) -> int:
         return self._inner.malformed_frames

@@ -40,6 +40,7 @@ class NixlTransport(Transport):
     name = "nixl"
 
     def __init__(self, agent: NixlAgent) -> None:
+        self.agent = agent  # the first
         self._agent = agent
         self._ways = [agent]
         self._way_numbers = itertools.count(1)
@@ -80,6 +81,7 @@ class NixlTransport(Transport):
         if self._device is not None and not getattr(self._in_thread, "entered", False):
             import torch  # loaded already by what made the tensor; not needed where memory is the host's
 
+            torch.cuda.set_device(self._device)  # another rank's is not the first one
             torch.zeros(1, device=self._device)
             torch.cuda.synchronize(self._device)
             self._in_thread.entered = True

@@ -9,6 +9,7 @@ What both sides know:
     settings    durations and limits, and what an operator may say of every connector under this protocol
     identity    who a node is, what a request's tokens are known by, and whether a process has ended
     cache_map   what our KV cache looks like, whether a peer's fits it, which bytes of one are which bytes of the other
+    shards      the same where the ranks of a node keep their heads apart: which of its ranks moves which bytes
     checksums   what blocks are compared by, and which of them
     transport   what must be able to move blocks
     commands    what the scheduler half plans and the worker half carries out

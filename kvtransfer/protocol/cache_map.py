@@ -4,7 +4,7 @@ is trusted before this.
 The smallest thing that moves is a *grain*: as many tokens as the smaller of the two blocks has. One grain lies within
 one block on either side. Its bytes are runs that are contiguous on both sides: a whole block where the blocks are the
 same, else what the innermost axes have in common. All runs are equally long and lie at multiples of their length, so
-that a run is named by one number: see `Move`.
+that a run is named by one number: see `Move`. Where either cache lies in shards a run is of one head (`shards`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID, KVCacheMemory
 from tandem.kvtransfer.protocol.commands import BlockTable
-from tandem.kvtransfer.protocol.transport import Move, Operation, UnitIds
+from tandem.kvtransfer.protocol.transport import HeadAxes, Move, Operation, UnitIds
 from tandem.wire.errors import ConfigurationError, InternalError
-from tandem.wire.handoff import CacheFingerprint, CacheMemory, RegisterDestination
+from tandem.wire.handoff import CacheFingerprint, CacheMemory, CacheShard, RegisterDestination
 from tandem.wire.versions import out_of_reach
 
 AXES = ("slot", "kv", "head", "token", "dim")
@@ -73,14 +73,18 @@ class BlockLayout(msgspec.Struct, frozen=True):
 class _Runs:
     """The runs of one grain, relative to the block's beginning, on both sides."""
 
-    def __init__(self, ours: BlockLayout, theirs: BlockLayout, grain: int, *, by_slot: bool) -> None:
+    def __init__(
+        self, ours: BlockLayout, theirs: BlockLayout, grain: int, *, by_slot: bool, by_head: bool
+    ) -> None:
         mine, other = ours.strides(), theirs.strides()
         sizes = dict(ours.sizes, token=grain)
         run = ours.element_bytes
         inside: set[str] = set()
         # Axes belong to the run from the inside out, as long as both sides have them densely in the same order.
         for axis, other_axis in zip(reversed(ours.axes), reversed(theirs.axes), strict=True):
-            if axis != other_axis or not mine[axis] == other[axis] == run or (by_slot and axis == "slot"):
+            if axis != other_axis or not mine[axis] == other[axis] == run:
+                break
+            if (by_slot and axis == "slot") or (by_head and axis == "head"):
                 break
             inside.add(axis)
             run *= sizes[axis]
@@ -113,9 +117,19 @@ class Mapping:
     """Between our blocks and a peer's."""
 
     def __init__(
-        self, ours: BlockLayout, theirs: BlockLayout, *, on_device: bool = False, state_blocks: int = 0
+        self,
+        ours: BlockLayout,
+        theirs: BlockLayout,
+        *,
+        on_device: bool = False,
+        state_blocks: int = 0,
+        by_head: bool = False,
     ) -> None:
         self.on_device = on_device  # either cache is
+        # Either cache is in shards: what moves, and what is summed up, is of one head.
+        self.heads: HeadAxes | None = None
+        if by_head:
+            self.heads = HeadAxes(ours.sizes["head"], ours.strides()["head"], theirs.strides()["head"])
         # How many each request has in the last group. Each is a grain, the last ones to be sent: they are right once the whole prompt
         # is computed.
         self.state_blocks = state_blocks
@@ -127,19 +141,24 @@ class Mapping:
             ours.strides()["token"] * self.grain,
             theirs.strides()["token"] * self.grain,
         )
-        self._whole = _Runs(ours, theirs, self.grain, by_slot=False)
-        self._by_slot = _Runs(ours, theirs, self.grain, by_slot=True)
+        self._whole = _Runs(ours, theirs, self.grain, by_slot=False, by_head=by_head)
+        self._by_slot = _Runs(ours, theirs, self.grain, by_slot=True, by_head=by_head)
         self.grain_bytes = ours.num_bytes // self.our_parts
         self.runs_per_grain = int(self._whole.ours.size)
 
     @property
     def is_identity(self) -> bool:
-        """Blocks are the same on both sides, byte by byte."""
-        return self.our_parts == self.their_parts == self.runs_per_grain == 1
+        """Blocks are the same on both sides, byte by byte, and lie in one piece."""
+        return self.our_parts == self.their_parts == self.runs_per_grain == 1 and self.heads is None
 
     @staticmethod
     def between(
-        ours: BlockLayout, theirs: BlockLayout, *, on_device: bool = False, state_blocks: int = 0
+        ours: BlockLayout,
+        theirs: BlockLayout,
+        *,
+        on_device: bool = False,
+        state_blocks: int = 0,
+        by_head: bool = False,
     ) -> Mapping | str:
         """Or why there is none."""
         mine, other = ours.sizes["token"], theirs.sizes["token"]
@@ -147,7 +166,9 @@ class Mapping:
             return f"block_size is {mine} here and {other} there: one must be a multiple of the other"
         if ours.element_bytes != theirs.element_bytes:
             return f"an element has {ours.element_bytes} bytes here and {theirs.element_bytes} there"
-        mapping = Mapping(ours, theirs, on_device=on_device, state_blocks=state_blocks)
+        mapping = Mapping(ours, theirs, on_device=on_device, state_blocks=state_blocks, by_head=by_head)
+        if state_blocks and by_head:
+            return "recurrent states are not handed over where a node's ranks keep their heads apart"
         if state_blocks and not mapping.is_identity:
             return "recurrent states are handed over between equal blocks alone: block_size or layout differ"
         return mapping
@@ -202,7 +223,7 @@ class Mapping:
             self._units(where[:, side], where[:, side + 1], offsets, side // 2, runs.bytes, slots)
             for side, offsets in ((0, runs.ours), (2, runs.theirs))
         )
-        return Move(operation, transfer_id, runs.bytes, local, remote)
+        return Move(operation, transfer_id, runs.bytes, local, remote, self.heads)
 
     def _units(
         self,
@@ -222,19 +243,35 @@ class Mapping:
 
 MAX_BLOCKS = 1 << 22  # descriptors are made for each of a peer's blocks
 MAX_DEVICES = 1024
+MAX_SHARDS = 64
 MAX_EVERY = 1 << 16  # one checksum for so many grains
 ADDRESS_SPACE = 1 << 63
 MAPPED = ("block_size", "layout")  # may differ, if Mapping.between finds a way
 MAY_DIFFER = (*MAPPED, "wire_version")
 
 
-def _implausible(memory: CacheMemory) -> str | None:
+def _implausible(memory: CacheMemory, num_heads: int) -> str | None:
     """Why there can be no such memory; None when there can."""
     if not 1 < memory.num_blocks <= MAX_BLOCKS:
         return f"the other cache has {memory.num_blocks} blocks"
-    end = memory.base_address + memory.num_blocks * memory.block_bytes
-    if memory.base_address <= 0 or end > ADDRESS_SPACE or not 0 <= memory.device_id < MAX_DEVICES:
-        return f"the other cache cannot lie at {memory.base_address:#x} of device {memory.device_id}"
+    if len(memory.shards) > MAX_SHARDS or (memory.shards and memory.base_address):
+        return f"the other cache lies at {memory.base_address:#x}, and in {len(memory.shards)} shards"
+    places: Sequence[CacheMemory | CacheShard] = memory.shards or [memory]
+    for place in places:
+        end = place.base_address + memory.num_blocks * memory.block_bytes
+        if place.base_address <= 0 or end > ADDRESS_SPACE or not 0 <= place.device_id < MAX_DEVICES:
+            return f"the other cache cannot lie at {place.base_address:#x} of device {place.device_id}"
+    if not memory.shards:
+        return None
+    kept: set[int] = set()
+    for shard in memory.shards:
+        if not 0 <= shard.first_head < shard.first_head + shard.num_heads <= num_heads:
+            return f"a rank of the other node keeps heads {shard.first_head} to {shard.first_head + shard.num_heads} of {num_heads}"
+        if shard.memory_type != memory.memory_type:
+            return f"its ranks keep their heads in {memory.memory_type} and in {shard.memory_type}"
+        kept.update(range(shard.first_head, shard.first_head + shard.num_heads))
+    if len(kept) < num_heads:
+        return f"the other node's ranks keep {len(kept)} of {num_heads} heads"
     return None
 
 
@@ -255,10 +292,10 @@ class PoolGeometry(msgspec.Struct, frozen=True):
                 dtype=str(cache.tensor.dtype).removeprefix("torch."),
                 num_layers=cache.num_layers,
                 num_parts=cache.num_parts,
-                num_kv_heads=cache.num_kv_heads,
+                num_kv_heads=cache.all_heads,
                 head_dim=cache.head_dim,
                 block_size=cache.block_size,
-                layout=",".join(_axes_of(cache)),
+                layout=layout_of(cache),
                 connector=connector,
                 num_slots=cache.slots,
                 num_groups=cache.num_groups,
@@ -283,7 +320,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
             return why
         ours = BlockLayout.of(self.fingerprint, self.memory)
         theirs = BlockLayout.of(fingerprint, memory)
-        problem = _implausible(memory)
+        problem = _implausible(memory, self.fingerprint.num_kv_heads)
         if isinstance(ours, str):
             raise InternalError(f"our own KV cache cannot be described: {ours}")
         if isinstance(theirs, str):
@@ -292,7 +329,13 @@ class PoolGeometry(msgspec.Struct, frozen=True):
             differing.append(problem)
         elif not differing:
             on_device = any(side.memory_type != "DRAM" for side in (memory, self.memory))
-            mapping = Mapping.between(ours, theirs, on_device=on_device, state_blocks=self.state_blocks)
+            mapping = Mapping.between(
+                ours,
+                theirs,
+                on_device=on_device,
+                state_blocks=self.state_blocks,
+                by_head=bool(self.memory.shards or memory.shards),
+            )
             if isinstance(mapping, Mapping):
                 return mapping
             differing.append(mapping)
@@ -343,8 +386,8 @@ class PoolGeometry(msgspec.Struct, frozen=True):
         return None if seen else "no blocks"
 
 
-def _axes_of(cache: KVCacheMemory) -> list[str]:
-    """Outermost first, by the strides of the tensor, which names them in the order of AXES after the block."""
+def layout_of(cache: KVCacheMemory) -> str:
+    """A block's axes. Outermost first, by the strides of the tensor, which names them in the order of AXES after the block."""
     sizes, strides = cache.tensor.shape[1:], cache.tensor.stride()[1:]
     order = sorted(range(len(AXES)), key=lambda axis: -strides[axis])
     expected = 1
@@ -354,4 +397,4 @@ def _axes_of(cache: KVCacheMemory) -> list[str]:
         expected *= sizes[axis]
     if cache.tensor.stride()[0] != expected:
         raise ConfigurationError("a KV cache with gaps between its blocks cannot be transferred")
-    return [AXES[axis] for axis in order]
+    return ",".join(AXES[axis] for axis in order)

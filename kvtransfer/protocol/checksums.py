@@ -7,7 +7,7 @@ the last, begun at a place that the tokens' hash says, so that both know which w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -18,6 +18,8 @@ import xxhash
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import Mapping
+from tandem.kvtransfer.protocol.shards import HeadRange, givers_of
+from tandem.kvtransfer.protocol.transport import HeadSums
 
 if TYPE_CHECKING:
     import torch
@@ -65,52 +67,112 @@ def unpack(packed: bytes) -> list[int]:
 
 
 class Checksums(Protocol):
-    def of(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
+    def of(
+        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+    ) -> list[int]:
         """For grain `parts[i]` of block `blocks[i]` of our cache. The same bytes give the same number at both ends of
-        `mapping`, whatever the order in which a block's axes lie in memory."""
+        `mapping`, whatever the order in which a block's axes lie in memory, and whatever ranks its heads are with. `arrived`: of what a
+        peer sent, so that every rank's copy of a head counts, and not only the one that is given away. Raises TransferError when another
+        rank's part cannot be summed up."""
         ...
+
+
+def _nothing_elsewhere(*_: object) -> Callable[[], list[HeadSums]]:
+    return list
+
+
+SumsElsewhere = Callable[[Sequence[int], Sequence[int], int, bool], Callable[[], list[HeadSums]]]
+
+
+def combined(ranks: Sequence[HeadSums], *, arrived: bool) -> list[int]:
+    """One checksum for each grain, of the sums that all ranks have of their heads. Of what has `arrived` all copies of a head must be
+    the same; one that differs is summed up as well, so that the number is another."""
+    shards = [HeadRange(rank.first, rank.sums.shape[1]) for rank in ranks]
+    givers = givers_of(shards)
+    heads = [ranks[giver].sums[:, head - shards[giver].first] for head, giver in enumerate(givers.tolist())]
+    given = np.stack(heads, axis=1).astype("<u8")
+    found = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(row).data) for row in given]
+    if arrived:
+        for rank, shard in zip(ranks, shards, strict=True):
+            differs = (rank.sums != given[:, shard.first : shard.end]).any(axis=1)
+            for grain in np.flatnonzero(differs).tolist():
+                row = np.concatenate([given[grain], rank.sums[grain]]).astype("<u8")
+                found[grain] = xxhash.xxh3_64_intdigest(row.data)
+    return found
 
 
 class CacheChecksums:
     """In host memory XXH3. Where either cache is on a device, a sum that the device computes where the bytes are: each word
-    times an odd number that grows with its place, modulo 2**64. One changed bit changes it."""
+    times an odd number that grows with its place, modulo 2**64. One changed bit changes it.
 
-    def __init__(self, memory: KVCacheMemory) -> None:
+    Where either cache is in shards, each head has such a sum of its own, and the grain's is XXH3 of those. `elsewhere` asks other ranks
+    for the sums of their heads, as `Transport.sums_elsewhere` does."""
+
+    def __init__(self, memory: KVCacheMemory, elsewhere: SumsElsewhere = _nothing_elsewhere) -> None:
         tensor = memory.tensor
+        self._first_head = memory.heads.first if memory.heads is not None else 0
+        self._elsewhere = elsewhere
         self._tensor = tensor
         self._block_size = memory.block_size
+        self._block_bytes = memory.block_bytes
         self._rows: npt.NDArray[np.uint8] | None = None
         self._weights: torch.Tensor | None = None
         self._stream: Any = None
         if not tensor.is_cuda:
             self._rows = flat_bytes(tensor).numpy().reshape(memory.num_blocks, memory.block_bytes)
 
-    def of(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
+    def of(
+        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+    ) -> list[int]:
+        if mapping.heads is not None:
+            wait = self._elsewhere(blocks, parts, mapping.grain, mapping.on_device)
+            mine = self.of_heads(blocks, parts, mapping.grain, on_device=mapping.on_device)
+            return combined([mine, *wait()], arrived=arrived)
         if mapping.on_device:
-            return self._weighted(blocks, parts, mapping)
+            return self._weighted(blocks, parts, mapping.grain)
         if self._rows is not None and mapping.is_identity:
             return [xxhash.xxh3_64_intdigest(self._rows[block].data) for block in blocks]
         return [
-            xxhash.xxh3_64_intdigest(self._grain(block, part, mapping).numpy().data)
+            xxhash.xxh3_64_intdigest(self._grain(block, part, mapping.grain).numpy().data)
             for block, part in zip(blocks, parts, strict=True)
         ]
 
-    def _grain(self, block: int, part: int, mapping: Mapping) -> torch.Tensor:
-        """Its bytes, in the order of `cache_map.AXES`."""
+    def of_heads(
+        self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, on_device: bool
+    ) -> HeadSums:
+        """The same of each head that this rank keeps."""
+        if on_device:
+            sums = self._weighted(blocks, parts, grain, by_head=True)
+        else:
+            sums = [
+                xxhash.xxh3_64_intdigest(of_head.data)
+                for block, part in zip(blocks, parts, strict=True)
+                for of_head in self._grain(block, part, grain, by_head=True).numpy()
+            ]
+        return HeadSums(self._first_head, np.array(sums, dtype=np.uint64).reshape(len(blocks), -1))
+
+    def _grain(self, block: int, part: int, size: int, *, by_head: bool = False) -> torch.Tensor:
+        """Its bytes, in the order of `cache_map.AXES`; or a row of them for each head."""
         import torch
 
-        first = part * mapping.grain
-        grain = self._tensor[block][..., first : first + mapping.grain, :]
+        grain = self._tensor[block][..., part * size : (part + 1) * size, :]
+        if by_head:
+            grain = grain.movedim(2, 0)
+            return grain.contiguous().view(grain.shape[0], -1).view(torch.uint8)
         return grain.contiguous().view(-1).view(torch.uint8)
 
-    def _weighted(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
+    def _weighted(
+        self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, by_head: bool = False
+    ) -> list[int]:
+        """One for each grain, or for each head of it."""
         import torch
 
-        batch = max(1, _BATCH_BYTES // (mapping.grain_bytes * mapping.our_parts))
+        batch = max(1, _BATCH_BYTES // self._block_bytes)
         sums: list[int] = []
         with self._own_stream():
             for start in range(0, len(blocks), batch):
-                words = self._words(blocks[start : start + batch], parts[start : start + batch], mapping)
+                chosen = slice(start, start + batch)
+                words = self._words(blocks[chosen], parts[chosen], grain, by_head=by_head)
                 if self._weights is None or len(self._weights) < words.shape[1]:
                     # Odd, and spread over all 64 bits: 2**64 divided by the golden ratio.
                     places = torch.arange(words.shape[1], dtype=torch.int64, device=words.device)
@@ -119,18 +181,22 @@ class CacheChecksums:
                 sums += [value % (1 << 64) for value in total]
         return sums
 
-    def _words(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> torch.Tensor:
-        """[grains, words]: a copy, in the order of `cache_map.AXES`."""
+    def _words(
+        self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, by_head: bool
+    ) -> torch.Tensor:
+        """[grains, words], or [grains times heads, words]: a copy, in the order of `cache_map.AXES`."""
         import torch
 
         device = self._tensor.device
         grains = self._tensor.index_select(0, torch.tensor(blocks, device=device))
-        if mapping.our_parts > 1:
+        if grain < self._block_size:
             split = grains.reshape(
-                *grains.shape[:4], mapping.our_parts, mapping.grain, grains.shape[5]
+                *grains.shape[:4], self._block_size // grain, grain, grains.shape[5]
             ).movedim(4, 1)
             grains = split[torch.arange(len(parts), device=device), torch.tensor(parts, device=device)]
-        raw = grains.contiguous().view(len(blocks), -1).view(torch.uint8)
+        if by_head:
+            grains = grains.movedim(3, 1).flatten(0, 1)
+        raw = grains.contiguous().view(len(grains), -1).view(torch.uint8)
         sizes = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
         return raw.view(next(kind for kind, size in sizes if raw.shape[1] % size == 0)).to(torch.int64)
 

@@ -196,7 +196,11 @@ class Consumer:
 
     def _verify(self, receiving: IncomingTransfer, start: int, count: int, packed: bytes) -> bool:
         """Whether grains `start` to `count` are what was sent; False when the transfer is given up."""
-        problem = self._verifier.problem(receiving, start, count, packed)
+        try:
+            problem = self._verifier.problem(receiving, start, count, packed)
+        except TransferError as error:
+            self._incoming.give_up(receiving, Outcome.MOVE_FAILED, str(error))
+            return False
         if problem is not None:
             logger.error("%s from %s: %s", receiving.command.request_id, receiving.peer.node_id, problem)
             self._links.found_wrong(receiving.peer)

@@ -92,7 +92,8 @@ class Verifier:
 
     def problem(self, receiving: IncomingTransfer, start: int, end: int, packed: bytes) -> str | None:
         """Why the grains from `start` to `end` are not what was sent; None when they are, and then they count as arrived.
-        `packed` has a checksum for each of them that carries one. What was compared before is not compared again."""
+        `packed` has a checksum for each of them that carries one. What was compared before is not compared again. Raises TransferError
+        when they cannot be compared."""
         mapping = receiving.mapping
         if mapping is None:
             return "it was never registered"
@@ -102,7 +103,7 @@ class Verifier:
         known = sum(place < receiving.num_arrived for place in places)
         places, expected = places[known:], expected[known:]
         blocks, parts = receiving.where(places)
-        found = self._checksums.of(blocks, parts, mapping) if places else []
+        found = self._checksums.of(blocks, parts, mapping, arrived=True) if places else []
         for place, block, right, got in zip(places, blocks, expected, found, strict=True):
             if right != got:
                 if receiving.sample.every == 1:
@@ -313,8 +314,9 @@ class Quarantine:
 
     There are two proofs beside the producer's own word:
 
-    - *Its process has ended.* A node on the same machine, in the same PID namespace, can see that. What the process had sent
-      before may still lie in a socket or a shared queue of ours, so we run for `ProtocolSettings.margin_s` before it counts.
+    - *Its process has ended*, and so have those of its other ranks, where each of them writes by itself. A node on the same machine,
+      in the same PID namespace, can see that. What the processes had sent before may still lie in a socket or a shared queue of ours,
+      so we run for `ProtocolSettings.margin_s` before it counts.
     - *We have closed the way that its writes take.* The transport makes our memory reachable in another way, every other
       producer is told of it, and when the last transfer that uses the earlier way has ended, that is closed. Nothing is
       lost by it, so it is done for any producer that is silent for a lease and that the transport shuts out by it: of another
@@ -360,7 +362,7 @@ class Quarantine:
 
     def _free_after_processes(self, closing: list[IncomingTransfer], ran_s: float) -> None:
         now = self._side.clock()
-        processes = {receiving.process for receiving in closing if receiving.process is not None}
+        processes = {process for receiving in closing for process in receiving.processes}
         self._ended = {
             process: since + ran_s for process, since in self._ended.items() if process in processes
         }
@@ -369,8 +371,8 @@ class Quarantine:
             self._look_at = now + self._side.settings.retry_s
             self._ended |= dict.fromkeys(filter(self._has_ended, unknown), 0.0)
         for receiving in closing:
-            ran = self._ended.get(receiving.process) if receiving.process is not None else None
-            if ran is not None and ran >= self._side.settings.margin_s:
+            ran = [self._ended.get(process, -1.0) for process in receiving.processes]
+            if ran and min(ran) >= self._side.settings.margin_s:
                 self._end(receiving)
 
     # ── ways ──
@@ -399,7 +401,7 @@ class Quarantine:
         )
 
     def _is_shut_out(self, receiving: IncomingTransfer) -> bool:
-        return receiving.process is not None and self._side.transport.shuts_out(receiving.process)
+        return bool(receiving.processes) and all(map(self._side.transport.shuts_out, receiving.processes))
 
     def _close_earlier(self, generation: int) -> None:
         earlier = [receiving for receiving in self._incoming if receiving.is_registered_before(generation)]

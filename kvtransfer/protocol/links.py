@@ -161,11 +161,20 @@ class ConsumerLinks:
         return link in self._leaving
 
     def close_idle(self, in_use: Callable[[ConsumerLink], bool]) -> None:
-        """Disconnect links that are over and that no transfer needs any more."""
+        """Disconnect links that are over and that no transfer needs any more. One that may still write is never closed."""
         for link in list(self._leaving):
-            if not in_use(link):
+            if in_use(link):
+                continue
+            if link.has_failed and self._transport is not None and link.remote is not None:
+                self._transport.stop_writing(link.remote)
+            if not self.may_still_write(link):
                 self._leaving.remove(link)
                 self._disconnect(link)
+
+    def may_still_write(self, link: ConsumerLink) -> bool:
+        if self._transport is None or link.remote is None or not link.has_failed:
+            return False
+        return self._transport.may_still_write(link.remote)
 
     def _disconnect(self, link: ConsumerLink) -> None:
         if self._transport is not None and link.remote is not None:
@@ -222,6 +231,13 @@ class ProducerLink:
     @property
     def is_ready(self) -> bool:
         return self.greeting_since is None
+
+    @property
+    def processes(self) -> frozenset[ProcessIdentity]:
+        """All that write: where its ranks keep their heads apart, each by itself."""
+        shards = self.memory.shards if self.memory is not None else []
+        first = {self.process} if self.process is not None else set()
+        return frozenset(first | {shard.process for shard in shards})
 
     def owes(self, now: float) -> None:
         if self.owed_since is None:
@@ -431,7 +447,7 @@ class Registrar:
         receiving.asked_at = self._clock()
         receiving.extend_lease(link.leases_until)
         receiving.generation = self._links.generation
-        receiving.process = link.process
+        receiving.processes = link.processes
         if link.mapping is not None:
             receiving.know_mapping(link.mapping, self._checksum_every(link))
         link.owes(receiving.asked_at)

@@ -21,6 +21,7 @@ from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Answers, NodeSide, TransferEnd
 from tandem.kvtransfer.protocol.statistics import Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Direction
+from tandem.wire.errors import TransferError
 from tandem.wire.handoff import Envelope, HandoffNotice, KVArrived, RefusalCode, TransferClosed
 
 
@@ -151,6 +152,9 @@ class OutgoingTransfers:
                 except MissingBlocks as error:
                     self.close(sending, Outcome.MISMATCHED, str(error))
                     return
+                except TransferError as error:
+                    self.close(sending, Outcome.MOVE_FAILED, str(error))
+                    return
             sending.phase = SendPhase.NOTIFYING
             if sending.first_posted_at is not None:
                 sending.tally.last_byte_s = self._side.clock() - sending.first_posted_at
@@ -188,6 +192,13 @@ class OutgoingTransfers:
     def close_all_through(self, link: ConsumerLink, outcome: Outcome, reason: str) -> None:
         for sending in self._ledger.through(link):
             self.close(sending, outcome, reason)
+
+    def refuse_all_through(self, link: ConsumerLink, reason: str) -> None:
+        """Their consumers give them up, and keep the blocks until they know that they are safe."""
+        for sending in self._ledger.through(link):
+            if sending.phase is not SendPhase.CLOSED:
+                envelope = Envelope(*link.key, self._side.me.epoch, link.endpoint)
+                self._answers.refuse(envelope, sending.transfer_id, RefusalCode.MOVE_FAILED, reason)
 
     def tick(self) -> None:
         now, settings = self._side.clock(), self._side.settings

@@ -97,9 +97,14 @@ class Writer:
             sending.first_posted_at = now
             sending.tally.first_byte_s = now - max(destination.registered_at, sending.created_at)
         number = sending.num_posted
-        sending.posted(Write(number, handle, positions, now, move.num_bytes, len(move.local), slots, is_last))
+        write = Write(number, handle, positions, now, move.num_bytes, len(move.local), slots, is_last)
+        sending.posted(write)
         if is_last:
-            sending.sum_up(positions, self._checksums)
+            try:
+                sending.sum_up(positions, self._checksums)
+            except TransferError:
+                write.tainted = True  # whatever arrives of it could not be checked
+                raise
         self.poll(sending)
 
     def poll(self, sending: OutgoingTransfer) -> None:
@@ -233,9 +238,11 @@ class PushLoop:
 
     def _on_failed(self, link: ConsumerLink, error: TransferError) -> None:
         """A connection with an error is not trusted again: everything through it ends, and it is closed before
-        the consumer is told that nothing is in flight."""
+        the consumer is told that nothing is in flight. Where that cannot be told now, it is told that there is nothing to wait for."""
         logger.warning("writing KV to %s failed: %s", link.key.node_id, error)
         self._links.fail(link)
+        if self._links.may_still_write(link):
+            self._outgoing.refuse_all_through(link, str(error))
         self._outgoing.close_all_through(link, Outcome.MOVE_FAILED, str(error))
 
 

@@ -48,7 +48,7 @@ class IncomingTransfer:
     # Until when, by our clock, the producer may take our word that it holds a lease: see wire.handoff on stamps.
     leased_until: float | None = None
     generation: int = 0  # the way to our memory that the producer was told of last: see `ProducerLinks`
-    process: ProcessIdentity | None = None  # the producer's
+    processes: frozenset[ProcessIdentity] = frozenset()  # of the producer: all that write
     connected_at: float | None = None  # we know the producer's memory
     confirmed_at: float | None = None  # the producer has said that it knows our blocks
     asked_at: float = 0.0  # when the last question about this transfer alone was sent

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Iterator, Sequence
-from typing import NewType
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, NewType
 
 import msgspec
 import numpy as np
@@ -41,6 +41,14 @@ class Direction(enum.StrEnum):
     PULL = "pull"  # the consumer reads
 
 
+class HeadAxes(msgspec.Struct, frozen=True):
+    """Where in a block the heads lie: so many, and so many bytes from one to the next in our blocks and in the peer's."""
+
+    count: int
+    ours: int
+    theirs: int
+
+
 class Move(msgspec.Struct, frozen=True):
     """One operation: unit `local[i]` of our pool ↔ unit `remote[i]` of the peer's.
 
@@ -53,10 +61,18 @@ class Move(msgspec.Struct, frozen=True):
     unit_bytes: int
     local: UnitIds
     remote: UnitIds
+    heads: HeadAxes | None = None  # of a pool in shards, ours or the peer's: each unit is of one head
 
     @property
     def num_bytes(self) -> int:
         return self.unit_bytes * len(self.local)
+
+
+class HeadSums(NamedTuple):
+    """A checksum of each of some grains for each of the heads from `first` on: [grains, heads], unsigned."""
+
+    first: int
+    sums: npt.NDArray[np.uint64]
 
 
 class Transport(abc.ABC):
@@ -97,6 +113,23 @@ class Transport(abc.ABC):
     def malformed_frames(self) -> int:
         """Frames that did not decode, on sockets of its own."""
         return 0
+
+    # A transport of several ranks, each with memory of its own.
+
+    def may_still_write(self, remote: RemoteId) -> bool:
+        """After a write failed: whether anything of it may still land there, which `disconnect` could not stop. As long as it may, the
+        peer is not told that the transfer is closed."""
+        return False
+
+    def stop_writing(self, remote: RemoteId) -> None:
+        """Nothing is in flight there but what has failed: begin to stop that, where it takes a while. To be called again, until nothing
+        `may_still_write`."""
+
+    def sums_elsewhere(
+        self, blocks: Sequence[int], parts: Sequence[int], grain: int, on_device: bool
+    ) -> Callable[[], list[HeadSums]]:
+        """Begins to take the checksums of what other ranks keep of these grains; the result waits for them, or raises TransferError."""
+        return list
 
     # A transport that has a copy of the KV cache which peers see instead of it.
 

@@ -109,7 +109,7 @@ class WorkerHalf(WorkerConnector):
             clock=time.monotonic,
             recorder=self._recorder,
             process=this_process(),
-            checksums=CacheChecksums(self._transport.as_peers_see(memory)),
+            checksums=CacheChecksums(self._transport.as_peers_see(memory), self._transport.sums_elsewhere),
             checksum_policy=context.config.checksums,
         )
         endpoint = TransferEndpoint(

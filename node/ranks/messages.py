@@ -21,6 +21,8 @@ class RankOrders(msgspec.Struct, frozen=True):
     logs: LogsConfig
     cores: list[int]
     stages: int = 1
+    kv_memory: int | None = None  # the descriptor of the KV cache that all ranks keep together
+    transfers: int | None = None  # of the line by which rank 0 moves what this rank keeps apart
 
 
 class RankHere(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -32,14 +33,19 @@ from tandem.node.ranks.messages import (
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.logs import begin_logging
 
+if TYPE_CHECKING:
+    from tandem.engine.model.torch_runner import TorchRunner
+    from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+
 BEAT_S = 0.1
+_CLOSE_S = 1.0
 _SIGNAL_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def main() -> None:
-    parent, packets, memory_fd, lifeline, *kv_memory = (int(text) for text in sys.argv[1:])
+    parent, packets, memory_fd, lifeline = (int(text) for text in sys.argv[1:])
     ctypes.CDLL(None).prctl(_SIGNAL_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         return  # it ended before this process asked to end with it
@@ -51,10 +57,11 @@ def main() -> None:
     threading.Thread(
         target=_live, args=(memory, orders.rank, lifeline), name="rank-life", daemon=True
     ).start()
+    anywhere = os.sched_getaffinity(0)
     if orders.cores:
         bind(threads_here(), orders.cores)
     try:
-        _serve(orders, control, memory, kv_memory[0] if kv_memory else None)
+        _serve(orders, control, memory, anywhere)
     except Exception as error:
         operator = isinstance(error, ConfigurationError)
         why = str(error) if operator else f"{type(error).__name__}: {error}"
@@ -63,7 +70,9 @@ def main() -> None:
             raise
 
 
-def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory, kv_memory: int | None) -> None:
+def _serve(
+    orders: RankOrders, control: socket.socket, memory: SharedMemory, anywhere: Collection[int]
+) -> None:
     from tandem.engine.model.checkpoint import choose_device
     from tandem.engine.model.loading import load_runner
     from tandem.engine.model.wide.forward import follow
@@ -79,7 +88,7 @@ def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory, kv_
         orders.size,
         collectives,
         device=str(device),
-        kv_memory=kv_memory,
+        kv_memory=orders.kv_memory,
         stages=orders.stages,
         within_stage=of_stage,
     )
@@ -90,6 +99,7 @@ def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory, kv_
         lambda what, share: _tell(control, RankProgress(what, share)),
         shard=shard,
     )
+    transfers = _begin_transfers(orders.transfers, runner, anywhere) if orders.transfers is not None else None
     _tell(control, RankReady())
     taken = 0
 
@@ -101,6 +111,21 @@ def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory, kv_
         return memory.read(orders.rank, taken)
 
     follow(runner.forward, receive, shard, device)
+    if transfers is not None:
+        transfers.stop(_CLOSE_S)
+
+
+def _begin_transfers(line: int, runner: TorchRunner, anywhere: Collection[int]) -> RankTransfers:
+    """Its threads carry blocks, and run wherever there is room. What keeps them from answering ends the process, and so the node."""
+    from tandem.engine.model.runner import memory_of
+    from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+
+    transfers = RankTransfers(socket.socket(fileno=line), memory_of(runner), lambda: os._exit(1))
+    computing = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, anywhere)
+    transfers.start()
+    os.sched_setaffinity(0, computing)
+    return transfers
 
 
 def _tell(control: socket.socket, message: FromRank) -> None:

@@ -99,15 +99,19 @@ class Ranks:
         logs: LogsConfig,
         *,
         stages: int = 1,
+        apart: bool = False,
         silence_s: float,
         lost: Callable[[str], None],
         report: Report | None = None,
     ) -> None:
-        """`lost` is called once, from another thread, with the reason why the ranks were ended, unless they were stopped; `report`, from
+        """`apart`: on CPUs, too, each rank keeps the KV of its heads in memory of its own, as it must on GPUs. `lost` is called once, from another thread, with the reason why the ranks were ended, unless they were stopped; `report`, from
         there too, with how far the other ranks' loads have come."""
         self._name = name
         self._size = size
         self._stages = stages
+        if apart and stages > 1:
+            raise InternalError("stages of ranks whose caches lie apart")
+        self._apart = apart
         self._engine = engine
         self._shares = shares
         self._logs = logs
@@ -125,6 +129,8 @@ class Ranks:
         self._memory_fd = create_memory()
         self._memory = SharedMemory(self._memory_fd, size)
         self._kv_fd: int | None = None  # on a CPU: the KV cache of all ranks, as long as rank 0 makes it
+        # To each of the others, where there is no such cache: what moves its KV is told by this.
+        self.transfer_lines: list[socket.socket] = []
         self._folder = tempfile.mkdtemp(prefix="tandem-ranks-")
         self._group: GroupCollectives | None = None
         self._of_stage: GroupCollectives | None = None  # rank 0's, where a stage has several
@@ -140,7 +146,8 @@ class Ranks:
 
         device = choose_device(self._engine.model.device)
         _check_devices(self._engine.model.device, self._size)
-        if device.type == "cpu":
+        self._apart = self._apart or device.type != "cpu"
+        if not self._apart:
             self._kv_fd = os.memfd_create("tandem-kv")
         self._thread.start()
         self._wait_for(RankHere)
@@ -189,6 +196,8 @@ class Ranks:
         else:
             os.close(self._memory_fd)
         os.close(self._wake)
+        for line in self.transfer_lines:
+            line.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait_for(self, said: type[FromRank]) -> None:
@@ -223,14 +232,20 @@ class Ranks:
         for number in range(1, self._size):
             share = self._shares[number]
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
+            with contextlib.ExitStack() as to_close:
+                to_close.enter_context(theirs)
                 command = [sys.executable, "-m", "tandem.node.ranks.process"]
-                inherited = [theirs.fileno(), self._memory_fd, lifeline]
-                if self._kv_fd is not None:
-                    inherited.append(self._kv_fd)
+                named = [theirs.fileno(), self._memory_fd, lifeline]
+                inherited = [] if self._kv_fd is None else [self._kv_fd]
+                transfers = None
+                if self._apart:
+                    line, far = socket.socketpair()
+                    to_close.enter_context(far)
+                    self.transfer_lines.append(line)
+                    inherited.append(transfers := far.fileno())
                 process = subprocess.Popen(
-                    [*command, *map(str, (os.getpid(), *inherited))],
-                    pass_fds=inherited,
+                    [*command, *map(str, (os.getpid(), *named))],
+                    pass_fds=named + inherited,
                     stdin=subprocess.DEVNULL,
                     env={
                         **os.environ,
@@ -256,6 +271,8 @@ class Ranks:
                 self._logs,
                 share.cores,
                 self._stages,
+                self._kv_fd,
+                transfers,
             )
             with contextlib.suppress(OSError):  # it has ended: seen below
                 ours.send(_encode(orders))

@@ -127,9 +127,14 @@ MISTAKES = [
     ),
     ("pools: {decode: -1}", "FILE: pools.decode.nodes must be from 0 to 10000, not -1"),
     (
-        "{pools: {decode: {nodes: 1, tensor_parallel: 2}}, model: {device: 'cuda:0'}}",
-        "FILE: pools.decode.tensor_parallel is 2, but each rank keeps its KV on a GPU of its own, and a transfer would move one rank's: "
-        "use pools.aggregated",
+        "{pools: {decode: {nodes: 1, tensor_parallel: 2}}, model: {device: 'cuda:0'}, transfer: {connector: nccl}}",
+        "FILE: pools.decode.tensor_parallel is 2, and each rank keeps its KV on a GPU of its own, which transfer.connector nccl does not "
+        "hand over: take nixl",
+    ),
+    (
+        "{pools: {decode: {nodes: 1, tensor_parallel: 2}}, model: {device: 'cuda:0'}, transfer: {options: {staging: host}}}",
+        "FILE: pools.decode.tensor_parallel is 2, and each rank keeps its KV on a GPU of its own, but transfer.options.staging is host, "
+        "which copies one GPU's: set it to none",
     ),
     (
         "pools: {aggregated: {nodes: 1, tensor_parallel: 4, resources: {GPU: 1}}}",

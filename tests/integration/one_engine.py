@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
 from tandem.engine.request import Request
@@ -20,8 +22,10 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, TransferStats
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
+from tandem.node.ranks.supervisor import Ranks, shares_of
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
+from tandem.wire.logs import LogsConfig
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers, KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
@@ -38,6 +42,7 @@ class OneEngine:
     address: PeerAddress | None
     tier: PeerAddress | None = None  # where others ask for what its tier has
     ranks: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    supervised: Ranks | None = None
 
     @classmethod
     def start(
@@ -59,10 +64,12 @@ class OneEngine:
         draft: Path | str = "",
         width: int = 1,
         stages: int = 1,
+        apart: bool = False,
+        processes: bool = False,
         hidden_states: Path | str = "",
     ) -> OneEngine:
         """`shares`: its tier in host memory reads those of others, and mirrors. `width`: ranks, which are threads here, in so many
-        `stages`."""
+        `stages`; `apart`: each keeps the KV of its heads in memory of its own; `processes`: they are those of a node."""
         woken, epoch = threading.Event(), next(epochs)
         cache = CacheConfig(
             block_size=block_size,
@@ -82,9 +89,29 @@ class OneEngine:
             hidden_states_folder=str(hidden_states),
         )
         ranks = contextlib.ExitStack()
-        runner = ranks.enter_context(
-            ranks_here(width, lambda shard: load_runner(config, cache, scheduler, shard=shard), stages)
-        )
+        lines: list[socket.socket] = []
+        supervised = None
+        if processes:
+            supervised = Ranks(
+                name,
+                width,
+                EngineConfig(config, cache, scheduler),
+                shares_of([], 1, width),
+                LogsConfig(),
+                stages=stages,
+                apart=apart,
+                silence_s=2.0,
+                lost=lambda _: woken.set(),
+            )
+            ranks.callback(supervised.stop)
+            runner = load_runner(config, cache, scheduler, shard=supervised.start())
+            supervised.await_ready()
+            lines = supervised.transfer_lines
+        else:
+            load = functools.partial(load_runner, config, cache, scheduler)
+            runner = ranks.enter_context(
+                ranks_here(width, lambda shard: load(shard=shard), stages, lines if apart else None)
+            )
         info = runner.info
         scheduler_half, worker_half = None, None
         if transfer is not None:
@@ -100,6 +127,7 @@ class OneEngine:
                 groups=info.groups,
                 remote=shares,
                 mirror=shares,
+                rank_lines=lines,
             )
             scheduler_half, worker_half = create_connector(context)
         made = Scheduler(
@@ -115,6 +143,7 @@ class OneEngine:
         address = PeerAddress(name, epoch, worker_half.peer_endpoint) if worker_half is not None else None
         ahead = scheduler.plans_ahead(info.device)
         engine = cls(Engine(made, runner, worker_half, ahead=ahead), woken, address, ranks=ranks)
+        engine.supervised = supervised
         if worker_half is not None and worker_half.tier_endpoint:
             engine.tier = PeerAddress(name, epoch, worker_half.tier_endpoint)
         return engine

@@ -43,13 +43,13 @@ def engine_of(path: Path) -> EngineConfig:
 class WideNode:
     """As much of a node as its ranks need."""
 
-    def __init__(self, path: Path, width: int = WIDTH, stages: int = 1) -> None:
+    def __init__(self, path: Path, width: int = WIDTH, stages: int = 1, *, apart: bool = False) -> None:
         engine = engine_of(path)
         self.lost = threading.Event()
         self.why: list[str] = []
         self.said: list[str] = []  # of other ranks' loads
         self.ranks = Ranks(
-            "wide", width, engine, shares_of([], 1, width), LogsConfig(), stages=stages, silence_s=2.0, lost=self._lost,
+            "wide", width, engine, shares_of([], 1, width), LogsConfig(), stages=stages, apart=apart, silence_s=2.0, lost=self._lost,
             report=lambda what, share: self.said.append(what),
         )  # fmt: skip
         shard = self.ranks.start()
@@ -62,8 +62,8 @@ class WideNode:
 
 
 @contextlib.contextmanager
-def wide_node(path: Path, width: int = WIDTH, stages: int = 1) -> Iterator[WideNode]:
-    node = WideNode(path, width, stages)
+def wide_node(path: Path, width: int = WIDTH, stages: int = 1, *, apart: bool = False) -> Iterator[WideNode]:
+    node = WideNode(path, width, stages, apart=apart)
     try:
         yield node
     finally:
@@ -78,13 +78,15 @@ def is_there(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("width", "stages"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("width", "stages", "apart"), [(2, 1, False), (2, 1, True), (2, 2, False), (4, 2, False)]
+)
 def test_processes_say_what_one_says_and_end_when_they_are_stopped(
-    tiny_llama: Path, width: int, stages: int
+    tiny_llama: Path, width: int, stages: int, apart: bool
 ) -> None:
     prompt = [7, 3, 5] * 7
     (answer,) = tiny.reference(tiny_llama, [prompt], 8)
-    with wide_node(tiny_llama, width, stages) as node:
+    with wide_node(tiny_llama, width, stages, apart=apart) as node:
         assert any(said.startswith("rank 1: ") for said in node.said), "its load is progress of the node's"
         driver = Driver(node.runner)
         driver.add("r", prompt)

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +16,8 @@ import pytest
 
 from tandem.engine.config import SchedulerConfig
 from tandem.kvtransfer.config import TierConfig, TransferConfig
+from tandem.wire.errors import NodeLost
+from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.engine.model import tiny
 from tests.integration.one_engine import OneEngine, hand_over
 
@@ -24,7 +29,14 @@ Width = int | tuple[int, int]
 
 
 def start(
-    model: Path, name: str, width: Width, block_size: int = 4, transfer: TransferConfig | None = None
+    model: Path,
+    name: str,
+    width: Width,
+    block_size: int = 4,
+    transfer: TransferConfig | None = None,
+    *,
+    apart: bool = False,
+    processes: bool = False,
 ) -> OneEngine:
     return OneEngine.start(
         model,
@@ -36,6 +48,8 @@ def start(
         prefix_caching=transfer is not None,
         width=width if isinstance(width, int) else width[0],
         stages=1 if isinstance(width, int) else width[1],
+        apart=apart,
+        processes=processes,
     )
 
 
@@ -63,12 +77,16 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 @contextlib.contextmanager
 def pair(
-    model: Path, widths: tuple[Width, Width], blocks: tuple[int, int], transfer: TransferConfig
+    model: Path,
+    widths: tuple[Width, Width],
+    blocks: tuple[int, int],
+    transfer: TransferConfig,
+    apart: tuple[bool, bool] = (False, False),
 ) -> Iterator[tuple[OneEngine, OneEngine]]:
     with contextlib.ExitStack() as both:
         engines = []
-        for name, width, block_size in zip("pc", widths, blocks, strict=True):
-            engines.append(start(model, name, width, block_size, transfer))
+        for name, width, block_size, alone in zip("pc", widths, blocks, apart, strict=True):
+            engines.append(start(model, name, width, block_size, transfer, apart=alone))
             both.callback(engines[-1].close)
         yield engines[0], engines[1]
 
@@ -114,6 +132,43 @@ def test_the_tokens_are_those_of_generate(
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
 
 
+# The same with caches apart, as GPUs have them: on either side, on both, and beside ranks that keep one cache.
+APART: list[tuple[str, tuple[int, int], tuple[bool, bool], str, tuple[int, int]]] = [
+    ("llama", (1, 2), (False, True), "push", (4, 4)),
+    ("llama", (2, 1), (True, False), "push", (4, 8)),
+    ("llama", (2, 2), (True, True), "push", (4, 4)),
+    ("llama", (2, 2), (True, True), "pull", (4, 4)),
+    ("llama", (2, 4), (True, True), "push", (8, 4)),
+    ("llama", (4, 2), (True, True), "pull", (4, 8)),
+    ("llama", (2, 2), (True, False), "pull", (4, 4)),
+    ("llama", (4, 2), (False, True), "push", (4, 4)),
+    ("gemma3", (2, 2), (True, True), "push", (4, 4)),
+    ("gemma3", (1, 4), (False, True), "pull", (4, 4)),
+    ("phi3", (2, 2), (True, True), "push", (4, 4)),
+    ("mixtral", (2, 4), (True, True), "push", (4, 4)),
+]
+
+
+@pytest.mark.parametrize(("model", "widths", "apart", "direction", "blocks"), APART)
+def test_and_where_ranks_keep_their_heads_apart(
+    answers: Callable[[str], tuple[Path, list[list[int]]]],
+    model: str,
+    widths: tuple[int, int],
+    apart: tuple[bool, bool],
+    direction: str,
+    blocks: tuple[int, int],
+) -> None:
+    path, expected = answers(model)
+    config = TransferConfig(connector="nixl", direction=direction, checksums="all")
+    with pair(path, widths, blocks, config, apart) as (producer, consumer):
+        for index, (prompt, answer) in enumerate(zip(prompts(), expected, strict=True)):
+            assert hand_over(producer, consumer, f"r{index}", prompt, NEW_TOKENS) == answer, len(prompt)
+        stats = consumer.stats()
+        assert set(stats.outcomes) == {"received"}
+        assert stats.blocks_checked
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
+
+
 def test_a_tier_keeps_the_heads_of_all_ranks(
     answers: Callable[[str], tuple[Path, list[list[int]]]],
 ) -> None:
@@ -142,3 +197,72 @@ def test_a_tier_keeps_the_heads_of_all_ranks(
         assert computed < sum(map(len, documents)) * 2, "the tier brought nothing back"
     finally:
         engine.close()
+
+
+def run_on(engine: OneEngine, until: float) -> None:
+    while True:
+        engine.run("r", [], until)
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_processes_with_heads_apart_hand_over_and_end_with_their_node(
+    answers: Callable[[str], tuple[Path, list[list[int]]]], direction: str
+) -> None:
+    path, expected = answers("llama")
+    config = TransferConfig(connector="nixl", direction=direction, checksums="all")  # type: ignore[arg-type]
+    with contextlib.ExitStack() as both:
+        engines = []
+        for name, width in (("p", 2), ("c", 2)):
+            engine = start(path, name, width, 4, config, apart=True, processes=True)
+            both.callback(engine.close)
+            engines.append(engine)
+        producer, consumer = engines
+        for index in (1, 3, 6):
+            prompt = prompts()[index]
+            assert hand_over(producer, consumer, f"r{index}", prompt, NEW_TOKENS) == expected[index]
+        assert set(consumer.stats().outcomes) == {"received"}
+        pids = [pid for engine in engines if engine.supervised for pid in engine.supervised.pids]
+        assert len(pids) == 2
+        assert all(map(is_there, pids))
+    assert not any(map(is_there, pids))
+
+
+def test_a_node_that_loses_a_rank_with_heads_apart_ends_without_waiting(
+    answers: Callable[[str], tuple[Path, list[list[int]]]],
+) -> None:
+    """While what it was to send is on its way: the consumer reads the prompt itself."""
+    path, expected = answers("llama")
+    config = TransferConfig(connector="nixl", checksums="all", lease_s=2.0)
+    with contextlib.ExitStack() as both:
+        producer = start(path, "p", 2, 4, config, apart=True, processes=True)
+        both.callback(producer.close)
+        consumer = start(path, "c", 2, 4, config, apart=True)
+        both.callback(consumer.close)
+        prompt, answer = prompts()[-2], expected[-2]
+        assert hand_over(producer, consumer, "first", prompt, NEW_TOKENS) == answer
+        assert producer.address
+        assert consumer.address
+        assert producer.supervised is not None
+        other = [token + 1 for token in prompt]
+        (right,) = (found.tokens for found in tiny.reference(path, [other], NEW_TOKENS))
+        tokens: list[int] = []
+        until = time.monotonic() + 60.0
+        consumer.add("r", other, NEW_TOKENS, KVTransferParams("t", TransferRole.CONSUME, producer.address))
+        consumer.run("r", tokens, until)
+        producer.add("r", other, 1, KVTransferParams("t", TransferRole.PRODUCE, consumer.address))
+        producer.run("r", [], until)
+        (pid,) = producer.supervised.pids
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(NodeLost, match="rank 1 has ended"):
+            run_on(producer, until)
+        while not consumer.run("r", tokens, until):
+            pass
+        assert tokens == right
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed > 0

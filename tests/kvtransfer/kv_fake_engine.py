@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
 from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, Handoff, KVCacheMemory, TransferStats
@@ -96,21 +98,29 @@ class FakeEngine:
         tokens_before_heads: bool = False,
     ) -> None:
         self.block_size = block_size
-        if tokens_before_heads:  # another layout of the same
-            made = torch.zeros(num_blocks, SLOTS, 2, block_size, HEADS, DIM, dtype=dtype)
-            self.cache = made.permute(0, 1, 2, 4, 3, 5)
-        else:
-            self.cache = torch.zeros(num_blocks, SLOTS, 2, HEADS, block_size, DIM, dtype=dtype)
+        self.rank_lines: list[socket.socket] = []
+        self.make_cache(num_blocks, dtype, tokens_before_heads)
         self.free = list(range(1, num_blocks))
         self.requests: dict[str, FakeRequest] = {}
         self.quarantined: set[int] = set()
         self.reported: set[tuple[str, str]] = set()
         self._woken = threading.Event()
         self._preempt_next: set[str] = set()
-        self.scheduler_half, self.worker_half = find_connector(connector)(
-            ConnectorContext(node_id, epoch, "127.0.0.1", block_size, config, self._woken.set)
-        )
-        self.worker_half.register_kv_caches(KVCacheMemory(self.cache, "fake", SLOTS, 1, 1000))
+        context = ConnectorContext(node_id, epoch, "127.0.0.1", block_size, config, self._woken.set)
+        context = msgspec.structs.replace(context, rank_lines=self.rank_lines)
+        self.scheduler_half, self.worker_half = find_connector(connector)(context)
+        self.worker_half.register_kv_caches(self.memory())
+
+    def make_cache(self, num_blocks: int, dtype: torch.dtype, tokens_before_heads: bool) -> None:
+        block_size = self.block_size
+        if tokens_before_heads:  # another layout of the same
+            made = torch.zeros(num_blocks, SLOTS, 2, block_size, HEADS, DIM, dtype=dtype)
+            self.cache = made.permute(0, 1, 2, 4, 3, 5)
+        else:
+            self.cache = torch.zeros(num_blocks, SLOTS, 2, HEADS, block_size, DIM, dtype=dtype)
+
+    def memory(self) -> KVCacheMemory:
+        return KVCacheMemory(self.cache, "fake", SLOTS, 1, 1000)
 
     # ── what a test asks for ──
 
@@ -247,8 +257,11 @@ class FakeEngine:
         request.state = State.WAITING_FOR_KV  # not admitted before the step that announces it
         self.step()
         for block in taken:
-            self.cache[block].fill_(-1.0)
+            self.scribble(block)
         request.state = State.WAITING
+
+    def scribble(self, block: int) -> None:
+        self.cache[block].fill_(-1.0)
 
     def close(self) -> None:
         self.worker_half.shutdown()

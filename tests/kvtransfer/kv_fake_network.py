@@ -95,7 +95,9 @@ class FakeChecksums:
         self.memory = memory
         self.taken = 0
 
-    def of(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
+    def of(
+        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+    ) -> list[int]:
         self.taken += len(blocks)
         return [self._of(block, part, mapping.grain) for block, part in zip(blocks, parts, strict=True)]
 
@@ -142,6 +144,7 @@ class FakeTransport(Transport):
         self.ids = itertools.count(1)
         self.refuses = False
         self.ways = [0]  # to our memory; what takes another one lands nowhere
+        self.failed_writes_may_land = False
 
     def register(self, memory: object) -> CacheMemory:
         raise NotImplementedError
@@ -202,6 +205,10 @@ class FakeTransport(Transport):
         if move.state == "failed":
             raise TransferError("the move failed")
         return True
+
+    def may_still_write(self, remote: RemoteId) -> bool:
+        assert remote in self.remotes
+        return self.failed_writes_may_land
 
     def cancel(self, handle: HandleId) -> bool:
         if not self.world.moves_can_be_taken_back:

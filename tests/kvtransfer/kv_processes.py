@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -28,6 +29,7 @@ def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: 
     import torch
     from kv_fake_engine import BLOCK_SIZE, FakeEngine
     from kv_pulse import Pulse
+    from kv_wide_engine import WideFakeEngine
 
     pulse = Pulse()
 
@@ -37,7 +39,9 @@ def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: 
     block_size = config.pop("block_size", BLOCK_SIZE)
     tokens_before_heads = config.pop("tokens_before_heads", False)
     layer_s = config.pop("layer_s", 0.0)
-    engine = FakeEngine(
+    ranks = config.pop("ranks", 1)  # processes of their own, but for the first
+    kind: Any = FakeEngine if ranks == 1 else functools.partial(WideFakeEngine, ranks=ranks, processes=True)
+    engine: FakeEngine = kind(
         connector,
         node_id,
         epoch,

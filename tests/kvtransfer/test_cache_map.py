@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 
-from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.protocol.cache_map import AXES, GrainPlace, Mapping, PoolGeometry
-from tandem.kvtransfer.protocol.transport import Move, Operation
+from tandem.kvtransfer.protocol.transport import HeadAxes, Move, Operation
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.handoff import CacheMemory
+from tandem.wire.handoff import CacheMemory, CacheShard, ProcessIdentity
 
 NUM_BLOCKS = 7
 
@@ -136,3 +137,88 @@ def test_a_cache_with_gaps_is_refused_at_once() -> None:
     tensor = torch.zeros(4, 2, 2, 1, 4, 8)[:, :1]
     with pytest.raises(ConfigurationError, match="gaps"):
         geometry(tensor)
+
+
+NUM_HEADS = 4
+ME = ProcessIdentity("here", 1, 2, 3)
+
+
+def sharded_memory(tensor: torch.Tensor, *shards: tuple[int, int]) -> CacheMemory:
+    parts = [CacheShard(first, count, b"x", "DRAM", 0, 4096, ME) for first, count in shards]
+    return CacheMemory(b"", "DRAM", 0, 0, NUM_BLOCKS, geometry(tensor).memory.block_bytes, parts)
+
+
+def four_heads() -> torch.Tensor:
+    return pool({"slot": 3, "kv": 2, "head": NUM_HEADS, "dim": 4}, 8, list(AXES), torch.int32)
+
+
+def test_a_cache_in_shards_is_mapped_head_by_head_on_both_sides() -> None:
+    here = geometry(four_heads())
+    memory = sharded_memory(four_heads(), (0, 2), (2, 2))
+    in_shards = PoolGeometry.of(
+        KVCacheMemory(four_heads()[:, :, :, :2].contiguous(), "m", 3, 1, 1000, heads=HeadShare(0, 2, NUM_HEADS)),
+        memory,
+        "test/push",
+    )  # fmt: skip
+    assert in_shards.fingerprint == here.fingerprint
+    mappings = [
+        here.mapping_to(in_shards.fingerprint, memory),
+        in_shards.mapping_to(here.fingerprint, here.memory),
+    ]
+    for mapping in mappings:
+        assert isinstance(mapping, Mapping)
+        assert mapping.heads == HeadAxes(NUM_HEADS, 8 * 4 * 4, 8 * 4 * 4)
+        assert not mapping.is_identity
+        assert mapping.runs_per_grain == 3 * 2 * NUM_HEADS
+    plain = here.mapping_to(here.fingerprint, here.memory)
+    assert isinstance(plain, Mapping)
+    assert plain.heads is None
+    assert plain.is_identity
+
+
+@pytest.mark.parametrize(
+    ("shards", "changed", "why"),
+    [
+        ([(0, 2)], {}, "the other node's ranks keep 2 of 4 heads"),
+        ([(0, 2), (2, 3)], {}, "a rank of the other node keeps heads 2 to 5 of 4"),
+        ([(0, 4), (1, 0)], {}, "a rank of the other node keeps heads 1 to 1 of 4"),
+        ([(-1, 5)], {}, "a rank of the other node keeps heads -1 to 4 of 4"),
+        ([(0, 4)] * 65, {}, "in 65 shards"),
+        ([(0, 4)], {"base_address": 4096}, "lies at 0x1000, and in 1 shards"),
+        ([(0, 4)], {"memory_type": "VRAM"}, "keep their heads in VRAM and in DRAM"),
+        (
+            [],
+            {},
+            "the other cache cannot lie at 0x0 of device 0",
+        ),  # what a version that knows no shards reads
+    ],
+)
+def test_shards_that_cannot_be_are_refused(
+    shards: list[tuple[int, int]], changed: dict[str, object], why: str
+) -> None:
+    here = geometry(four_heads())
+    memory = msgspec.structs.replace(sharded_memory(four_heads(), *shards), **changed)
+    refused = here.mapping_to(here.fingerprint, memory)
+    assert isinstance(refused, str)
+    assert why in refused
+
+
+class EarlierMemory(msgspec.Struct, frozen=True):
+    """As a version before shards has it."""
+
+    agent_metadata: bytes
+    memory_type: str
+    device_id: int
+    base_address: int
+    num_blocks: int
+    block_bytes: int
+
+
+def test_a_version_that_knows_no_shards_reads_a_cache_that_cannot_be() -> None:
+    sent = msgspec.msgpack.encode(sharded_memory(four_heads(), (0, 2), (2, 2)))
+    read = msgspec.msgpack.decode(sent, type=EarlierMemory)
+    assert read.base_address == 0
+    assert read.agent_metadata == b""
+    # And what an earlier version sends is a cache in one piece.
+    earlier = EarlierMemory(b"x", "DRAM", 0, 4096, NUM_BLOCKS, 64)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(earlier), type=CacheMemory).shards == []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
 
-from tandem.kvtransfer.base import KVCacheMemory
+from tandem.engine.model.wide.shard import heads_of_rank
+from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.config import ChecksumPolicy
-from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
+from tandem.kvtransfer.protocol.cache_map import BlockLayout, Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.checksums import CacheChecksums, ChecksumSample, every_of, pack, unpack
+from tandem.kvtransfer.protocol.shards import HeadRange, givers_of
 from tandem.wire.handoff import CacheMemory
 
 BLOCKS, SLOTS, HEADS, DIM = 8, 3, 2, 8
@@ -90,6 +94,68 @@ def test_any_flipped_bit_and_any_swap_is_found(device: str) -> None:
     assert here.sums.of([1], [0], mapping) == [right]
     here.tensor[1, 0], here.tensor[1, 1] = here.tensor[1, 1].clone(), here.tensor[1, 0].clone()
     assert here.sums.of([1], [0], mapping) != [right]
+
+
+def in_shards(tensor: torch.Tensor, ranks: int) -> list[KVCacheMemory]:
+    """What each of so many ranks keeps of a cache."""
+    kept = [heads_of_rank(HEADS, rank, ranks) for rank in range(ranks)]
+    return [
+        KVCacheMemory(
+            tensor[:, :, :, part.start : part.stop].contiguous(), "m", SLOTS, 1, 1000,
+            heads=HeadShare(part.start, len(part), HEADS),
+        )
+        for part in kept
+    ]  # fmt: skip
+
+
+def sums_of(ranks: list[KVCacheMemory], mapping: Mapping, blocks: list[int], *, arrived: bool) -> list[int]:
+    """As rank 0 takes them, which asks the others."""
+    parts = [0] * len(blocks)
+    others = [CacheChecksums(rank) for rank in ranks[1:]]
+
+    def elsewhere(blocks: Any, parts: Any, grain: int, on_device: bool) -> Any:
+        return lambda: [one.of_heads(blocks, parts, grain, on_device=on_device) for one in others]
+
+    return CacheChecksums(ranks[0], elsewhere).of(blocks, parts, mapping, arrived=arrived)
+
+
+def mapping_by_head(on_device: bool) -> Mapping:
+    here = Cache()
+    layout = BlockLayout.of(here.geometry.fingerprint, here.memory)
+    assert isinstance(layout, BlockLayout)
+    mapping = Mapping.between(layout, layout, on_device=on_device, by_head=True)
+    assert isinstance(mapping, Mapping)
+    return mapping
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_nodes_of_all_widths_find_the_same(on_device: bool) -> None:
+    here = Cache()
+    here.fill(some_tokens(16), 1)
+    mapping, blocks = mapping_by_head(on_device), [1, 2, 3, 4]
+    found = {
+        tuple(sums_of(in_shards(here.tensor, ranks), mapping, blocks, arrived=arrived))
+        for ranks in (1, 2, 4)
+        for arrived in (False, True)
+    }
+    found.add(tuple(here.sums.of(blocks, [0] * 4, mapping, arrived=True)))
+    assert len(found) == 1
+    assert len(set(*found)) == 4
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_every_copy_of_a_head_that_arrived_is_looked_at(on_device: bool) -> None:
+    """Of what is sent only the copy that is given away counts: others may differ in rounding."""
+    here = Cache()
+    here.fill(some_tokens(4), 1)
+    mapping = mapping_by_head(on_device)
+    right = here.sums.of([1], [0], mapping)
+    givers = givers_of([HeadRange(0, 1), HeadRange(0, 1), HeadRange(1, 1), HeadRange(1, 1)])
+    for spoiled in range(4):
+        ranks = in_shards(here.tensor, 4)
+        ranks[spoiled].tensor[1].view(-1).view(torch.uint8)[9] ^= 4
+        assert sums_of(ranks, mapping, [1], arrived=True) != right
+        assert (sums_of(ranks, mapping, [1], arrived=False) != right) == (spoiled in givers)
 
 
 def test_a_sample_is_the_same_for_both_sides_however_it_is_asked_for() -> None:

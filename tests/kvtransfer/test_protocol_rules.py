@@ -22,6 +22,7 @@ from tandem.kvtransfer.protocol.commands import (
 )
 from tandem.kvtransfer.protocol.identity import token_hash
 from tandem.kvtransfer.protocol.transport import Direction
+from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (
     CancelTransfer,
     Envelope,
@@ -1154,6 +1155,53 @@ def test_a_failed_write_ends_what_went_the_same_way_and_the_next_transfer_connec
     push.producer.finish_send(send)
     push.world.settle(0.5)
     assert second.finished
+    assert push.nothing_is_left()
+
+
+def test_a_failed_write_that_may_still_land_is_not_called_over(push: Pair) -> None:
+    """The consumer is told at once that there is nothing to wait for, and keeps the blocks."""
+    push.world.ways_can_be_closed = False
+    receive, send = in_flight_write(push)
+    push.producer.transport.failed_writes_may_land = True
+    push.world.complete(push.world.moves()[0], failed=True)
+    push.world.pump()
+    push.world.settle(SETTINGS.silent_s + 0.3)
+    assert receive.failed is not None
+    assert "the move failed" in receive.failed.reason
+    assert receive.failed.unsafe_blocks
+    assert push.outcomes()[1] == {"refused": 1}
+    push.producer.abandon_send(send)
+    push.world.settle(SETTINGS.lease_s)
+    assert not push.producer.endpoint.is_idle
+    assert len(push.consumer.free) < len(push.consumer.memory) - 1
+    push.producer.transport.failed_writes_may_land = False
+    push.world.settle(SETTINGS.renew_s + 0.3)
+    assert push.nothing_is_left()
+
+
+def test_what_could_not_be_summed_up_does_not_count_although_it_arrives(
+    push: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank has ended between its part of the write and its part of the checksum."""
+
+    def refuse(*_: object, **__: object) -> list[int]:
+        raise TransferError("rank 1 of this node has ended")
+
+    monkeypatch.setattr(push.producer.checksums, "of", refuse)
+    send = push.send()
+    push.producer.compute(send, len(TOKENS))
+    push.producer.finish_send(
+        send
+    )  # from here on its blocks stay as they are, so what arrives is there for good
+    receive = push.receive()
+    push.world.deliver_all()
+    push.world.pump()
+    push.world.complete(push.world.moves()[0])
+    push.world.settle(0.3)
+    assert receive.failed is not None
+    assert "rank 1 of this node has ended" in receive.failed.reason
+    assert receive.failed.valid_tokens == 0
+    assert push.outcomes()[0] == {"move_failed": 1}
     assert push.nothing_is_left()
 
 

@@ -28,6 +28,7 @@ from tandem.engine.model.source import ModelSource
 from tandem.engine.model.wide import plan
 from tandem.engine.model.wide.shard import Shard, heads_of_rank
 from tandem.engine.model.wide.stages import EmptyPart
+from tandem.kvtransfer.base import HeadShare
 from tandem.wire.errors import ConfigurationError, InternalError
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -173,6 +174,18 @@ def _keep_heads(name: str, model: PreTrainedModel, styles: dict[str, str], shard
                     rows = parameter[kept.start * dimension : kept.stop * dimension].clone()
                     module._parameters[part] = nn.Parameter(rows, requires_grad=False)
             attention.num_key_value_groups = text.num_attention_heads // shard.size
+
+
+def heads_kept(
+    name: str, model: PreTrainedModel, layers: Sequence[AttentionLayer], shard: Shard
+) -> HeadShare | None:
+    """Which heads this rank's own cache has, of each of the layers; None where layers differ in that, so that there is no one answer."""
+    try:
+        placed = place_heads(name, model, layers, shard)
+    except ConfigurationError:
+        return None
+    kept = {(layer.first_head, layer.num_kv_heads, layer.heads_in_cache) for layer in placed}
+    return HeadShare(*kept.pop()) if len(kept) == 1 else None
 
 
 def place_heads(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from tandem.engine.model.runner import memory_of
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.forward import follow
 from tandem.engine.model.wide.shard import Shard
+from tandem.kvtransfer.nixl.rank_thread import RankTransfers
 from tandem.node.ranks.group import GroupCollectives, group_of_stage
 
 CPU = torch.device("cpu")
@@ -40,13 +43,19 @@ class _Queues:
 
 
 @contextlib.contextmanager
-def ranks_here(width: int, load: Load, stages: int = 1) -> Iterator[TorchRunner]:
-    """Rank 0's runner; the others follow until the end. A width of 1 is a model that is whole. `width`: of all stages together."""
+def ranks_here(
+    width: int, load: Load, stages: int = 1, lines: list[socket.socket] | None = None
+) -> Iterator[TorchRunner]:
+    """Rank 0's runner; the others follow until the end. A width of 1 is a model that is whole. `width`: of all stages together. `lines`:
+    each rank keeps the KV of its heads apart, and these come to lead to what moves it at the others."""
     if width == 1:
         yield load(None)
         return
     lead = _Queues(width - 1)
     memory = os.memfd_create("kv")
+    apart = [socket.socketpair() for _ in range(width - 1)] if lines is not None else []
+    if lines is not None:
+        lines += [ours for ours, _ in apart]
     problems: list[Exception] = []
     with tempfile.TemporaryDirectory() as folder:
 
@@ -58,7 +67,7 @@ def ranks_here(width: int, load: Load, stages: int = 1) -> Iterator[TorchRunner]
                 width,
                 group,
                 lead if rank == 0 else None,
-                kv_memory=memory,
+                kv_memory=memory if lines is None else None,
                 stages=stages,
                 within_stage=within,
             )
@@ -66,7 +75,14 @@ def ranks_here(width: int, load: Load, stages: int = 1) -> Iterator[TorchRunner]
         def other(rank: int) -> None:
             try:
                 mine = shard(rank)
-                follow(load(mine).forward, lead.queues[rank - 1].get, mine, CPU)
+                runner = load(mine)
+                if apart:
+                    line = apart[rank - 1][1]
+                    transfers = RankTransfers(line, memory_of(runner), lambda: problems.append(EndOfRank()))
+                    transfers.start()
+                follow(runner.forward, lead.queues[rank - 1].get, mine, CPU)
+                if apart:
+                    transfers.stop(60)
             except EndOfRank:
                 pass
             except Exception as error:
@@ -83,4 +99,7 @@ def ranks_here(width: int, load: Load, stages: int = 1) -> Iterator[TorchRunner]
             for thread in threads:
                 thread.join(60)
             os.close(memory)
+            for pair in apart:
+                for line in pair:
+                    line.close()
     assert not problems

@@ -1,0 +1,351 @@
+"""NIXL between nodes whose ranks keep their heads in memory of their own, and any others.
+
+The protocol above knows one pool, whose blocks have all heads. Here each move of it becomes moves between shards (`protocol.shards`):
+this rank makes its own, the other ranks are told theirs (`rank_lines`), and the move is done when all of them are. One that fails fails
+the move, but not before the others are over: until then they touch memory.
+
+Between two caches in one piece everything goes straight to NIXL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.nixl.rank_lines import (
+    CacheOpened,
+    CloseCache,
+    CloseEarlierWays,
+    ConnectPeer,
+    Done,
+    ForgetPeer,
+    HeadsSummed,
+    OpenCache,
+    OpenWay,
+    RankLine,
+    SumUp,
+    WayOpened,
+)
+from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.protocol.cache_map import layout_of
+from tandem.kvtransfer.protocol.identity import this_process
+from tandem.kvtransfer.protocol.shards import ShardedPool, pairs_between, split
+from tandem.kvtransfer.protocol.transport import (
+    HandleId,
+    HeadSums,
+    Move,
+    Operation,
+    RemoteId,
+    Transport,
+)
+from tandem.wire.errors import ConfigurationError, InternalError, TransferError
+from tandem.wire.handoff import CacheMemory, CacheShard, ProcessIdentity
+
+_OPEN_S = 120.0  # to register a cache, which may lock all its pages
+_ANSWER_S = 5.0  # longer than the node's supervisor lets a rank be silent
+_CLOSE_S = 2.0
+
+_OWN = 0  # this rank's shard
+
+
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    """By the peer's shard, and for other ranks by ours too: under which number each knows it."""
+
+    ours: ShardedPool | None = None  # None: neither side is in shards
+    theirs: ShardedPool | None = None
+    own: dict[int, RemoteId] = dataclasses.field(default_factory=dict)
+    elsewhere: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    # Ranks whose writes failed, which are not known to have stopped; and what they were asked to that end.
+    failed: set[int] = dataclasses.field(default_factory=set)
+    asked: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+
+    def take(self, rank: int) -> list[int]:
+        """The numbers under which this rank knows it, which is not asked for anything else any more."""
+        mine = [pair for pair in self.elsewhere if pair[0] == rank]
+        return [self.elsewhere.pop(pair) for pair in mine]
+
+
+@dataclasses.dataclass(slots=True)
+class _MoveInParts:
+    peer: _Peer
+    writes: bool
+    own: list[HandleId]
+    elsewhere: list[tuple[int, int]]  # the rank, and the number that it knows the part by
+    problem: str = ""
+
+
+class ShardedTransport(Transport):
+    name = "nixl"
+
+    def __init__(self, own: NixlTransport, lines: Sequence[socket.socket] = ()) -> None:
+        """`lines`: to the other ranks, in order, where each keeps its heads apart."""
+        self._own = own
+        self._lines = {rank: RankLine(rank, line) for rank, line in enumerate(lines, start=_OWN + 1)}
+        self._mine: CacheMemory | None = None
+        self._num_heads = 0
+        self._peers: dict[RemoteId, _Peer] = {}
+        self._moves: dict[HandleId, _MoveInParts] = {}
+        self._numbers = itertools.count()
+        self._closed = False
+
+    # ── memory ──
+
+    def register(self, memory: KVCacheMemory) -> CacheMemory:
+        agent = self._own.agent
+        asked = {
+            rank: line.ask(OpenCache, name=f"{agent.name}-rank{rank}", host=agent.host, options=agent.options)
+            for rank, line in self._lines.items()
+        }
+        described = self._own.register(memory)
+        self._num_heads = memory.all_heads
+        if memory.heads is not None:
+            described = self._in_shards(memory, described, asked)
+        elif asked:
+            raise InternalError("other ranks keep heads, and this one keeps all")
+        self._mine = described
+        return described
+
+    def _in_shards(self, memory: KVCacheMemory, own: CacheMemory, asked: dict[int, int]) -> CacheMemory:
+        heads = memory.heads
+        if heads is None:
+            raise InternalError("a cache in one piece has no shards")
+        until = time.monotonic() + _OPEN_S
+        shards = [
+            CacheShard(
+                first_head=heads.first,
+                num_heads=heads.count,
+                agent_metadata=own.agent_metadata,
+                memory_type=own.memory_type,
+                device_id=own.device_id,
+                base_address=own.base_address,
+                process=this_process(),
+            )
+        ]
+        per_head, layout = memory.block_bytes // heads.count, layout_of(memory)
+        for rank, line in self._lines.items():
+            opened = line.answer(asked[rank], CacheOpened, until)
+            theirs = (opened.num_blocks, opened.block_bytes, opened.total_heads, opened.layout)
+            if theirs != (memory.num_blocks, per_head * opened.shard.num_heads, heads.total, layout):
+                raise ConfigurationError(
+                    f"rank {rank} keeps a KV cache of another kind than rank 0: {theirs[0]} blocks of {theirs[1]} bytes, laid out "
+                    f"{theirs[3]}, beside {memory.num_blocks} of {memory.block_bytes}, laid out {layout}"
+                )
+            shards.append(opened.shard)
+        return CacheMemory(
+            agent_metadata=b"",
+            memory_type=own.memory_type,
+            device_id=0,
+            base_address=0,
+            num_blocks=memory.num_blocks,
+            block_bytes=per_head * heads.total,
+            shards=shards,
+        )
+
+    # ── peers ──
+
+    def connect(self, memory: CacheMemory) -> RemoteId:
+        """Where another rank cannot reach the peer, the first move fails: it is not waited for."""
+        mine = self._mine
+        if mine is None:
+            raise InternalError("a connection before the KV cache was registered")
+        remote, peer = RemoteId(next(self._numbers)), _Peer()
+        if not mine.shards and not memory.shards:
+            peer.own[0] = self._own.connect(memory)
+        else:
+            peer.ours = ShardedPool.of(mine, self._num_heads)
+            peer.theirs = ShardedPool.of(memory, self._num_heads)
+            pairs = pairs_between(peer.ours, peer.theirs)
+            try:
+                for theirs in sorted({theirs for ours, theirs in pairs if ours == _OWN}):
+                    peer.own[theirs] = self._own.connect(_shard_of(memory, theirs, self._num_heads))
+            except TransferError:
+                for connected in peer.own.values():
+                    self._own.disconnect(connected)
+                raise
+            for ours, theirs in pairs:
+                if ours != _OWN:
+                    number = peer.elsewhere[ours, theirs] = next(self._numbers)
+                    self._lines[ours].tell(ConnectPeer(number, _shard_of(memory, theirs, self._num_heads)))
+        self._peers[remote] = peer
+        return remote
+
+    def may_still_write(self, remote: RemoteId) -> bool:
+        """What a rank had sent that has ended may arrive at any time: the peer must find out for itself."""
+        return bool(self._peers[remote].failed)
+
+    def stop_writing(self, remote: RemoteId) -> None:
+        """A rank that lives says when it has forgotten the peer."""
+        peer = self._peers[remote]
+        for rank in sorted(peer.failed):
+            line = self._lines[rank]
+            if rank not in peer.asked:
+                peer.asked[rank] = [line.ask(ForgetPeer, remote=number) for number in peer.take(rank)]
+            line.hear()
+            if all(map(line.has_answered, peer.asked[rank])):
+                for number in peer.asked.pop(rank):
+                    line.forget(number)
+                peer.failed.discard(rank)
+
+    def disconnect(self, remote: RemoteId) -> None:
+        peer = self._peers.pop(remote)
+        for connected in peer.own.values():
+            self._own.disconnect(connected)
+        for (rank, _), number in peer.elsewhere.items():
+            line = self._lines[rank]
+            line.forget(line.ask(ForgetPeer, remote=number))
+
+    # ── moves ──
+
+    def post(self, remote: RemoteId, move: Move) -> HandleId:
+        peer = self._peers[remote]
+        writes = move.operation is Operation.WRITE
+        parts = _MoveInParts(peer, writes, [], [])
+        if peer.ours is None or peer.theirs is None:
+            parts.own.append(self._own.post(peer.own[0], move))
+        else:
+            in_shards = split(move, peer.ours, peer.theirs)
+            for part in in_shards:
+                line = self._lines.get(part.ours)
+                if line is not None and line.has_ended():
+                    raise TransferError(line.ended)
+            for part in in_shards:
+                if part.ours != _OWN:
+                    ours, theirs = (
+                        units.astype("<i8").tobytes() for units in (part.move.local, part.move.remote)
+                    )
+                    number = self._lines[part.ours].post(
+                        peer.elsewhere[part.ours, part.theirs],
+                        move.operation.value,
+                        part.move.unit_bytes,
+                        ours,
+                        theirs,
+                    )
+                    parts.elsewhere.append((part.ours, number))
+            try:
+                for part in in_shards:
+                    if part.ours == _OWN:
+                        parts.own.append(self._own.post(peer.own[part.theirs], part.move))
+            except TransferError as error:
+                # The other parts are in flight: it fails when they are over.
+                parts.problem = str(error)
+        handle = HandleId(next(self._numbers))
+        self._moves[handle] = parts
+        return handle
+
+    def is_done(self, handle: HandleId) -> bool:
+        parts = self._moves[handle]
+        for own in list(parts.own):
+            try:
+                if not self._own.is_done(own):
+                    continue
+            except TransferError as error:
+                parts.problem = parts.problem or str(error)
+            parts.own.remove(own)
+        for rank, number in list(parts.elsewhere):
+            line = self._lines[rank]
+            line.hear()
+            problem = line.outcome(number)
+            if problem is None:
+                continue
+            parts.elsewhere.remove((rank, number))
+            if problem:
+                parts.problem = parts.problem or problem
+                if parts.writes:
+                    parts.peer.failed.add(rank)
+        if parts.own or parts.elsewhere:
+            return False
+        del self._moves[handle]
+        if parts.problem:
+            raise TransferError(parts.problem)
+        return True
+
+    # ── checksums ──
+
+    def sums_elsewhere(
+        self, blocks: Sequence[int], parts: Sequence[int], grain: int, on_device: bool
+    ) -> Callable[[], list[HeadSums]]:
+        asked = [
+            (line, line.ask(SumUp, blocks=list(blocks), parts=list(parts), grain=grain, on_device=on_device))
+            for line in self._lines.values()
+        ]
+
+        def wait() -> list[HeadSums]:
+            until = time.monotonic() + _ANSWER_S
+            found = []
+            for line, number in asked:
+                summed = line.answer(number, HeadsSummed, until)
+                sums = np.frombuffer(summed.sums, dtype="<u8").astype(np.uint64).reshape(len(blocks), -1)
+                found.append(HeadSums(summed.first_head, sums))
+            return found
+
+        return wait
+
+    # ── ways ──
+
+    def reopen(self) -> CacheMemory | None:
+        asked = {rank: line.ask(OpenWay) for rank, line in self._lines.items()}
+        described = self._own.reopen()
+        mine = self._mine
+        if described is None or mine is None or not mine.shards:
+            return described
+        until = time.monotonic() + _ANSWER_S
+        metadata = [described.agent_metadata]
+        metadata += [
+            line.answer(asked[rank], WayOpened, until).agent_metadata for rank, line in self._lines.items()
+        ]
+        shards = [
+            msgspec.structs.replace(shard, agent_metadata=new)
+            for shard, new in zip(mine.shards, metadata, strict=True)
+        ]
+        return msgspec.structs.replace(mine, shards=shards)
+
+    def close_earlier(self) -> bool:
+        asked = [(line, line.ask(CloseEarlierWays)) for line in self._lines.values()]
+        closed = self._own.close_earlier()
+        until = time.monotonic() + _ANSWER_S
+        try:
+            answers = [line.answer(number, Done, until).yes for line, number in asked]
+        except TransferError:
+            return False
+        return closed and all(answers)
+
+    def shuts_out(self, peer: ProcessIdentity) -> bool:
+        return self._own.shuts_out(peer)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        asked = [(line, line.ask(CloseCache)) for line in self._lines.values()]
+        try:
+            self._own.close()
+        finally:
+            until = time.monotonic() + _CLOSE_S
+            for line, number in asked:
+                with contextlib.suppress(TransferError):  # the node's supervisor ends it
+                    line.answer(number, Done, until)
+                line.close()
+
+
+def _shard_of(memory: CacheMemory, number: int, num_heads: int) -> CacheMemory:
+    """As a cache of its own."""
+    if not memory.shards:
+        return memory
+    shard = memory.shards[number]
+    return CacheMemory(
+        agent_metadata=shard.agent_metadata,
+        memory_type=shard.memory_type,
+        device_id=shard.device_id,
+        base_address=shard.base_address,
+        num_blocks=memory.num_blocks,
+        block_bytes=memory.block_bytes // num_heads * shard.num_heads,
+    )

@@ -1,0 +1,142 @@
+"""The engine in miniature as a node of several ranks, each with memory of its own heads. Rank 0 is the engine's process; the others are threads
+of it, or processes as a node's are, whose memory the engine maps as well, so that a test can look into it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from kv_fake_engine import DIM, HEADS, SLOTS, FakeEngine, FakeRequest, State, kv_of
+
+from tandem.engine.model.wide.shard import heads_of_rank
+from tandem.kvtransfer.base import HeadShare, KVCacheMemory
+from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+
+PATIENCE_S = 20.0
+
+
+def mapped(descriptor: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    size = dtype.itemsize
+    for axis in shape:
+        size *= axis
+    os.ftruncate(descriptor, size)
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=dtype).view(shape)
+
+
+class WideFakeEngine(FakeEngine):
+    def __init__(self, *args: Any, ranks: int, processes: bool = False, **kwargs: Any) -> None:
+        self._num_ranks, self._processes = ranks, processes
+        self.shares: list[HeadShare] = []
+        self.caches: list[torch.Tensor] = []  # by rank
+        self.threads: list[RankTransfers] = []
+        self.others: list[subprocess.Popen[bytes]] = []
+        self.died: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def make_cache(self, num_blocks: int, dtype: torch.dtype, tokens_before_heads: bool) -> None:
+        assert not tokens_before_heads
+        for rank in range(self._num_ranks):
+            kept = heads_of_rank(HEADS, rank, self._num_ranks)
+            share = HeadShare(kept.start, len(kept), HEADS)
+            shape = (num_blocks, SLOTS, 2, share.count, self.block_size, DIM)
+            memory = os.memfd_create("kv-of-rank")
+            self.shares.append(share)
+            self.caches.append(mapped(memory, shape, dtype))
+            if rank:
+                self._begin(rank, share, memory, shape)
+            os.close(memory)
+        self.cache = self.caches[0]
+
+    def _begin(self, rank: int, share: HeadShare, memory: int, shape: tuple[int, ...]) -> None:
+        ours, theirs = socket.socketpair()
+        self.rank_lines.append(ours)
+        if not self._processes:
+            cache = KVCacheMemory(self.caches[rank], "fake", SLOTS, 1, 1000, heads=share)
+            thread = RankTransfers(theirs, cache, lambda: self.died.append(rank))
+            thread.start()
+            self.threads.append(thread)
+            return
+        numbers = (theirs.fileno(), memory, share.first, share.count, share.total, *shape)
+        self.others.append(
+            subprocess.Popen(
+                [sys.executable, __file__, *map(str, numbers)],
+                pass_fds=[theirs.fileno(), memory],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])},
+            )
+        )  # fmt: skip
+        theirs.close()
+
+    def memory(self) -> KVCacheMemory:
+        return KVCacheMemory(self.cache, "fake", SLOTS, 1, 1000, heads=self.shares[0])
+
+    def kill_rank(self, rank: int) -> None:
+        self.others[rank - 1].kill()
+        self.others[rank - 1].wait(PATIENCE_S)
+
+    def rank_pid(self, rank: int) -> int:
+        return self.others[rank - 1].pid
+
+    def stop_rank(self, rank: int) -> None:
+        os.kill(self.others[rank - 1].pid, signal.SIGSTOP)
+
+    def resume_rank(self, rank: int) -> None:
+        os.kill(self.others[rank - 1].pid, signal.SIGCONT)
+
+    def scribble(self, block: int) -> None:
+        for cache in self.caches:
+            cache[block].fill_(-1.0)
+
+    def kv_is_right(self, request_id: str) -> bool:
+        request = self.requests[request_id]
+        end = request.valid_tokens if request.state is State.FAILED else request.num_prompt_tokens
+        expected = kv_of(request.all_token_ids[:end])
+        for share, cache in zip(self.shares, self.caches, strict=True):
+            kept = slice(share.first, share.first + share.count)
+            for position in range(end):
+                block, behind = divmod(position, self.block_size)
+                found = cache[request.blocks[block], :, :, :, behind, :]
+                if not torch.equal(found, expected[:, :, kept, position].to(cache.dtype)):
+                    return False
+        return True
+
+    def _write(self, request: FakeRequest, positions: range, layers: range) -> None:
+        values = kv_of(request.all_token_ids)
+        for share, cache in zip(self.shares, self.caches, strict=True):
+            kept = slice(share.first, share.first + share.count)
+            for position in positions:
+                block, behind = divmod(position, self.block_size)
+                for layer in layers:
+                    cache[request.blocks[block], layer, :, :, behind, :] = values[layer, :, kept, position]
+
+    def close(self) -> None:
+        super().close()
+        for thread in self.threads:
+            thread.join(PATIENCE_S)
+        for process in self.others:
+            process.wait(PATIENCE_S)
+        assert not self.died
+
+
+def main() -> None:
+    line, memory, first, count, total, *shape = map(int, sys.argv[1:])
+    torch.set_num_threads(1)
+    cache = mapped(memory, tuple(shape), torch.float32)
+    share = HeadShare(first, count, total)
+    transfers = RankTransfers(
+        socket.socket(fileno=line),
+        KVCacheMemory(cache, "fake", SLOTS, 1, 1000, heads=share),
+        lambda: os._exit(1),
+    )
+    transfers.start()
+    transfers.join(3600.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Nodes whose ranks keep their heads apart hand over to nodes of any width, over NIXL itself."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from kv_fake_engine import FakeEngine, consume, first_token_of, produce
+from kv_wide_engine import WideFakeEngine
+
+from tandem.kvtransfer.base import Handoff
+from tandem.kvtransfer.config import TransferConfig
+from tandem.wire.errors import TransferError
+from tandem.wire.nodes import PeerAddress
+from tests.waiting import until
+
+LEASE_S = 2.0
+epochs = itertools.count(5000)
+
+
+class Pair:
+    def __init__(self, config: TransferConfig, producer: dict[str, Any], consumer: dict[str, Any]) -> None:
+        self.ids = (next(epochs), next(epochs))
+        self.producer = self._start("p", self.ids[0], config, **producer)
+        self.consumer = self._start("c", self.ids[1], config, **consumer)
+
+    @staticmethod
+    def _start(name: str, epoch: int, config: TransferConfig, ranks: int = 1, **options: Any) -> FakeEngine:
+        kind: Any = FakeEngine if ranks == 1 else WideFakeEngine
+        wide = {} if ranks == 1 else {"ranks": ranks}
+        engine: FakeEngine = kind("nixl", name, epoch, config, **wide, **options)
+        return engine
+
+    def add(self, name: str, tokens: list[int], chunk: int = 1 << 30, cached: int = 0) -> None:
+        self.consumer.add(
+            name,
+            tokens,
+            consume(f"t-{name}", PeerAddress("p", self.ids[0], self.producer.endpoint())),
+            cached_tokens=cached,
+        )
+        self.producer.add(
+            name,
+            tokens,
+            produce(f"t-{name}", PeerAddress("c", self.ids[1], self.consumer.endpoint())),
+            chunk,
+        )
+        self.consumer.step()
+
+    def hand_over(self, name: str, tokens: list[int], chunk: int = 1 << 30, cached: int = 0) -> None:
+        self.add(name, tokens, chunk, cached)
+        produced = threading.Thread(target=self.producer.run_until, args=(name, ["freed"]))
+        produced.start()
+        assert self.consumer.run_until(name, ["loaded", "failed"]) == "loaded", self.consumer.failure(name)
+        produced.join()
+        assert self.consumer.handoff(name) == Handoff(first_token_of(tokens), len(tokens))
+        assert self.consumer.kv_is_right(name)
+        self.consumer.finish(name)
+
+    def close(self) -> None:
+        self.producer.close()
+        self.consumer.close()
+
+
+@contextlib.contextmanager
+def started(
+    direction: str,
+    producer: dict[str, Any],
+    consumer: dict[str, Any],
+    *,
+    checksums: str = "all",
+    **options: str,
+) -> Iterator[Pair]:
+    config = TransferConfig(
+        direction=direction,  # type: ignore[arg-type]
+        lease_s=LEASE_S,
+        timeout_s=15.0,
+        checksums=checksums,  # type: ignore[arg-type]
+        options={"layerwise_tokens": "16", **options},
+    )
+    pair = Pair(config, producer, consumer)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def a_prompt(length: int) -> list[int]:
+    return [3 * number % 97 for number in range(length)]
+
+
+WIDTHS = [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1), (1, 4)]
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("widths", WIDTHS, ids=lambda pair: f"{pair[0]}to{pair[1]}")
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)], ids=lambda pair: f"blocks{pair[0]}to{pair[1]}")
+def test_every_rank_has_the_bytes_of_its_heads(
+    direction: str, widths: tuple[int, int], sizes: tuple[int, int]
+) -> None:
+    producer, consumer = (
+        {"ranks": ranks, "block_size": size} for ranks, size in zip(widths, sizes, strict=True)
+    )
+    with started(direction, producer, consumer) as pair:
+        prompts = [(1, 99, 0), (21, 3, 0), (48, 20, 16), (96, 96, 0), (130, 40, 8)]
+        for number, (length, chunk, cached) in enumerate(prompts):
+            pair.hand_over(f"r{number}", a_prompt(length), chunk, cached)
+        stats = pair.consumer.stats()
+        assert stats.outcomes == {"received": len(prompts)}
+        assert stats.blocks_checked >= stats.blocks_received
+        assert pair.producer.num_free() == pair.consumer.num_free() == 63
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_one_bit_that_is_wrong_with_any_rank_fails_the_handoff(direction: str, rank: int) -> None:
+    """Four ranks and two heads: each head has two copies, and both count."""
+    with started(direction, {"ranks": 2}, {"ranks": 4}) as pair:
+        assert isinstance(pair.consumer, WideFakeEngine)
+        checksums, cache = pair.consumer.threads[rank - 1]._checksums, pair.consumer.caches[rank]
+        take = checksums.of_heads
+
+        def spoil_first(blocks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+            cache[blocks[0]].view(-1).view(torch.uint8)[7] ^= 16
+            return take(blocks, *args, **kwargs)
+
+        checksums.of_heads = spoil_first  # type: ignore[method-assign]
+        tokens = a_prompt(33)
+        pair.add("r", tokens)
+        produced = threading.Thread(target=pair.producer.run_until, args=("r", ["freed"]))
+        produced.start()
+        assert pair.consumer.run_until("r", ["loaded", "failed"]) == "failed"
+        produced.join()
+        assert "arrived from p with other bytes than were sent" in pair.consumer.failure("r")
+        stats = pair.consumer.stats()
+        assert stats.wrong_kv == {"p": 1}
+        assert stats.outcomes == {"corrupted": 1}
+        pair.consumer.finish("r")
+        assert pair.producer.num_free() == pair.consumer.num_free() == 63
+
+
+def test_a_rank_that_cannot_sum_up_costs_the_handoff_and_not_the_senders_name() -> None:
+    with started("push", {}, {"ranks": 2}) as pair:
+        assert isinstance(pair.consumer, WideFakeEngine)
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise TransferError("no")
+
+        pair.consumer.threads[0]._checksums.of_heads = refuse  # type: ignore[method-assign]
+        pair.add("r", a_prompt(33))
+        produced = threading.Thread(target=pair.producer.run_until, args=("r", ["freed"]))
+        produced.start()
+        assert pair.consumer.run_until("r", ["loaded", "failed"]) == "failed"
+        produced.join()
+        stats = pair.consumer.stats()
+        assert stats.outcomes == {"move_failed": 1}
+        assert not stats.wrong_kv
+        pair.consumer.finish("r")
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_a_preempted_prompt_and_aborts_leave_nothing(direction: str) -> None:
+    with started(direction, {"ranks": 2}, {"ranks": 2}) as pair:
+        tokens = a_prompt(60)
+        pair.add("preempted", tokens, 16)
+        pair.producer.step()
+        pair.producer.step()
+        pair.producer.preempt("preempted")
+        produced = threading.Thread(target=pair.producer.run_until, args=("preempted", ["freed"]))
+        produced.start()
+        assert pair.consumer.run_until("preempted", ["loaded", "failed"]) == "loaded"
+        produced.join()
+        assert pair.consumer.kv_is_right("preempted")
+        pair.consumer.finish("preempted")
+        for number, aborting in enumerate((pair.consumer, pair.producer)):
+            name = f"aborted-{number}"
+            pair.add(name, tokens, 16)
+            pair.producer.step()
+            pair.producer.step()
+            aborting.finish(name)
+            produced = threading.Thread(target=pair.producer.run_until, args=(name, ["freed"]))
+            produced.start()
+            pair.consumer.run_until(name, ["freed", "failed"])
+            produced.join()
+            pair.consumer.finish(name)
+        assert pair.producer.num_free() == pair.consumer.num_free() == 63
+
+
+def test_a_wide_node_leaves_no_thread_and_no_socket_behind() -> None:
+    def resources() -> tuple[int, int, int]:
+        gc.collect()  # the memory of the engine in miniature is open as long as its tensors are there
+        return (
+            threading.active_count(),
+            len(os.listdir("/proc/self/task")),
+            len(os.listdir("/proc/self/fd")),
+        )
+
+    def round_trip() -> None:
+        with started("push", {"ranks": 2}, {"ranks": 4}) as pair:
+            pair.hand_over("r", a_prompt(20))
+
+    round_trip()  # what is made once for the process is made now
+    before = resources()
+    for _ in range(3):
+        round_trip()
+    until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("posts_before", [0, 1, 3])
+def test_a_part_that_fails_at_one_rank_fails_the_transfer_and_the_next_one_goes_well(
+    direction: str, posts_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(direction, {"ranks": 2}, {"ranks": 2}) as pair:
+        pair.hand_over("first", a_prompt(20))
+        mover = pair.producer if direction == "push" else pair.consumer
+        assert isinstance(mover, WideFakeEngine)
+        transport = mover.threads[0]._transport
+        assert transport is not None
+        post, left = transport.post, itertools.count(posts_before, -1)
+
+        def post_or_fail(*args: Any) -> Any:
+            if next(left) <= 0:
+                raise TransferError("injected: not posted")
+            return post(*args)
+
+        monkeypatch.setattr(transport, "post", post_or_fail)
+        pair.add("failing", a_prompt(90), 8)
+        produced = threading.Thread(target=pair.producer.run_until, args=("failing", ["freed"]))
+        produced.start()
+        state = pair.consumer.run_until("failing", ["loaded", "failed"])
+        produced.join()
+        if direction == "push" or not posts_before:  # a short prompt is read at once
+            assert state == "failed"
+            assert "injected: not posted" in pair.consumer.failure("failing")
+        assert pair.consumer.kv_is_right("failing")
+        pair.consumer.finish("failing")
+        monkeypatch.setattr(transport, "post", post)
+        pair.hand_over("next", a_prompt(90), 8)
+        pair.consumer.run_until_free(63)
+        pair.producer.run_until_free(63)
