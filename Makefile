@@ -8,7 +8,7 @@
 #                    each connector and direction (about 15 minutes)
 #                    And the disk tier: 10,000 crashes of a disk that tears, 50 nodes killed while they store (about 2 minutes);
 #                    10,000 steps without a leak, and streams whose connections are reset thirty times (about 3 minutes);
-#                    ten times the examples of the API's fuzzing and the transfer protocol's histories (about 15 minutes)
+#                    ten times the examples of the API's fuzzing, the transfer protocol's histories and conversations on nodes that die (about 20 minutes)
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it lacks (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
@@ -54,8 +54,7 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
-# The quick ones of these are over in four minutes. Then one process runs those that start clusters, which mostly wait, and another the
-# slow units (tests/conftest.py).
+# The quick ones of these are over in four minutes. The others wait as much as they compute: for processes, for Ray.
 UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/benchmarks/test_gpu_dry_run.py tests
 
 test: install
@@ -80,7 +79,8 @@ test-faults: install
 	TANDEM_STEPS=10000 TANDEM_RESETS=30 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow \
 		tests/engine/test_long_run.py tests/router/test_router_resets.py
 	TANDEM_EXAMPLES=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal --timeout 3600 \
-		tests/router/test_router_api_fuzz.py tests/kvtransfer/test_protocol_hostile.py tests/kvtransfer/test_protocol_model.py
+		tests/router/test_router_api_fuzz.py tests/kvtransfer/test_protocol_hostile.py tests/kvtransfer/test_protocol_model.py \
+		tests/integration/test_shared_tiers_random.py
 
 # Beside the environment, not in it: with Triton there torch would compile for a GPU that is not there.
 test-gpu-packages: install

@@ -28,12 +28,24 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+# Of tests/integration: deployments on a Ray that is started once.
+ON_ONE_RAY = {
+    "test_burst.py",
+    "test_end_to_end.py",
+    "test_images_served.py",
+    "test_logs_from_anywhere.py",
+    "test_nccl_connector.py",
+    "test_official_client.py",
+    "test_serve_realtime.py",
+}
+
+
 class FileScheduling(LoadScopeScheduling):
-    """Gives whole files to processes, which keep what a file's tests share; and all that start clusters to one, which mostly waits."""
+    """Gives whole files to processes, which keep what a file's tests share; and to one of them all that share a Ray."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "integration" if file.startswith("tests/integration/") else file
+        return "ray" if file.rpartition("/")[2] in ON_ONE_RAY else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:

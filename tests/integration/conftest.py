@@ -25,6 +25,7 @@ from tandem.engine.config import CacheConfig, ModelConfig
 from tandem.kvtransfer.config import TransferConfig
 from tandem.router.config import LocalPrefill
 from tests.cluster.pools.memory_store import MemoryStore
+from tests.conftest import ON_ONE_RAY
 from tests.integration.cluster_lab import Serve
 from tests.integration.reference import ExpectedAnswer, greedy_answers, make_prompts
 
@@ -56,15 +57,6 @@ OWN_CLUSTERS = {
     "test_two_deployments.py",
     "test_versions_together.py",
 }
-# Engines in one process, with a connector between them: no Ray, so these run beside others, among the slow units.
-BETWEEN_ENGINES = {
-    "test_ranks.py",
-    "test_shared_tiers.py",
-    "test_state_handover.py",
-    "test_tiers_between_engines.py",
-    "test_transfer_between_engines.py",
-    "test_windowed_handover.py",
-}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,12 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # The nearest mark counts, and this would be nearer than the test's own.
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(600))
-            if item.path.name in BETWEEN_ENGINES:
-                item.add_marker(pytest.mark.slow)
-                continue
-            item.add_marker(pytest.mark.integration)
             if item.path.name in OWN_CLUSTERS:
                 item.add_marker(pytest.mark.own_cluster)
+                item.add_marker(pytest.mark.integration)
+            elif item.path.name in ON_ONE_RAY:
+                item.add_marker(pytest.mark.integration)
+            else:  # engines and nodes in processes of the test's own, without Ray
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

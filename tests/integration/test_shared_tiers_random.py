@@ -3,6 +3,7 @@ what one engine says. Every group of layers has its part of what is used, or an 
 
 from __future__ import annotations
 
+import os
 import dataclasses
 import random
 import time
@@ -146,7 +147,7 @@ class Sessions:
             node.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TANDEM_EXAMPLES", "1"))))
 @pytest.mark.parametrize(
     "kind",
     [

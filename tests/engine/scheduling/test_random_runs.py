@@ -21,7 +21,7 @@ from tandem.wire.images import MediaFeature
 from tests.engine.scheduling.model import next_token
 from tests.engine.scheduling.world import GROUPS, GROUPS_WITH_STATES, Source, World
 
-RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "360"))
+RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "240"))
 BATCHES = 12
 REMEMBERED = (171, 3687)  # each was the only one of thousands to show something
 
