@@ -3,8 +3,8 @@ what one engine says. Every group of layers has its part of what is used, or an 
 
 from __future__ import annotations
 
-import os
 import dataclasses
+import os
 import random
 import time
 from pathlib import Path
