@@ -55,7 +55,7 @@ Case = tuple[int, int]
 QUICK_CASES = [(tokens, 1) for tokens in (16, 64, 256, 512, 1024, 4096)]
 QUICK_CASES += [(512, 4), (512, 16), (1024, 4), (1024, 16)]
 CASES = [*QUICK_CASES, (4096, 4), (4096, 16), (16_384, 1), (16_384, 4), (16_384, 16)]
-CASES_OF_RANKS = [(512, 1), (2048, 1), (512, 16), (1024, 16)]
+CASES_OF_RANKS = [(512, 1), (2048, 1), (1024, 16), (4096, 4)]
 
 
 def _that_fit(wanted: list[Case], device: str, block_bytes: int) -> tuple[list[Case], list[Case]]:
