@@ -16,7 +16,7 @@
     tiers            what tiers of the cache cost and save, and (`tier_floors`) whether that holds their floors
     tier_parity      whether they give up what vLLM's would, and as quickly
     failover         a long conversation whose decode node is killed, with a mirror of its KV and without; or a rank of its node
-    transfer         KV through a connector, beside the transport alone (transfer_nodes)
+    transfer         KV through a connector, beside the transport alone (transfer_nodes, transfer_ranks)
     checksums        what checksums cost a handover, also over a link of some rate (transfer_link)
     slow_link        how long requests wait for their KV when a link becomes slow
     router, router_crowds, router_worst, router_peers

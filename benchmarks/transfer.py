@@ -1,7 +1,7 @@
 """How fast KV travels through a connector, beside the transport alone in the same run.
 
     python -m benchmarks.transfer [--quick] [--json FILE] [--direction push|pull] [--device cpu|cuda]
-                                  [--connector NAME] [--checksums sample|all|off] [--raw-script PATH]
+                                  [--connector NAME] [--checksums sample|all|off] [--raw-script PATH] [--ranks PxC]
 
 Two processes, each one side of a transfer, no model: blocks shaped like SmolLM2-135M's (30 layers, 3 KV heads of 64, 16
 tokens, bf16: 360 KiB). `raw` is the NIXL agent that the connector uses, without protocol, in the same two processes: one
@@ -17,6 +17,9 @@ machine share.
     idle         CPU of a process that has a connector, a peer, and nothing to do
     step         what the connector's calls take in a step, all in all, with 1 and with 16 transfers under way
 
+`--ranks 2x4` instead measures throughput alone between nodes of two and of four ranks, each with memory of its own for its heads, in a
+process of its own (`transfer_ranks`). `raw` is then one operation between each two ranks that have heads in common, all of them at once.
+
 `--raw-script` runs another raw measurement beside; it gets the block size, and what it prints is shown.
 """
 
@@ -24,10 +27,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,57 +39,54 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.transfer_nodes import BLOCK_BYTES, BLOCK_SIZE, Remote
+from benchmarks.transfer_nodes import BLOCK_BYTES, Remote, TransferPair, blocks_of
+from benchmarks.transfer_ranks import LLAMA_1B, RankPairs, parse_widths
 from tandem.engine.model.memory import available_bytes
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
-from tandem.wire.nodes import PeerAddress
 
 FLOOR_OF_RAW = 0.85  # for the largest batches
 FLOOR_HANDOVER_MS = 10.0
 FLOOR_HANDOVER_TO_RAW = 2.0
 FLOOR_OVERLAP = 0.8
 
-# (tokens of each request, requests at once)
+Case = tuple[int, int]
+"""Tokens of each request, and requests at once."""
+
 QUICK_CASES = [(tokens, 1) for tokens in (16, 64, 256, 512, 1024, 4096)]
 QUICK_CASES += [(512, 4), (512, 16), (1024, 4), (1024, 16)]
 CASES = [*QUICK_CASES, (4096, 4), (4096, 16), (16_384, 1), (16_384, 4), (16_384, 16)]
+CASES_OF_RANKS = [(512, 1), (2048, 1), (1024, 16), (4096, 4)]
 
 
-def _blocks(tokens: int, requests: int) -> int:
-    return tokens // BLOCK_SIZE * requests
+def _that_fit(wanted: list[Case], device: str, block_bytes: int) -> tuple[list[Case], list[Case]]:
+    """And those that do not. Two nodes leave two fifths of what is free to other processes."""
+    room = int(0.3 * available_bytes(torch.device(device))) // block_bytes
+    fitting = [case for case in wanted if blocks_of(*case) <= room]
+    return fitting, [case for case in wanted if case not in fitting]
 
 
-def _blocks_of_one_node(device: str) -> int:
-    """Two nodes leave two fifths of what is free to other processes."""
-    return int(0.3 * available_bytes(torch.device(device))) // BLOCK_BYTES
+def _config(options: argparse.Namespace) -> TransferConfig:
+    return TransferConfig(
+        connector=options.connector,
+        direction=options.direction,
+        checksums=ChecksumPolicy(options.checksums),
+    )
 
 
-class Benchmark:
+class Benchmark(TransferPair):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.repeats = 3 if options.quick else 7
         wanted = QUICK_CASES if options.quick else CASES
-        room = _blocks_of_one_node(options.device)
-        self.cases = [case for case in wanted if _blocks(*case) <= room]
-        self.left_out = [case for case in wanted if _blocks(*case) > room]
-        blocks = 1 + max(_blocks(*case) for case in self.cases)
-        config = TransferConfig(
-            connector=options.connector,
-            direction=options.direction,
-            checksums=ChecksumPolicy(options.checksums),
-        )
-        self.producer = Remote("p", 1, blocks, config, options.device)
-        self.consumer = Remote("c", 2, blocks, config, options.device)
-        self.addresses = {
-            "p": PeerAddress("p", 1, self.producer.call("endpoint")),
-            "c": PeerAddress("c", 2, self.consumer.call("endpoint")),
-        }
+        self.cases, self.left_out = _that_fit(wanted, options.device, BLOCK_BYTES)
+        blocks = 1 + max(blocks_of(*case) for case in self.cases)
+        config = _config(options)
+        producer = Remote("p", 1, blocks, config, options.device)
+        consumer = Remote("c", 2, blocks, config, options.device)
         # The consumer reads and the producer writes.
-        self.mover, self.moved = self.producer, self.consumer
+        self.mover, self.moved = producer, consumer
         if options.direction == "pull":
             self.mover, self.moved = self.moved, self.mover
-        self._names = (f"r{number}" for number in range(1_000_000))
-        self.transfer(16, 1)
+        super().__init__(producer, consumer, options.direction, BLOCK_BYTES, 3 if options.quick else 7)
 
     def open_raw(self) -> None:
         self.mover.call("open_raw")
@@ -93,43 +94,12 @@ class Benchmark:
         self.move_raw(1)
 
     def move_raw(self, blocks: int) -> float:
-        return float(self.mover.call("move_raw", self.options.direction, blocks))
-
-    def transfer(self, tokens: int, at_once: int, chunks: int = 1, compute_s: float = 0.0) -> float:
-        names = [next(self._names) for _ in range(at_once)]
-        self.consumer.begin("receive", names, tokens, self.addresses["p"])
-        time.sleep(0.02)  # the registrations are there, as they are when a prompt takes its time
-        self.producer.begin("send", names, tokens, self.addresses["c"], chunks, compute_s)
-        arrived_at = self.consumer.result()
-        computed_at = self.producer.result()
-        return float(arrived_at - computed_at)
-
-    def throughput(self) -> list[dict[str, Any]]:
-        rows = []
-        for tokens, at_once in self.cases:
-            blocks = _blocks(tokens, at_once)
-            # Alternating, so that what else happens on the machine hits both.
-            pairs = [(self.move_raw(blocks), self.transfer(tokens, at_once)) for _ in range(self.repeats)]
-            raw_s, ours_s = (min(seconds) for seconds in zip(*pairs, strict=True))
-            size = blocks * BLOCK_BYTES
-            rows.append(
-                {
-                    "tokens": tokens,
-                    "requests": at_once,
-                    "mb": round(size / 1e6, 1),
-                    "raw_ms": round(raw_s * 1e3, 2),
-                    "ms": round(ours_s * 1e3, 2),
-                    "raw_gb_s": round(size / raw_s / 1e9, 2),
-                    "gb_s": round(size / ours_s / 1e9, 2),
-                    "of_raw": round(raw_s / ours_s, 2),
-                }
-            )
-        return rows
+        return float(self.mover.call("move_raw", self.direction, blocks))
 
     def handover(self) -> dict[str, float]:
         samples, raw = [], []
         for _ in range(5 * self.repeats):
-            raw.append(self.move_raw(_blocks(512, 1)))
+            raw.append(self.move_raw(blocks_of(512, 1)))
             samples.append(self.transfer(512, 1))
         return {
             "raw_ms_p50": round(1e3 * statistics.median(raw), 2),
@@ -156,11 +126,11 @@ class Benchmark:
             before = [node.call("cpu_seconds") for node in (self.producer, self.consumer, self.mover)]
             self.transfer(2048, 1)
             between = [node.call("cpu_seconds") for node in (self.producer, self.consumer, self.mover)]
-            self.move_raw(_blocks(2048, 1))
+            self.move_raw(blocks_of(2048, 1))
             spent["producer"] += between[0] - before[0]
             spent["consumer"] += between[1] - before[1]
             spent["raw"] += self.mover.call("cpu_seconds") - between[2]
-        gigabytes = self.repeats * _blocks(2048, 1) * BLOCK_BYTES / 1e9
+        gigabytes = self.repeats * blocks_of(2048, 1) * BLOCK_BYTES / 1e9
         return {f"{name}_s_per_gb": round(seconds / gigabytes, 3) for name, seconds in spent.items()}
 
     def step_cost(self) -> dict[str, float]:
@@ -195,7 +165,7 @@ class Benchmark:
             "block_bytes": BLOCK_BYTES,
             "idle": idle,
             "handover_512": self.handover(),
-            "throughput": self.throughput(),
+            "throughput": self.throughput(self.cases),
             "left_out": self.left_out,
             "overlap_2048": [self.overlap(chunk) for chunk in (256, 512, 2048)],
             "cpu": self.cpu(),
@@ -212,8 +182,28 @@ class Benchmark:
             node.close()
 
 
-def show(console: Console, results: dict[str, Any]) -> None:
-    table = Table(title=f"{results['connector']}, {results['direction']}, {results['device']}")
+def run_ranks(options: argparse.Namespace) -> dict[str, Any]:
+    cases, left_out = _that_fit(CASES_OF_RANKS[: 3 if options.quick else None], "cpu", LLAMA_1B.block_bytes)
+    blocks = 1 + max(blocks_of(*case) for case in cases)
+    pairs = RankPairs(options.ranks, blocks, _config(options), 3 if options.quick else 15)
+    try:
+        rows, cpu = pairs.throughput(cases), pairs.cpu(*cases[-1])
+    finally:
+        pairs.close()
+    return {
+        "ranks": options.ranks,
+        "direction": options.direction,
+        "checksums": options.checksums,
+        "cores": len(os.sched_getaffinity(0)),
+        "block_bytes": LLAMA_1B.block_bytes,
+        "throughput": rows,
+        "cpu": cpu,
+        "left_out": left_out,
+    }
+
+
+def show_throughput(console: Console, title: str, results: dict[str, Any]) -> None:
+    table = Table(title=title)
     for column in results["throughput"][0]:
         table.add_column(column, justify="right")
     for row in results["throughput"]:
@@ -221,13 +211,19 @@ def show(console: Console, results: dict[str, Any]) -> None:
     console.print(table)
     for tokens, requests in results["left_out"]:
         console.print(f"left out: {requests} × {tokens} tokens do not fit into the memory that is free")
+    of_raw = results["throughput"][-1]["of_raw"]
+    outcome = "held" if of_raw >= FLOOR_OF_RAW else "missed"
+    console.print(f"largest batch: {of_raw:.2f} of raw (floor {FLOOR_OF_RAW}: {outcome})")
+
+
+def show(console: Console, results: dict[str, Any]) -> None:
+    show_throughput(console, f"{results['connector']}, {results['direction']}, {results['device']}", results)
     for name in ("handover_512", "cpu", "idle", "step"):
         console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in results[name].items()))
     for row in results["overlap_2048"]:
         console.print("overlap_2048: " + ", ".join(f"{key} {value}" for key, value in row.items()))
-    largest, handover = results["throughput"][-1], results["handover_512"]
+    handover = results["handover_512"]
     ratio = handover["ms_p50"] / handover["raw_ms_p50"]
-    console.print(f"largest batch: {largest['of_raw']:.2f} of raw (floor {FLOOR_OF_RAW})")
     console.print(
         f"handover: {handover['ms_p50']} ms (floor {FLOOR_HANDOVER_MS:g}), "
         f"{ratio:.1f} times raw (floor {FLOOR_HANDOVER_TO_RAW:g})"
@@ -237,7 +233,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
         console.print(f"raw script: {line}", markup=False)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller prompts")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -246,13 +242,29 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--checksums", default="sample", choices=[policy.value for policy in ChecksumPolicy])
     parser.add_argument("--raw-script", help="another raw measurement to run beside")
-    options = parser.parse_args()
-    benchmark = Benchmark(options)
-    try:
-        results = benchmark.run()
-    finally:
-        benchmark.close()
-    show(Console(width=120), results)
+    parser.add_argument(
+        "--ranks",
+        type=parse_widths,
+        metavar="PxC",
+        help="ranks of the producer and of the consumer, which keep their heads apart, such as 2x4",
+    )
+    options = parser.parse_args(arguments)
+    if options.ranks is not None and (options.connector, options.device) != ("nixl", "cpu"):
+        parser.error("--ranks measures the nixl connector on the CPU: leave --connector and --device out")
+    console = Console(width=120)
+    if options.ranks is not None:
+        results = run_ranks(options)
+        widths = " to ".join(map(str, options.ranks))
+        title = f"{widths} ranks that keep their heads apart, {options.direction}, {results['cores']} cores"
+        show_throughput(console, title, results)
+        console.print("cpu: " + ", ".join(f"{key} {value}" for key, value in results["cpu"].items()))
+    else:
+        benchmark = Benchmark(options)
+        try:
+            results = benchmark.run()
+        finally:
+            benchmark.close()
+        show(console, results)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     return 0

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from benchmarks.transfer_link import enter
-from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, KVCacheMemory
+from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, HeadShare, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
@@ -27,8 +29,27 @@ from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tandem.wire.sockets import admit
 
-LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 30, 3, 16, 64
-BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2
+BLOCK_SIZE, HEAD_DIM = 16, 64
+
+
+class CacheShape(NamedTuple):
+    layers: int
+    heads: int  # of keys and values, of all ranks
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * 2 * self.heads * BLOCK_SIZE * HEAD_DIM * 2
+
+    def of_share(self, share: HeadShare | None, num_blocks: int, device: str) -> torch.Tensor:
+        heads = self.heads if share is None else share.count
+        cache = torch.empty(
+            num_blocks, self.layers, 2, heads, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=device
+        )
+        return cache.fill_(1.0)  # touched: a page that was never written is mapped during the first transfer
+
+
+SMOLLM2 = CacheShape(layers=30, heads=3)
+BLOCK_BYTES = SMOLLM2.block_bytes
 
 
 @dataclasses.dataclass
@@ -70,21 +91,27 @@ class TransferNode:
         config: TransferConfig,
         device: str,
         namespace: str = "",
+        shape: CacheShape = SMOLLM2,
+        share: HeadShare | None = None,
+        rank_lines: Sequence[socket.socket] = (),
     ) -> None:
-        """`namespace`: of the machine that it is on; see `transfer_link`."""
+        """`namespace`: of the machine that it is on; see `transfer_link`. `share`: of a node whose other ranks, at the ends of
+        `rank_lines`, have the other heads; see `transfer_ranks`."""
         address = enter(namespace) if namespace else "127.0.0.1"
         self.node_id = node_id
         self.raw: RawMover | None = None
         self._peers: set[str] = set()
-        self.cache = torch.empty(
-            num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=device
-        )
-        self.cache.fill_(1.0)  # touched: a page that was never written is mapped during the first transfer
+        self.shape = shape
+        self.cache = shape.of_share(share, num_blocks, device)
         self.wake = threading.Event()
         self.scheduler_half, self.worker_half = find_connector(config.connector)(
-            ConnectorContext(node_id, epoch, address, BLOCK_SIZE, config, self.wake.set)
+            ConnectorContext(
+                node_id, epoch, address, BLOCK_SIZE, config, self.wake.set, rank_lines=rank_lines
+            )
         )
-        self.worker_half.register_kv_caches(KVCacheMemory(self.cache, "benchmark", LAYERS, 1, 1000))
+        self.worker_half.register_kv_caches(
+            KVCacheMemory(self.cache, "benchmark", shape.layers, 1, 1000, heads=share)
+        )
         self.step_seconds: list[float] = []
 
     def endpoint(self) -> str:
@@ -99,8 +126,8 @@ class TransferNode:
         self.worker_half.start_load_kv()
         spent = time.perf_counter() - began
         if self.worker_half.layerwise:
-            for layer in range(LAYERS):
-                _compute(compute_s / LAYERS)
+            for layer in range(self.shape.layers):
+                _compute(compute_s / self.shape.layers)
                 began = time.perf_counter()
                 self.worker_half.save_kv_layer(layer)
                 spent += time.perf_counter() - began
@@ -232,7 +259,7 @@ class RawMover:
 
     def __init__(self, node_id: str, cache: torch.Tensor) -> None:
         self._transport = NixlTransport(NixlAgent(node_id, NixlOptions()))
-        self.memory = self._transport.register(KVCacheMemory(cache, "benchmark", LAYERS, 1, 1000))
+        self.memory = self._transport.register(KVCacheMemory(cache, "benchmark", cache.shape[1], 1, 1000))
 
     def connect(self, memory: CacheMemory) -> None:
         self._remote = self._transport.connect(memory)
@@ -259,9 +286,9 @@ def _compute(seconds: float) -> None:
         torch.mm(matrix, matrix)
 
 
-def _serve(calls: Connection, args: tuple[Any, ...]) -> None:
+def _serve(calls: Connection, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    node: Any = TransferNode(*args)
+    node = kind(*args)
     while True:
         name, arguments = calls.recv()
         calls.send(getattr(node, name)(*arguments))
@@ -270,12 +297,12 @@ def _serve(calls: Connection, args: tuple[Any, ...]) -> None:
 
 
 class Remote:
-    """A Node in a process of its own."""
+    """A node, or another rank of one, in a process of its own."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, kind: Callable[..., Any] = TransferNode) -> None:
         context = multiprocessing.get_context("spawn")
         self._calls, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, args), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, kind, args), daemon=True)
         self._process.start()
 
     def begin(self, name: str, *args: Any) -> None:
@@ -298,3 +325,61 @@ class Remote:
         """For one that would still wait for a link."""
         self._process.kill()
         self._process.join(10)
+
+
+class TransferPair:
+    """Two nodes, and prompts that go from one to the other."""
+
+    def __init__(
+        self, producer: Remote, consumer: Remote, direction: str, block_bytes: int, repeats: int
+    ) -> None:
+        self.producer, self.consumer = producer, consumer
+        self.direction = direction
+        self.block_bytes = block_bytes
+        self.repeats = repeats
+        self._addresses = {
+            "p": PeerAddress("p", 1, producer.call("endpoint")),
+            "c": PeerAddress("c", 2, consumer.call("endpoint")),
+        }
+        self._names = (f"r{number}" for number in itertools.count())
+        self.transfer(16, 1)
+
+    def move_raw(self, blocks: int) -> float:
+        """The seconds that the transport alone takes for these blocks."""
+        raise NotImplementedError
+
+    def transfer(self, tokens: int, at_once: int, chunks: int = 1, compute_s: float = 0.0) -> float:
+        names = [next(self._names) for _ in range(at_once)]
+        self.consumer.begin("receive", names, tokens, self._addresses["p"])
+        time.sleep(0.02)  # the registrations are there, as they are when a prompt takes its time
+        self.producer.begin("send", names, tokens, self._addresses["c"], chunks, compute_s)
+        arrived_at = self.consumer.result()
+        computed_at = self.producer.result()
+        return float(arrived_at - computed_at)
+
+    def throughput(self, cases: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+        """Of so many tokens of each request, and requests at once."""
+        rows = []
+        for tokens, at_once in cases:
+            blocks = blocks_of(tokens, at_once)
+            # Alternating, so that what else happens on the machine hits both.
+            pairs = [(self.move_raw(blocks), self.transfer(tokens, at_once)) for _ in range(self.repeats)]
+            raw_s, ours_s = (min(seconds) for seconds in zip(*pairs, strict=True))
+            size = blocks * self.block_bytes
+            rows.append(
+                {
+                    "tokens": tokens,
+                    "requests": at_once,
+                    "mb": round(size / 1e6, 1),
+                    "raw_ms": round(raw_s * 1e3, 2),
+                    "ms": round(ours_s * 1e3, 2),
+                    "raw_gb_s": round(size / raw_s / 1e9, 2),
+                    "gb_s": round(size / ours_s / 1e9, 2),
+                    "of_raw": round(raw_s / ours_s, 2),
+                }
+            )
+        return rows
+
+
+def blocks_of(tokens: int, requests: int) -> int:
+    return tokens // BLOCK_SIZE * requests

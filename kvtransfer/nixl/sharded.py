@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -37,8 +37,9 @@ from tandem.kvtransfer.nixl.rank_lines import (
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.cache_map import layout_of
 from tandem.kvtransfer.protocol.identity import this_process
-from tandem.kvtransfer.protocol.shards import ShardedPool, pairs_between, split
+from tandem.kvtransfer.protocol.shards import PoolSplit, pairs_between, shards_in
 from tandem.kvtransfer.protocol.transport import (
+    AskedSums,
     HandleId,
     HeadSums,
     Move,
@@ -60,8 +61,7 @@ _OWN = 0  # this rank's shard
 class _Peer:
     """By the peer's shard, and for other ranks by ours too: under which number each knows it."""
 
-    ours: ShardedPool | None = None  # None: neither side is in shards
-    theirs: ShardedPool | None = None
+    split: PoolSplit | None = None  # None: neither side is in shards
     own: dict[int, RemoteId] = dataclasses.field(default_factory=dict)
     elsewhere: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     # Ranks whose writes failed, which are not known to have stopped; and what they were asked to that end.
@@ -161,9 +161,9 @@ class ShardedTransport(Transport):
         if not mine.shards and not memory.shards:
             peer.own[0] = self._own.connect(memory)
         else:
-            peer.ours = ShardedPool.of(mine, self._num_heads)
-            peer.theirs = ShardedPool.of(memory, self._num_heads)
-            pairs = pairs_between(peer.ours, peer.theirs)
+            pools = shards_in(mine, self._num_heads), shards_in(memory, self._num_heads)
+            peer.split = PoolSplit(*pools)
+            pairs = pairs_between(*pools)
             try:
                 for theirs in sorted({theirs for ours, theirs in pairs if ours == _OWN}):
                     peer.own[theirs] = self._own.connect(_shard_of(memory, theirs, self._num_heads))
@@ -209,10 +209,10 @@ class ShardedTransport(Transport):
         peer = self._peers[remote]
         writes = move.operation is Operation.WRITE
         parts = _MoveInParts(peer, writes, [], [])
-        if peer.ours is None or peer.theirs is None:
+        if peer.split is None:
             parts.own.append(self._own.post(peer.own[0], move))
         else:
-            in_shards = split(move, peer.ours, peer.theirs)
+            in_shards = peer.split.of(move)
             for part in in_shards:
                 line = self._lines.get(part.ours)
                 if line is not None and line.has_ended():
@@ -272,7 +272,7 @@ class ShardedTransport(Transport):
 
     def sums_elsewhere(
         self, blocks: Sequence[int], parts: Sequence[int], grain: int, on_device: bool
-    ) -> Callable[[], list[HeadSums]]:
+    ) -> AskedSums:
         asked = [
             (line, line.ask(SumUp, blocks=list(blocks), parts=list(parts), grain=grain, on_device=on_device))
             for line in self._lines.values()
@@ -281,13 +281,22 @@ class ShardedTransport(Transport):
         def wait() -> list[HeadSums]:
             until = time.monotonic() + _ANSWER_S
             found = []
-            for line, number in asked:
-                summed = line.answer(number, HeadsSummed, until)
+            for place, (line, number) in enumerate(asked):
+                try:
+                    summed = line.answer(number, HeadsSummed, until)
+                except TransferError:
+                    for left, unheard in asked[place + 1 :]:
+                        left.forget(unheard)
+                    raise
                 sums = np.frombuffer(summed.sums, dtype="<u8").astype(np.uint64).reshape(len(blocks), -1)
                 found.append(HeadSums(summed.first_head, sums))
             return found
 
-        return wait
+        def forget() -> None:
+            for line, number in asked:
+                line.forget(number)
+
+        return AskedSums(wait, forget)
 
     # ── ways ──
 

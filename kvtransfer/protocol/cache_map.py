@@ -223,7 +223,7 @@ class Mapping:
             self._units(where[:, side], where[:, side + 1], offsets, side // 2, runs.bytes, slots)
             for side, offsets in ((0, runs.ours), (2, runs.theirs))
         )
-        return Move(operation, transfer_id, runs.bytes, local, remote, self.heads)
+        return Move(operation, transfer_id, runs.bytes, local, remote, self.heads, len(local) // len(places))
 
     def _units(
         self,

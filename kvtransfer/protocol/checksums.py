@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.shards import HeadRange, givers_of
-from tandem.kvtransfer.protocol.transport import HeadSums
+from tandem.kvtransfer.protocol.transport import AskedSums, HeadSums
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +66,13 @@ def unpack(packed: bytes) -> list[int]:
     return sums
 
 
+class PendingSums(NamedTuple):
+    """Checksums of which other ranks are still taking their part. One of the two is called, once."""
+
+    wait: Callable[[], list[int]]  # raises TransferError when another rank's part cannot be summed up
+    forget: Callable[[], None]
+
+
 class Checksums(Protocol):
     def of(
         self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
@@ -76,12 +83,18 @@ class Checksums(Protocol):
         rank's part cannot be summed up."""
         ...
 
+    def begin(
+        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+    ) -> PendingSums:
+        """The same, without waiting for what other ranks have to do before: they copy blocks meanwhile, and so may this one."""
+        ...
 
-def _nothing_elsewhere(*_: object) -> Callable[[], list[HeadSums]]:
-    return list
+
+def _nothing_elsewhere(*_: object) -> AskedSums:
+    return AskedSums()
 
 
-SumsElsewhere = Callable[[Sequence[int], Sequence[int], int, bool], Callable[[], list[HeadSums]]]
+SumsElsewhere = Callable[[Sequence[int], Sequence[int], int, bool], AskedSums]
 
 
 def combined(ranks: Sequence[HeadSums], *, arrived: bool) -> list[int]:
@@ -116,6 +129,7 @@ class CacheChecksums:
         self._block_size = memory.block_size
         self._block_bytes = memory.block_bytes
         self._rows: npt.NDArray[np.uint8] | None = None
+        self._elements: npt.NDArray[Any] | None = None  # in host memory, a block's heads first
         self._weights: torch.Tensor | None = None
         self._stream: Any = None
         if not tensor.is_cuda:
@@ -124,10 +138,19 @@ class CacheChecksums:
     def of(
         self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
     ) -> list[int]:
-        if mapping.heads is not None:
-            wait = self._elsewhere(blocks, parts, mapping.grain, mapping.on_device)
-            mine = self.of_heads(blocks, parts, mapping.grain, on_device=mapping.on_device)
-            return combined([mine, *wait()], arrived=arrived)
+        return self.begin(blocks, parts, mapping, arrived=arrived).wait()
+
+    def begin(
+        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+    ) -> PendingSums:
+        if mapping.heads is None:
+            sums = self._of_whole(blocks, parts, mapping)
+            return PendingSums(lambda: sums, AskedSums().forget)
+        asked = self._elsewhere(blocks, parts, mapping.grain, mapping.on_device)
+        mine = self.of_heads(blocks, parts, mapping.grain, on_device=mapping.on_device)
+        return PendingSums(lambda: combined([mine, *asked.wait()], arrived=arrived), asked.forget)
+
+    def _of_whole(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
         if mapping.on_device:
             return self._weighted(blocks, parts, mapping.grain)
         if self._rows is not None and mapping.is_identity:
@@ -147,18 +170,26 @@ class CacheChecksums:
             sums = [
                 xxhash.xxh3_64_intdigest(of_head.data)
                 for block, part in zip(blocks, parts, strict=True)
-                for of_head in self._grain(block, part, grain, by_head=True).numpy()
+                for of_head in self._grain_by_head(block, part, grain)
             ]
         return HeadSums(self._first_head, np.array(sums, dtype=np.uint64).reshape(len(blocks), -1))
 
-    def _grain(self, block: int, part: int, size: int, *, by_head: bool = False) -> torch.Tensor:
-        """Its bytes, in the order of `cache_map.AXES`; or a row of them for each head."""
+    def _grain_by_head(self, block: int, part: int, size: int) -> npt.NDArray[Any]:
+        """For each head its bytes, in the order of `cache_map.AXES`."""
+        if self._elements is None:
+            import torch
+
+            # NumPy has no type for some of torch's: their bytes are what counts.
+            kinds = {kind.itemsize: kind for kind in (torch.uint8, torch.int16, torch.int32, torch.int64)}
+            elements = self._tensor.view(kinds[self._tensor.dtype.itemsize])
+            self._elements = elements.numpy().transpose(0, 3, 1, 2, 4, 5)
+        return np.ascontiguousarray(self._elements[block][..., part * size : (part + 1) * size, :])
+
+    def _grain(self, block: int, part: int, size: int) -> torch.Tensor:
+        """Its bytes, in the order of `cache_map.AXES`."""
         import torch
 
         grain = self._tensor[block][..., part * size : (part + 1) * size, :]
-        if by_head:
-            grain = grain.movedim(2, 0)
-            return grain.contiguous().view(grain.shape[0], -1).view(torch.uint8)
         return grain.contiguous().view(-1).view(torch.uint8)
 
     def _weighted(

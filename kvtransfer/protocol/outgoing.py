@@ -148,7 +148,8 @@ class OutgoingTransfers:
         ):
             if not self._writes and sending.destination is not None:
                 try:
-                    sending.sum_up(sending.destination.order, self._side.checksums)
+                    order = sending.destination.order
+                    sending.finish_sums(sending.begin_sums(order, self._side.checksums))
                 except MissingBlocks as error:
                     self.close(sending, Outcome.MISMATCHED, str(error))
                     return

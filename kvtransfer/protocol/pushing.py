@@ -101,7 +101,7 @@ class Writer:
         sending.posted(write)
         if is_last:
             try:
-                sending.sum_up(positions, self._checksums)
+                write.sums = sending.begin_sums(positions, self._checksums)
             except TransferError:
                 write.tainted = True  # whatever arrives of it could not be checked
                 raise
@@ -112,6 +112,10 @@ class Writer:
         for write in list(sending.in_flight):
             try:
                 done = self._transport.is_done(write.handle)
+                if done:
+                    # All ranks have copied, and have taken their sums in between: there is little to wait for.
+                    sums, write.sums = write.sums, None
+                    sending.finish_sums(sums)
             except TransferError:
                 sending.withdraw(write)
                 raise

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.kvtransfer.protocol.cache_map import GrainPlace, Mapping
-from tandem.kvtransfer.protocol.checksums import Checksums, ChecksumSample, pack
+from tandem.kvtransfer.protocol.checksums import Checksums, ChecksumSample, PendingSums, pack
 from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.links import ConsumerLink
@@ -103,6 +103,12 @@ class SourceBlocks:
         ]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TakenSums:
+    places: list[int]  # in `DestinationBlocks.order`
+    pending: PendingSums
+
+
 @dataclasses.dataclass(slots=True)
 class Write:
     """One posted operation, and what becomes of its positions."""
@@ -118,6 +124,7 @@ class Write:
     # The source blocks may have been overwritten while it ran: what arrived is not what was meant.
     tainted: bool = False
     done_at: float | None = None
+    sums: TakenSums | None = None  # of its positions, until they are known
 
 
 @dataclasses.dataclass(slots=True)
@@ -344,6 +351,9 @@ class OutgoingTransfer:
 
     def withdraw(self, write: Write) -> None:
         """It is no longer in flight, and has not arrived."""
+        if write.sums is not None:
+            write.sums.pending.forget()
+            write.sums = None
         self.in_flight.remove(write)
         if self.destination is not None:
             self.destination.link.meter.withdrawn(write.num_bytes)
@@ -399,20 +409,25 @@ class OutgoingTransfer:
             return b""
         return pack([self.sums[place] for place in self.destination.sample.between(start, end)])
 
-    def sum_up(self, positions: Sequence[Position], checksums: Checksums) -> None:
-        """Take the checksums of what has been computed, which for a push is while it is on its way. Raises MissingBlocks."""
+    def begin_sums(self, positions: Sequence[Position], checksums: Checksums) -> TakenSums | None:
+        """Begin to take the checksums of what has been computed, which for a push is while it is on its way. Raises MissingBlocks."""
         carrying = self.carrying(positions)
         if not carrying or self.destination is None:
-            return
+            return None
         places = self.places([position for _, position in carrying])
         if places is None:
             raise MissingBlocks("the consumer asked for blocks that are not kept here")
-        sums = checksums.of(
+        pending = checksums.begin(
             [place.our_block for place in places],
             [place.our_part for place in places],
             self.destination.mapping,
         )
-        self.sums.update(zip((place for place, _ in carrying), sums, strict=True))
+        return TakenSums([place for place, _ in carrying], pending)
+
+    def finish_sums(self, taken: TakenSums | None) -> None:
+        """Waits for other ranks' part, or raises TransferError."""
+        if taken is not None:
+            self.sums.update(zip(taken.places, taken.pending.wait(), strict=True))
 
     def trace(self, now: float) -> TransferTrace:
         """At its end."""

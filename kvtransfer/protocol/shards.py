@@ -28,20 +28,13 @@ class HeadRange(msgspec.Struct, frozen=True):
         return self.first + self.count
 
 
-class ShardedPool(NamedTuple):
-    """A pool as the protocol knows it, and the heads of its shards. One that lies in one piece is its only shard."""
+Shards = tuple[HeadRange, ...]
+"""The heads of a pool's shards. One that lies in one piece is its only shard."""
 
-    block_bytes: int  # of all heads
-    shards: tuple[HeadRange, ...]
 
-    @property
-    def num_heads(self) -> int:
-        return max(shard.end for shard in self.shards)
-
-    @classmethod
-    def of(cls, memory: CacheMemory, num_heads: int) -> ShardedPool:
-        shards = [HeadRange(shard.first_head, shard.num_heads) for shard in memory.shards]
-        return cls(memory.block_bytes, tuple(shards) or (HeadRange(0, num_heads),))
+def shards_in(memory: CacheMemory, num_heads: int) -> Shards:
+    shards = tuple(HeadRange(shard.first_head, shard.num_heads) for shard in memory.shards)
+    return shards or (HeadRange(0, num_heads),)
 
 
 class ShardMove(NamedTuple):
@@ -70,10 +63,10 @@ def givers_of(shards: Sequence[HeadRange]) -> UnitIds:
     return givers
 
 
-def pairs_between(ours: ShardedPool, theirs: ShardedPool) -> list[tuple[int, int]]:
+def pairs_between(ours: Shards, theirs: Shards) -> list[tuple[int, int]]:
     """The shards, ours and theirs, between which anything moves in either direction."""
-    given = {(ours_, theirs_) for ours_, theirs_ in _pairs(ours.shards, theirs.shards)}
-    taken = {(ours_, theirs_) for theirs_, ours_ in _pairs(theirs.shards, ours.shards)}
+    given = {(ours_, theirs_) for ours_, theirs_ in _pairs(ours, theirs)}
+    taken = {(ours_, theirs_) for theirs_, ours_ in _pairs(theirs, ours)}
     return sorted(given | taken)
 
 
@@ -84,72 +77,92 @@ def _pairs(giving: Sequence[HeadRange], taking: Sequence[HeadRange]) -> Iterator
             yield giver, taker
 
 
-def split(move: Move, ours: ShardedPool, theirs: ShardedPool) -> list[ShardMove]:
-    """The same bytes as moves between shards. Units that follow one another on both sides become larger ones."""
-    axes = move.heads
-    if axes is None:
-        raise InternalError("a move whose units are of several heads")
-    mine = _Units(move.local, move.unit_bytes, ours, axes.count, axes.ours)
-    others = _Units(move.remote, move.unit_bytes, theirs, axes.count, axes.theirs)
-    if not np.array_equal(mine.head, others.head):
-        raise InternalError("a move from one head to another")
-    writes = move.operation is Operation.WRITE
-    giving, taking = (ours, theirs) if writes else (theirs, ours)
-    givers = givers_of(giving.shards)
-    found = []
-    for giver, taker in _pairs(giving.shards, taking.shards):
-        shard = taking.shards[taker]
-        wanted = (
-            (givers == giver) & (np.arange(axes.count) >= shard.first) & (np.arange(axes.count) < shard.end)
+class PoolSplit:
+    """Every move between two pools as moves between their shards, of the same bytes. Units that follow one another on both sides become
+    larger ones. The thread that posts has bytes to copy: what is the same for each grain is worked out once for all moves."""
+
+    def __init__(self, ours: Shards, theirs: Shards) -> None:
+        self._ours, self._theirs = ours, theirs
+        # By the operation, the units' size, and a grain's units on both sides: as many as there are counts of layers that go together.
+        self._patterns: dict[tuple[Operation, int, bytes, bytes], list[_GrainPattern]] = {}
+
+    def of(self, move: Move) -> list[ShardMove]:
+        axes, units = move.heads, move.grain_units
+        if axes is None:
+            raise InternalError("a move whose units are of several heads")
+        ours, theirs = (column[:units] - column[0] for column in (move.local, move.remote))
+        key = (move.operation, move.unit_bytes, ours.tobytes(), theirs.tobytes())
+        if key not in self._patterns:
+            self._patterns[key] = self._patterns_of(move.operation, move.unit_bytes, axes, ours, theirs)
+        begins = (
+            _Units(move.local[::units], axes.ours // move.unit_bytes, axes.count),
+            _Units(move.remote[::units], axes.theirs // move.unit_bytes, axes.count),
         )
-        rows = np.flatnonzero(wanted[mine.head])
-        if len(rows):
+        return [
+            ShardMove(pattern.ours, pattern.theirs, self._move(move, pattern, *begins))
+            for pattern in self._patterns[key]
+        ]
+
+    def _patterns_of(
+        self, operation: Operation, unit_bytes: int, axes: HeadAxes, local: UnitIds, remote: UnitIds
+    ) -> list[_GrainPattern]:
+        mine = _Units(local, axes.ours // unit_bytes, axes.count)
+        others = _Units(remote, axes.theirs // unit_bytes, axes.count)
+        if not np.array_equal(mine.head, others.head) or mine.head[0] != 0:
+            raise InternalError("a move from one head to another")
+        writes = operation is Operation.WRITE
+        giving, taking = (self._ours, self._theirs) if writes else (self._theirs, self._ours)
+        givers = givers_of(giving)
+        heads = np.arange(axes.count)
+        found = []
+        for giver, taker in _pairs(giving, taking):
+            shard = taking[taker]
+            wanted = (givers == giver) & (heads >= shard.first) & (heads < shard.end)
+            rows = np.flatnonzero(wanted[mine.head])
             here, there = (giver, taker) if writes else (taker, giver)
-            part = _joined(
-                move,
-                mine.within(here, rows),
-                others.within(there, rows),
-                _part_bytes(ours, here, axes),
-                _part_bytes(theirs, there, axes),
-            )
-            found.append(ShardMove(here, there, part))
-    return found
+            ours = mine.within(self._ours[here])[rows]
+            theirs = others.within(self._theirs[there])[rows]
+            first, counts = run_bounds(ours, theirs)
+            size = int(np.gcd.reduce(np.concatenate([counts, ours[first], theirs[first]])))
+            found.append(_GrainPattern(here, there, ours, theirs, size))
+        return found
+
+    def _move(self, move: Move, pattern: _GrainPattern, ours: _Units, theirs: _Units) -> Move:
+        """In the largest units that make up all runs of a grain and lie at multiples of their size."""
+        begins = (
+            # A grain begins with head 0, which the shard may not have: the pattern says where its heads are.
+            ours.within(HeadRange(0, self._ours[pattern.ours].count)),
+            theirs.within(HeadRange(0, self._theirs[pattern.theirs].count)),
+        )
+        size = int(np.gcd.reduce(np.concatenate(begins), initial=pattern.size))
+        local, remote = (
+            (begin[:, None] // size + inside[::size] // size).reshape(-1)
+            for begin, inside in zip(begins, (pattern.local, pattern.remote), strict=True)
+        )
+        return Move(move.operation, move.transfer_id, move.unit_bytes * size, local, remote)
+
+
+class _GrainPattern(NamedTuple):
+    """What of each grain moves between shard `ours` and shard `theirs`: units from the grain's beginning on in each, in runs of
+    multiples of `size`."""
+
+    ours: int
+    theirs: int
+    local: UnitIds
+    remote: UnitIds
+    size: int
 
 
 class _Units:
-    """The units of one side, each with its head, what lies outside of the heads in its pool, and what lies inside of one."""
+    """Units of a pool, each with its head, what lies outside of the heads, and what lies inside of one, where `inner` units lie side by
+    side. Each part of a sum of units can be taken alone, because a grain's first unit has the lowest place on every axis."""
 
-    def __init__(
-        self, units: UnitIds, unit_bytes: int, pool: ShardedPool, num_heads: int, stride: int
-    ) -> None:
-        self._pool = pool
-        self._inner = stride // unit_bytes  # units of one head, side by side
-        outer, inside = np.divmod(units, self._inner)
-        self._inside = inside
+    def __init__(self, units: UnitIds, inner: int, num_heads: int) -> None:
+        self._inner = inner
+        outer, self._inside = np.divmod(units, inner)
         self._outer, self.head = np.divmod(outer, num_heads)
 
-    def within(self, number: int, rows: UnitIds) -> UnitIds:
+    def within(self, shard: HeadRange) -> UnitIds:
         """As units of a shard, which has fewer heads between the same neighbours."""
-        shard = self._pool.shards[number]
-        head = self._outer[rows] * shard.count + self.head[rows] - shard.first
-        units: UnitIds = head * self._inner + self._inside[rows]
+        units: UnitIds = (self._outer * shard.count + self.head - shard.first) * self._inner + self._inside
         return units
-
-
-def _part_bytes(pool: ShardedPool, number: int, axes: HeadAxes) -> int:
-    """Of a block in one shard."""
-    return pool.block_bytes // axes.count * pool.shards[number].count
-
-
-def _joined(move: Move, local: UnitIds, remote: UnitIds, our_block: int, their_block: int) -> Move:
-    """In the largest units that make up all runs, and no larger than a block of either side."""
-    first, counts = run_bounds(local, remote)
-    blocks = (our_block // move.unit_bytes, their_block // move.unit_bytes)
-    size = int(np.gcd.reduce(np.concatenate([counts, local[first], remote[first], blocks])))
-    return Move(
-        move.operation,
-        move.transfer_id,
-        move.unit_bytes * size,
-        local[::size] // size,
-        remote[::size] // size,
-    )

@@ -62,6 +62,9 @@ class Move(msgspec.Struct, frozen=True):
     local: UnitIds
     remote: UnitIds
     heads: HeadAxes | None = None  # of a pool in shards, ours or the peer's: each unit is of one head
+    grain_units: int = (
+        1  # so many in a row are one grain's; every grain has the same ones, from its first unit on
+    )
 
     @property
     def num_bytes(self) -> int:
@@ -73,6 +76,17 @@ class HeadSums(NamedTuple):
 
     first: int
     sums: npt.NDArray[np.uint64]
+
+
+def _forget_nothing() -> None:
+    pass
+
+
+class AskedSums(NamedTuple):
+    """Checksums that other ranks are taking. One of the two is called, once."""
+
+    wait: Callable[[], list[HeadSums]] = list  # raises TransferError where they do not come
+    forget: Callable[[], None] = _forget_nothing
 
 
 class Transport(abc.ABC):
@@ -127,9 +141,9 @@ class Transport(abc.ABC):
 
     def sums_elsewhere(
         self, blocks: Sequence[int], parts: Sequence[int], grain: int, on_device: bool
-    ) -> Callable[[], list[HeadSums]]:
-        """Begins to take the checksums of what other ranks keep of these grains; the result waits for them, or raises TransferError."""
-        return list
+    ) -> AskedSums:
+        """Begins to take the checksums of what other ranks keep of these grains."""
+        return AskedSums()
 
     # A transport that has a copy of the KV cache which peers see instead of it.
 

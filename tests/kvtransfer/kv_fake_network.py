@@ -18,6 +18,7 @@ from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
+from tandem.kvtransfer.protocol.checksums import PendingSums
 from tandem.kvtransfer.protocol.endpoint import Outcomes, TransferEndpoint
 from tandem.kvtransfer.protocol.identity import Identity, token_hash
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
@@ -100,6 +101,12 @@ class FakeChecksums:
     ) -> list[int]:
         self.taken += len(blocks)
         return [self._of(block, part, mapping.grain) for block, part in zip(blocks, parts, strict=True)]
+
+    def begin(
+        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+    ) -> PendingSums:
+        sums = self.of(blocks, parts, mapping, arrived=arrived)
+        return PendingSums(lambda: sums, lambda: None)
 
     def _of(self, block: int, part: int, grain: int) -> int:
         positions = range(part * grain, (part + 1) * grain)

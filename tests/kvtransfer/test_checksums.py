@@ -14,6 +14,7 @@ from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import BlockLayout, Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.checksums import CacheChecksums, ChecksumSample, every_of, pack, unpack
 from tandem.kvtransfer.protocol.shards import HeadRange, givers_of
+from tandem.kvtransfer.protocol.transport import AskedSums
 from tandem.wire.handoff import CacheMemory
 
 BLOCKS, SLOTS, HEADS, DIM = 8, 3, 2, 8
@@ -114,7 +115,7 @@ def sums_of(ranks: list[KVCacheMemory], mapping: Mapping, blocks: list[int], *, 
     others = [CacheChecksums(rank) for rank in ranks[1:]]
 
     def elsewhere(blocks: Any, parts: Any, grain: int, on_device: bool) -> Any:
-        return lambda: [one.of_heads(blocks, parts, grain, on_device=on_device) for one in others]
+        return AskedSums(lambda: [one.of_heads(blocks, parts, grain, on_device=on_device) for one in others])
 
     return CacheChecksums(ranks[0], elsewhere).of(blocks, parts, mapping, arrived=arrived)
 

@@ -181,7 +181,7 @@ def test_a_cache_in_shards_is_reached_in_another_way_at_all_ranks_and_the_first_
         assert isinstance(mapping, Mapping)
         until_done(narrow, narrow.post(remote, mapping.move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0)])))
         assert torch.equal(memory.tensor[5], whole[3, :, :, :1])
-        sums = wide.sums_elsewhere([5], [0], 4, False)()
+        sums = wide.sums_elsewhere([5], [0], 4, False).wait()
         other = KVCacheMemory(whole[:, :, :, 1:].clone(), "m", 2, 1, 1000, heads=HeadShare(1, 1, 2))
         assert sums[0].sums == CacheChecksums(other).of_heads([3], [0], 4, on_device=False).sums
         assert not narrow.may_still_write(remote)

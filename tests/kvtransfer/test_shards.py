@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from tandem.engine.model.wide.shard import heads_of_rank
 from tandem.kvtransfer.protocol.cache_map import AXES, BlockLayout, GrainPlace, Mapping
-from tandem.kvtransfer.protocol.shards import HeadRange, ShardedPool, givers_of, pairs_between, split
+from tandem.kvtransfer.protocol.shards import HeadRange, PoolSplit, givers_of, pairs_between
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.errors import InternalError
 
@@ -23,7 +23,7 @@ class Pool:
 
     def __init__(self, axes: list[str], sizes: dict[str, int], shards: list[HeadRange], filled: bool) -> None:
         self.axes = axes
-        self.shards = shards
+        self.shards = tuple(shards)
         self.layout = BlockLayout(tuple(axes), sizes, 2)
         shape = (BLOCKS, *(sizes[axis] for axis in axes))
         values = np.arange(np.prod(shape)) if filled else np.zeros(int(np.prod(shape)))
@@ -33,7 +33,6 @@ class Pool:
             np.ascontiguousarray(self.whole.take(range(shard.first, shard.end), axis=head))
             for shard in shards
         ]
-        self.pool = ShardedPool(self.layout.num_bytes, tuple(shards))
 
     def part(self, number: int) -> Array:
         """A view, its axes in the order of AXES."""
@@ -119,8 +118,12 @@ def test_every_shard_gets_the_bytes_of_its_heads_once(
             0x0101  # both bytes of each element
         )
     counts = [np.zeros_like(part) for part in target.parts]
-    pairs = set(pairs_between(ours.pool, theirs.pool))
-    for one in split(mapping.move(operation, "t", places, layers), ours.pool, theirs.pool):
+    pairs = set(pairs_between(ours.shards, theirs.shards))
+    splitting = PoolSplit(ours.shards, theirs.shards)
+    splitting.of(
+        mapping.move(operation, "t", places[::-1], layers)
+    )  # what it keeps of one move serves the next
+    for one in splitting.of(mapping.move(operation, "t", places, layers)):
         assert (one.ours, one.theirs) in pairs
         giver, taker = (one.ours, one.theirs) if writes else (one.theirs, one.ours)
         carry_out(one.move, source.parts[giver], target.parts[taker], counts[taker])
@@ -137,16 +140,16 @@ def test_equal_shards_move_whole_blocks() -> None:
     layout = BlockLayout(AXES, sizes, 2)
     mapping = Mapping.between(layout, layout, by_head=True)
     assert isinstance(mapping, Mapping)
-    pool = ShardedPool(layout.num_bytes, (HeadRange(0, 2), HeadRange(2, 2)))
+    halves = (HeadRange(0, 2), HeadRange(2, 2))
     move = mapping.move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0), GrainPlace(4, 0, 1, 0)])
-    parts = split(move, pool, pool)
+    parts = PoolSplit(halves, halves).of(move)
     assert [(one.ours, one.theirs, one.move.unit_bytes) for one in parts] == [
         (rank, rank, layout.num_bytes // 2) for rank in (0, 1)
     ]
     assert [(one.move.local.tolist(), one.move.remote.tolist()) for one in parts] == [([3, 4], [5, 1])] * 2
     # A whole cache's block has two runs of each layer and part for two heads of four.
-    whole = ShardedPool(layout.num_bytes, (HeadRange(0, 4),))
-    assert [len(one.move.local) for one in split(move, whole, pool)] == [2 * 3 * 2] * 2
+    whole = (HeadRange(0, 4),)
+    assert [len(one.move.local) for one in PoolSplit(whole, halves).of(move)] == [2 * 3 * 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,6 @@ def test_a_head_is_given_by_one_and_the_work_is_shared(
 
 
 def test_a_unit_of_several_heads_is_not_split() -> None:
-    pool = ShardedPool(64, (HeadRange(0, 2),))
+    halves = (HeadRange(0, 1), HeadRange(1, 1))
     with pytest.raises(InternalError):
-        split(Move(Operation.WRITE, "t", 64, np.array([1]), np.array([2])), pool, pool)
+        PoolSplit(halves, halves).of(Move(Operation.WRITE, "t", 64, np.array([1]), np.array([2])))
