@@ -37,7 +37,7 @@ _HEAD_BYTES = BLOCK_SIZE * HEAD_DIM * 2  # of one layer's keys, or values
 
 
 def parse_widths(widths: str) -> tuple[int, int]:
-    """Of the two nodes, from "2x4"."""
+    """The ranks of the two nodes, from "2x4"."""
     producer, _, consumer = widths.partition("x")
     known = [width for width in range(1, LLAMA_1B.heads + 1) if LLAMA_1B.heads % width == 0]
     for width in (producer, consumer):
@@ -249,7 +249,7 @@ class RankPairs(TransferPair):
         return float(max(ended for _, ended in times) - min(began for began, _ in times))
 
     def cpu(self, tokens: int, at_once: int) -> dict[str, float]:
-        """Of all ranks of both nodes. It means the same on a machine that has other things to do, and where ranks share cores."""
+        """CPU of all ranks of both nodes. It means the same on a machine that has other things to do, and where ranks share cores."""
         spent = {"raw": 0.0, "connector": 0.0}
         for _ in range(self.repeats):
             for name in spent:
