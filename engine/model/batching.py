@@ -21,6 +21,7 @@ from tandem.wire.errors import InternalError
 
 # Rows of logits in one pass, beyond those that are sampled from.
 LOGIT_ROWS = 256
+_NONE = np.zeros(0, np.int64)
 
 
 def cut_for_logits(
@@ -75,9 +76,6 @@ def hooks_of_pass(hooks: LayerHooks | None, first: bool, last: bool) -> LayerHoo
     if first:
         return _Loads(hooks)
     return _Saves(hooks) if last else None
-
-
-_NONE = np.zeros(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

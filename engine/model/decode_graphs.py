@@ -19,6 +19,17 @@ from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs, as_rows, bucket_of, table_width, token_buckets
 from tandem.engine.model.runner import LayerHooks
 
+log = logging.getLogger(__name__)
+
+Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+"""Runs some work and returns how to run it again, and the tensor that its result will be in each time."""
+
+# Where attention copies keys and values together, a recording keeps the memory for that: so many at most.
+_MOST_GATHERED_KEYS = 1 << 16
+# So many shapes are tried before a model of which none was recorded counts as one that cannot be.
+_MOST_REFUSED = 3
+# The memory of one recorded step: its nodes, and a library's plan for it.
+_BYTES_PER_GRAPH = 24 << 20
 _WARM_UPS = 2
 
 
@@ -50,21 +61,6 @@ class CudaRecorder:
         ):
             result = work()
         return graph.replay, result
-
-
-log = logging.getLogger(__name__)
-
-Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""Runs some work and returns how to run it again, and the tensor that its result will be in each time."""
-
-# Where attention copies keys and values together, a recording keeps the memory for that: so many at most.
-_MOST_GATHERED_KEYS = 1 << 16
-# So many shapes are tried before a model of which none was recorded counts as one that cannot be.
-_MOST_REFUSED = 3
-
-
-# The memory of one recorded step: its nodes, and a library's plan for it.
-_BYTES_PER_GRAPH = 24 << 20
 
 
 def memory_of_graphs(max_tokens: int, vocab_size: int, element_bytes: int) -> int:
