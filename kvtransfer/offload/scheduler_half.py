@@ -230,7 +230,7 @@ class TierScheduler(SchedulerConnector):
                 if count := scheduled.get(entry.request.request_id):
                     self._store_full_chunks(entry, count, plan)
         # Prompts advance by more than one token, and so do requests with drafts.
-        if scheduled and max(scheduled.values()) > 1:
+        if step.total_num_scheduled_tokens > len(scheduled):
             for request_id, count in scheduled.items():
                 if count == 1:
                     continue
@@ -335,23 +335,27 @@ class TierScheduler(SchedulerConnector):
         if not room.keys:
             self._tell_mirror(entry.request, keys)
             return []
-        place_of = {
-            key: (part.group, part.first + chunk * factor)
-            for part in parts
-            for chunk, key in enumerate(part.keys)
-        }
-        blocks: list[int] = []
-        places: list[int] = []
         read: list[int] = []
-        states = self._prefixes.group_of_states
-        for key, slot in zip(room.keys, room.slots, strict=True):
-            group, start = place_of[key]
-            blocks += tables[group][start : start + factor]
-            places += range(slot * factor, (slot + 1) * factor)
-            if reads is not None and self._prefixes.gives_up(group):
-                read += tables[group][start : start + factor]
-                if passing is not None:
-                    entry.trail[group].append((passing if group == states else start, key))
+        if len(parts) == 1 and reads is None and len(room.keys) == len(keys):
+            # What a step of many answers asks for: all of one run of blocks.
+            first = parts[0].first
+            blocks = list(tables[parts[0].group][first : first + len(keys) * factor])
+            places = room.slots if factor == 1 else _places(room.slots, factor)
+        else:
+            place_of = {
+                key: (part.group, part.first + chunk * factor)
+                for part in parts
+                for chunk, key in enumerate(part.keys)
+            }
+            blocks, places = [], _places(room.slots, factor)
+            states = self._prefixes.group_of_states
+            for key in room.keys:
+                group, start = place_of[key]
+                blocks += tables[group][start : start + factor]
+                if reads is not None and self._prefixes.gives_up(group):
+                    read += tables[group][start : start + factor]
+                    if passing is not None:
+                        entry.trail[group].append((passing if group == states else start, key))
         job = next(self._numbers)
         self._jobs[job] = _Store(entry.request.request_id, room, keys, read)
         if reads is not None:
@@ -458,3 +462,8 @@ class TierScheduler(SchedulerConnector):
         for job in self._jobs.values():
             if isinstance(job, _Load):
                 job.void = True
+
+
+def _places(slots: Sequence[int], factor: int) -> list[int]:
+    """Where each of the slots' blocks is."""
+    return [place for slot in slots for place in range(slot * factor, (slot + 1) * factor)]
