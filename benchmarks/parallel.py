@@ -3,7 +3,10 @@
 A small model with random weights, many requests that decode, real processes. On a machine with fewer cores than ranks the ranks compute in
 turns, so there only `telling` means anything: the time that rank 0 takes to write a step's arrays and to wake the others.
 
-    python -m benchmarks.parallel [--requests 256] [--context 512] [--widths 1 2]
+    python -m benchmarks.parallel [--requests 256] [--context 512] [--widths 1 2] [--vllm DIR]
+
+`--vllm DIR`, an environment with vLLM 0.32: its multiprocessing executor tells as many workers a step of as many requests. They
+compute nothing, and answer with a token for each. There the scheduler's process writes and reads; here rank 0 computes, so nothing comes back.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import dataclasses
 import os
 import random
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -35,6 +39,7 @@ from tandem.wire.logs import LogsConfig
 
 STEPS = 100
 _SILENCE_S = 30.0  # the machine may be busy, and nothing is to be noticed here
+_VLLM_S = 600.0  # that its executor may take, start and end included
 
 
 class TimedCollectives:
@@ -139,6 +144,22 @@ def measure(folder: Path, width: int, requests: int, context: int) -> WidthCosts
         ranks.stop()
 
 
+class TellingOfVllm(msgspec.Struct):
+    """Seconds of one step, medians."""
+
+    telling: float
+    answered: float  # until the first worker's answer is here
+
+
+def measure_vllm(environment: Path, folder: Path, width: int, requests: int) -> TellingOfVllm:
+    script = Path(__file__).with_name("parallel_vllm.py")
+    command = [str(environment / "bin" / "python"), str(script), str(folder), str(width), str(requests)]
+    done = subprocess.run(command, capture_output=True, timeout=_VLLM_S, check=False)
+    if done.returncode:
+        raise SystemExit(f"vLLM's executor did not run: {done.stderr.decode(errors='replace')[-2000:]}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=TellingOfVllm)
+
+
 def _step_seconds(config: EngineConfig, runner: TorchRunner, requests: int, context: int) -> float:
     info = runner.info
     scheduler = Scheduler(
@@ -162,6 +183,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--vllm", type=Path, help="an environment that has vLLM 0.32")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -178,6 +200,12 @@ def main() -> None:
                 f"{width} ranks: step {costs.step_ms:.1f} ms; telling {costs.telling_us:.0f} us for {costs.told_bytes:,} bytes; "
                 f"{costs.collectives} sums and gathers {costs.collectives_ms:.1f} ms, waiting for other ranks in them"
             )
+            if options.vllm is not None:
+                peer = measure_vllm(options.vllm, folder, width, options.requests)
+                print(
+                    f"vLLM's executor, {width} workers: telling {1e6 * peer.telling:.0f} us, "
+                    f"until the answer is here {1e6 * peer.answered:.0f} us"
+                )
 
 
 if __name__ == "__main__":
