@@ -22,6 +22,7 @@ from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import (
     NODE_KIND_HEAD,
     STATUS_UP_TO_DATE,
+    STATUS_UPDATE_FAILED,
     TAG_RAY_NODE_KIND,
     TAG_RAY_NODE_STATUS,
     TAG_RAY_USER_NODE_TYPE,
@@ -59,6 +60,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         self._settings = read_provider(provider_config)
         self._reach = reach or reach_from_here(self._settings, cluster_name)
         self._store = self._reach.store
+        self._starting: dict[str, LaunchRecord] = {}  # Ray is being started there
         if self._reach.on_head:
             self._record_head_under_ray()
 
@@ -108,7 +110,15 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         return dict(node.tags) if node is not None else {}
 
     def set_node_tags(self, node_id: str, tags: dict[str, str]) -> None:
-        self._store.update(lambda record: with_tags(record, node_id, tags))
+        record = self._store.update(lambda record: with_tags(record, node_id, tags))
+        if tags.get(TAG_RAY_NODE_STATUS) not in (STATUS_UP_TO_DATE, STATUS_UPDATE_FAILED):
+            return
+        started = self._starting.pop(node_id, None)
+        if started is None or started.host in {node.host for node in record.nodes.values()}:
+            return
+        # It was ended while the start commands ran, perhaps by another program, and they went on after Ray was stopped there. Nothing would ever
+        # stop what they have started.
+        self._end([started])
 
     def internal_ip(self, node_id: str) -> str:
         return self._node(node_id).address
@@ -148,6 +158,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
             return record
 
         self._store.update(claim)
+        self._starting.update((node.node_id, node) for node in nodes if node.node_id in claimed)
         if len(claimed) < count:
             why = "; ".join(silent) if silent else "every host of that type is in use"
             raise Unavailable(f"{pool}: {len(claimed)} of {count} nodes launched: {why}")

@@ -220,6 +220,35 @@ def test_a_host_that_is_taken_out_is_stopped_and_no_other(
     assert "10.0.0.21 is no longer listed for decode" in capsys.readouterr().out
 
 
+def test_a_host_that_is_taken_out_while_ray_is_being_started_there_is_stopped_again(
+    provider: StaticHostsProvider, hosts: NotedHosts, config: dict[str, Any]
+) -> None:
+    started = list(provider.create_node({}, DECODE, 2))
+    leaving = next(node for node in started if provider.internal_ip(node) == "10.0.0.22")
+    config["available_node_types"]["decode"]["node_config"]["hosts"] = ["10.0.0.21"]
+    provider.prepare_for_head_node(config)
+    assert hosts.stopped() == ["10.0.0.22"]
+    for node in started:
+        provider.set_node_tags(node, {"ray-node-status": "setting-up"})
+    assert hosts.stopped() == ["10.0.0.22"]
+    # The autoscaler's start commands were on their way, and are over only now.
+    for node in started:
+        provider.set_node_tags(node, {"ray-node-status": "up-to-date"})
+    assert hosts.stopped() == ["10.0.0.22", "10.0.0.22"]
+    assert leaving not in provider.non_terminated_nodes({})
+
+
+def test_a_host_that_was_launched_again_is_not_stopped_for_an_older_launch(
+    provider: StaticHostsProvider, hosts: NotedHosts
+) -> None:
+    (older, *_) = provider.create_node({}, DECODE, 2)
+    provider.terminate_node(older)
+    stopped = hosts.stopped()
+    provider.create_node({}, DECODE, 1)
+    provider.set_node_tags(older, {"ray-node-status": "up-to-date"})
+    assert hosts.stopped() == stopped
+
+
 def test_what_runs_on_a_host_that_is_taken_out_is_finished_before_ray_is_stopped_there(
     provider: StaticHostsProvider, config: dict[str, Any], hosts: NotedHosts
 ) -> None:
