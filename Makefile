@@ -5,7 +5,7 @@
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; KILLS=15 kills thirty in each
 #                    phase, half greedy, half seeded). Then the controller killed ten times in three ways, and the control
 #                    plane away for ten minutes, twice (about 35 minutes). Then every fault of a KV transfer, 100 times for
-#                    each connector and direction (about 15 minutes)
+#                    each connector and direction (about 15 minutes), and the connectors' contract at all widths of nodes
 #                    And the disk tier: 10,000 crashes of a disk that tears, 50 nodes killed while they store (about 2 minutes);
 #                    10,000 steps without a leak, and streams whose connections are reset thirty times (about 3 minutes);
 #                    ten times the examples of the API's fuzzing, the transfer protocol's histories and conversations on nodes that die (about 20 minutes)
@@ -75,6 +75,7 @@ test-faults: install
 	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 		-n 8 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
+	TANDEM_WIDTHS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 600 tests/kvtransfer/test_connector_contract.py
 	TANDEM_CRASHES=10000 TANDEM_KILLS=50 $(BIN)/python -m pytest -q --timeout 3600 tests/kvtransfer/test_tier_disk.py
 	TANDEM_STEPS=10000 TANDEM_RESETS=30 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow \
 		tests/engine/test_long_run.py tests/router/test_router_resets.py
