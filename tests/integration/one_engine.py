@@ -22,7 +22,8 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, TransferStats
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
-from tandem.node.ranks.supervisor import Ranks, shares_of
+from tandem.node.ranks.processes import shares_of
+from tandem.node.ranks.supervisor import Ranks
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.logs import LogsConfig

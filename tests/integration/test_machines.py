@@ -1,0 +1,170 @@
+"""A node whose ranks are on two machines, here two groups of processes: what it computes, and that it ends as one, whatever ends any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.loading import load_runner
+from tandem.node.config import NodeConfig, OtherMachine
+from tandem.node.ranks.processes import shares_of
+from tandem.node.ranks.supervisor import Ranks
+from tandem.wire.errors import ConfigurationError, NodeLost
+from tandem.wire.logs import LogsConfig
+from tandem.wire.nodes import Role
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from tests.integration.far_machines import FarMachine, is_there
+
+PATIENCE_S = 120.0  # far more than any of it takes
+SILENCE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save("llama", tmp_path_factory.mktemp("machines"))
+
+
+def config_of(path: Path, width: int, others: int = 1) -> NodeConfig:
+    engine = EngineConfig(
+        model=ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
+        cache=CacheConfig(block_size=4, memory_bytes=4 << 20),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+    )
+    there = [OtherMachine("127.0.0.1", device="cpu") for _ in range(others)]
+    return NodeConfig("spread", Role.AGGREGATED, engine=engine, tensor_parallel=width, others=there)
+
+
+class SpreadNode:
+    """As much of a node as its ranks need."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        engine, size = config.engine, config.ranks
+        self.lost = threading.Event()
+        self.why: list[str] = []
+        self.machines = [FarMachine(config, number) for number in range(1, config.machines)]
+        self.ranks = Ranks(
+            config.node_id,
+            size,
+            engine,
+            shares_of([], 1, size // config.machines),
+            LogsConfig(),
+            keepers=[machine.endpoint for machine in self.machines],
+            silence_s=SILENCE_S,
+            lost=self._lost,
+        )
+        try:
+            shard = self.ranks.start()
+            runner = load_runner(engine.model, engine.cache, engine.scheduler, shard=shard)
+            self.ranks.await_ready()
+        except BaseException:
+            self.close()
+            raise
+        self.driver = Driver(runner)
+        self.pids = {*self.ranks.pids, *(pid for machine in self.machines for pid in machine.ranks)}
+
+    def _lost(self, why: str) -> None:
+        self.why.append(why)
+        self.lost.set()
+
+    def close(self) -> None:
+        self.ranks.stop()
+        for machine in self.machines:
+            machine.end()
+
+
+@contextlib.contextmanager
+def spread_node(path: Path, width: int, others: int = 1) -> Iterator[SpreadNode]:
+    node = SpreadNode(config_of(path, width, others))
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("width", "others"), [(2, 1), (4, 1)])
+def test_machines_say_what_one_says_and_end_when_they_are_stopped(
+    tiny_llama: Path, width: int, others: int
+) -> None:
+    prompt = [7, 3, 5] * 7
+    (answer,) = tiny.reference(tiny_llama, [prompt], 8)
+    with spread_node(tiny_llama, width, others) as node:
+        node.driver.add("r", prompt)
+        assert node.driver.generate(8, max_chunk=5)["r"] == answer.tokens
+        assert len(node.pids) == width - 1
+        assert all(map(is_there, node.pids))
+        node.ranks.stop()
+        assert not any(map(is_there, node.pids)), "it returns when none is left, on any machine"
+        for machine in node.machines:
+            assert machine.process.wait(PATIENCE_S) == 0
+    assert not node.why
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("victim", ["a rank", "its keeper"])
+def test_what_is_gone_or_hangs_on_another_machine_ends_all(
+    tiny_llama: Path, sign: signal.Signals, victim: str
+) -> None:
+    with spread_node(tiny_llama, 4) as node:
+        node.driver.add("r", [7, 3, 5])
+        node.driver.generate(2)
+        (machine,) = node.machines
+        pid = min(machine.ranks) if victim == "a rank" else machine.process.pid
+        began = time.monotonic()
+        os.kill(pid, sign)
+        assert node.lost.wait(PATIENCE_S), "a node at rest hears of it, too"
+        # Ranks of a keeper that stands still go when rank 0's connections close, or with their keeper, which Ray ends.
+        with pytest.raises(NodeLost, match=r"rank 2 has|rank 3 has|machine of ranks 2 to 3"):
+            node.driver.generate(10_000)
+        node.ranks.stop()
+        if (victim, sign) == ("its keeper", signal.SIGSTOP):
+            machine.end()
+        until(lambda: not any(map(is_there, node.pids)), "a rank is left over")
+        assert time.monotonic() - began < PATIENCE_S
+
+
+def test_ranks_elsewhere_end_with_rank_0(tiny_llama: Path) -> None:
+    """Its process is killed: nothing tells them."""
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER, str(tiny_llama)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )  # fmt: skip
+    assert leader.stdout is not None
+    keeper, *pids = (int(text) for text in leader.stdout.readline().split())
+    assert len(pids) == 3
+    leader.kill()
+    leader.wait()
+    leader.stdout.close()
+    until(lambda: not any(map(is_there, [keeper, *pids])), "a process is left over")
+
+
+LEADER = """
+import sys, time
+from pathlib import Path
+from tests.integration.test_machines import SpreadNode, config_of
+if __name__ == "__main__":
+    node = SpreadNode(config_of(Path(sys.argv[1]), 4))
+    print(node.machines[0].process.pid, *node.pids, flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_what_a_machine_refuses_the_node_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no plan that cuts"):
+        SpreadNode(config_of(tiny.save("gpt2", tmp_path), 2))
