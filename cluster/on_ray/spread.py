@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -27,6 +28,7 @@ from tandem.wire.sockets import raise_descriptor_limit
 
 _NODE_ID = "ray.io/node-id"  # Ray's label of each of its nodes
 _NEVER_S = 3600.0
+_LAST_WORDS_S = 2.0  # for rank 0 to tell the controller why the node ended, which Ray's word of a process's end does not say
 
 
 class Places:
@@ -79,6 +81,7 @@ class RanksActor:
         while not self._keeper.hold(_NEVER_S):
             pass
         self._keeper.stop()
+        time.sleep(_LAST_WORDS_S)
         os._exit(0)
 
     def open(self, lead: str) -> str:

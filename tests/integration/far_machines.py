@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,9 +25,10 @@ RANK = "tandem.node.ranks.process"
 class FarMachine:
     """What a machine has of a node: its keeper, and the ranks that it starts."""
 
-    def __init__(self, config: NodeConfig, number: int = 1, lead: str = "") -> None:
+    def __init__(self, config: NodeConfig, number: int = 1, enter: Sequence[str] = ()) -> None:
+        """`enter`: what runs a command on it, where it has a network of its own."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.far_machines", lead or public_key(), str(number)],
+            [*enter, sys.executable, "-m", "tests.integration.far_machines", public_key(), str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

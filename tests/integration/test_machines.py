@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
+from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig, OtherMachine
 from tandem.node.ranks.processes import shares_of
 from tandem.node.ranks.supervisor import Ranks
 from tandem.wire.errors import ConfigurationError, NodeLost
 from tandem.wire.logs import LogsConfig
 from tandem.wire.nodes import Role
+from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.integration.far_machines import FarMachine, is_there
+from tests.integration.one_engine import OneEngine, hand_over
 
 PATIENCE_S = 120.0  # far more than any of it takes
 SILENCE_S = 2.0
@@ -35,30 +40,36 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save("llama", tmp_path_factory.mktemp("machines"))
 
 
-def config_of(path: Path, width: int, others: int = 1) -> NodeConfig:
+HERE, THERE = "10.79.0.1", "10.79.0.2"  # of the two machines that have networks of their own
+
+
+def config_of(
+    path: Path, width: int, others: int = 1, here: str = "127.0.0.1", there: str = "127.0.0.1"
+) -> NodeConfig:
     engine = EngineConfig(
         model=ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
         cache=CacheConfig(block_size=4, memory_bytes=4 << 20),
         scheduler=SchedulerConfig(max_num_seqs=4),
     )
-    there = [OtherMachine("127.0.0.1", device="cpu") for _ in range(others)]
-    return NodeConfig("spread", Role.AGGREGATED, engine=engine, tensor_parallel=width, others=there)
+    machines = [OtherMachine(there, device="cpu") for _ in range(others)]
+    return NodeConfig("spread", Role.AGGREGATED, here, engine=engine, tensor_parallel=width, others=machines)
 
 
 class SpreadNode:
     """As much of a node as its ranks need."""
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, enter: Sequence[str] = ()) -> None:
         engine, size = config.engine, config.ranks
         self.lost = threading.Event()
         self.why: list[str] = []
-        self.machines = [FarMachine(config, number) for number in range(1, config.machines)]
+        self.machines = [FarMachine(config, number, enter) for number in range(1, config.machines)]
         self.ranks = Ranks(
             config.node_id,
             size,
             engine,
             shares_of([], 1, size // config.machines),
             LogsConfig(),
+            host=config.host,
             keepers=[machine.endpoint for machine in self.machines],
             silence_s=SILENCE_S,
             lost=self._lost,
@@ -168,3 +179,111 @@ if __name__ == "__main__":
 def test_what_a_machine_refuses_the_node_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no plan that cuts"):
         SpreadNode(config_of(tiny.save("gpt2", tmp_path), 2))
+
+
+@pytest.fixture
+def other_network() -> Iterator[str]:
+    """A network namespace, joined to this one by a link, and the name of our end of it."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("only root, with the program ip, can make a machine's network")
+    mark = f"{os.getpid():x}"
+    space, ours, theirs = f"tmach{mark}", f"tmo{mark}", f"tmt{mark}"
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    ip("netns", "add", space)
+    try:
+        ip("link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", space)
+        ip("addr", "add", f"{HERE}/30", "dev", ours)
+        ip("link", "set", ours, "up")
+        ip("-n", space, "addr", "add", f"{THERE}/30", "dev", theirs)
+        for device in ("lo", theirs):
+            ip("-n", space, "link", "set", device, "up")
+        yield mark
+    finally:
+        ip("netns", "del", space)  # and its end of the link, and with it ours
+
+
+def test_a_machine_that_the_network_loses_ends_its_node_and_ends_its_ranks(
+    tiny_llama: Path, other_network: str
+) -> None:
+    """No connection ends then: what waits in a sum would wait for ever, on both sides."""
+    prompt = [7, 3, 5] * 7
+    (answer,) = tiny.reference(tiny_llama, [prompt], 8)
+    config = config_of(tiny_llama, 2, here=HERE, there=THERE)
+    node = SpreadNode(config, ("ip", "netns", "exec", f"tmach{other_network}"))
+    try:
+        node.driver.add("r", prompt)
+        assert node.driver.generate(8, max_chunk=5)["r"] == answer.tokens
+        (machine,) = node.machines
+        (pid,) = machine.ranks
+        subprocess.run(["ip", "link", "set", f"tmo{other_network}", "down"], check=True)
+        began = time.monotonic()
+        with pytest.raises(NodeLost, match=r"machine of rank 1 .* has"):
+            node.driver.generate(10_000)
+        assert time.monotonic() - began < PATIENCE_S
+        assert node.lost.wait(PATIENCE_S)
+        until(lambda: not is_there(pid), "its rank ends without being told")
+        assert machine.process.wait(PATIENCE_S) == 0
+    finally:
+        node.close()
+
+
+def run_on(engine: OneEngine, deadline: float) -> None:
+    while True:
+        engine.run("r", [], deadline)
+
+
+@pytest.mark.parametrize(("direction", "widths"), [("push", (2, 1)), ("pull", (2, 1)), ("push", (1, 2))])
+def test_a_node_on_two_machines_hands_over(
+    tiny_llama: Path, direction: Literal["push", "pull"], widths: tuple[int, int]
+) -> None:
+    prompts = [[(11 * token + which) % 90 + 3 for token in range(61)] for which in range(3)]
+    expected = [found.tokens for found in tiny.reference(tiny_llama, prompts, 8)]
+    transfer = TransferConfig(connector="nixl", direction=direction, checksums="all")  # type: ignore[arg-type]
+    with contextlib.ExitStack() as both:
+        engines = []
+        for name, width in zip("pc", widths, strict=True):
+            engine = OneEngine.start(
+                tiny_llama, name, 4, transfer, memory_bytes=4 << 20, prefix_caching=True, width=width, processes=width > 1, machines=width,
+            )  # fmt: skip
+            both.callback(engine.close)
+            engines.append(engine)
+        producer, consumer = engines
+        for index, (prompt, answer) in enumerate(zip(prompts, expected, strict=True)):
+            assert hand_over(producer, consumer, f"r{index}", prompt, 8) == answer
+        assert set(consumer.stats().outcomes) == {"received"}
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
+        (far,) = [machine for engine in engines for machine in engine.far]
+        assert len(far.ranks) == 1
+    until(lambda: not is_there(far.process.pid), "it ends with its node")
+
+
+def test_a_prompt_of_a_node_that_loses_a_machine_is_read_where_it_decodes(tiny_llama: Path) -> None:
+    """While what it was to send is on its way."""
+    prompt = [(7 * token) % 90 + 3 for token in range(130)]
+    (right,) = (found.tokens for found in tiny.reference(tiny_llama, [prompt], 8))
+    transfer = TransferConfig(connector="nixl", checksums="all", lease_s=2.0)  # type: ignore[arg-type]
+    with contextlib.ExitStack() as both:
+        producer = OneEngine.start(
+            tiny_llama, "p", 4, transfer, scheduler=SchedulerConfig(max_num_batched_tokens=24), memory_bytes=4 << 20, width=2,
+            processes=True, machines=2,
+        )  # fmt: skip
+        both.callback(producer.close)
+        consumer = OneEngine.start(tiny_llama, "c", 4, transfer, memory_bytes=4 << 20)
+        both.callback(consumer.close)
+        assert producer.address
+        assert consumer.address
+        tokens: list[int] = []
+        deadline = time.monotonic() + PATIENCE_S
+        consumer.add("r", prompt, 8, KVTransferParams("t", TransferRole.CONSUME, producer.address))
+        consumer.run("r", tokens, deadline)
+        producer.add("r", prompt, 1, KVTransferParams("t", TransferRole.PRODUCE, consumer.address))
+        producer.run("r", [], deadline)
+        producer.far[0].end()
+        with pytest.raises((NodeLost, RuntimeError)):  # what a collective raises may come before the verdict
+            run_on(producer, deadline)
+        while not consumer.run("r", tokens, deadline):
+            pass
+        assert tokens == right

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.cluster_lab import MODEL, PATIENCE_S, Load, RayNodes, Tandem, free_port
+from tests.integration.cluster_lab import MODEL, START_S, Load, RayNodes, Tandem, free_port
 
 # SmolLM2-135M has nine heads of queries and three of keys and values.
 SETTINGS = f"""
@@ -76,7 +76,7 @@ def received(tandem: Tandem) -> int:
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + START_S
     while not holds():
         assert time.monotonic() < deadline, f"still not: {what}"
         time.sleep(0.1)
