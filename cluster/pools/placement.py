@@ -63,6 +63,21 @@ def place_nodes(config: TandemConfig, machine: LocalMachine) -> list[NodeRecord]
     return nodes
 
 
+def of_one_machine(config: TandemConfig) -> TandemConfig:
+    """What a machine carries of it: a part of each node that is spread over several, as if it were a node."""
+    pools = {
+        role.value: msgspec.structs.replace(
+            pool,
+            machines=1,
+            tensor_parallel=pool.tensor_parallel // pool.machines,
+            resources=pool.resources_per_machine,
+        )
+        for role in Role
+        if (pool := config.pools.of(role)).machines > 1
+    }
+    return msgspec.structs.replace(config, pools=msgspec.structs.replace(config.pools, **pools))
+
+
 def place(
     config: TandemConfig,
     hosts: Sequence[Host],

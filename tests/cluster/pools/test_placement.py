@@ -14,6 +14,7 @@ from tandem.cluster.launcher import Host
 from tandem.cluster.pools.placement import (
     LocalMachine,
     node_config,
+    of_one_machine,
     ordered_cores,
     place,
     place_nodes,
@@ -358,6 +359,13 @@ def test_a_spread_node_is_told_of_its_other_machines() -> None:
     assert place(asked, places_for(1, 1, gpus=1), [], Role.PREFILL) is None, (
         "two ranks on a machine want two GPUs"
     )
+
+
+def test_what_one_machine_carries_of_a_spread_node_is_a_part_of_it() -> None:
+    here = of_one_machine(spread_over(2, resources={"GPU": 4}))
+    assert (here.pools.prefill.ranks, here.pools.prefill.resources) == (2, {"GPU": 2})
+    assert place_nodes(here, machine(8, gpus=2))
+    assert of_one_machine(config(1, 1)) == config(1, 1)
 
 
 def test_one_machine_is_not_several() -> None:
