@@ -30,7 +30,7 @@ LOOPBACK = "127.0.0.1"
 torch_groups: Any = dist
 
 
-class Meeting:
+class MeetingPlace:
     """Where ranks of several machines find each other, for as long as this lives."""
 
     def __init__(self, host: str) -> None:

@@ -25,14 +25,14 @@ from tandem.node.ranks.messages import (
     MachineBeat,
     MachineProgress,
     OneStep,
-    Prepare,
-    Prepared,
+    PrepareRanks,
     RankHere,
     RankProgress,
     RankReady,
     RankSaid,
     RanksEnded,
     RanksFailed,
+    RanksPrepared,
 )
 from tandem.node.ranks.processes import TICK_S, RankPlan, RankProcesses, check_devices, ranks_on, shares_of
 from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, TandemError, Unavailable
@@ -103,7 +103,7 @@ class RankKeeper:
     # --- the inbox's thread
 
     def _on_letter(self, letter: LetterToMachine) -> None:
-        if self._processes is None and not isinstance(letter.body, Prepare):
+        if self._processes is None and not isinstance(letter.body, PrepareRanks):
             return
         try:
             self._numbers.check(letter.number)
@@ -115,7 +115,7 @@ class RankKeeper:
 
     def _on_message(self, letter: LetterToMachine) -> None:
         message, processes = letter.body, self._processes
-        if isinstance(message, Prepare):
+        if isinstance(message, PrepareRanks):
             self._prepare(message)
             return
         if processes is None:
@@ -137,7 +137,7 @@ class RankKeeper:
                 else:
                     threading.Thread(target=processes.stop, name="end-ranks", daemon=True).start()
 
-    def _prepare(self, message: Prepare) -> None:
+    def _prepare(self, message: PrepareRanks) -> None:
         config = self._config
         self._link = SendingEnd(
             self._outbox,
@@ -180,7 +180,7 @@ class RankKeeper:
             logger.exception("the model was not found")
             processes.judge(InternalError(f"{type(error).__name__}: {error}"))
         else:
-            self._say(Prepared())
+            self._say(RanksPrepared())
 
     def _report(self, what: str, share: float) -> None:
         self._say(MachineProgress(what, share))

@@ -58,7 +58,7 @@ MOST_BYTES = 1 << 20  # of a packet
 # ── to another machine of the node ──
 
 
-class Prepare(msgspec.Struct, frozen=True, tag=True):
+class PrepareRanks(msgspec.Struct, frozen=True, tag=True):
     """The first message: find the model."""
 
     lead: str  # rank 0's end of the link: its endpoint
@@ -92,12 +92,12 @@ class EndRanks(msgspec.Struct, frozen=True, tag=True):
     at_once: bool  # else each when it has taken what came before
 
 
-ToMachine = Prepare | BeginRanks | OneStep | LineBytes | LeadBeat | EndRanks
+ToMachine = PrepareRanks | BeginRanks | OneStep | LineBytes | LeadBeat | EndRanks
 
 # ── from another machine ──
 
 
-class Prepared(msgspec.Struct, frozen=True, tag=True):
+class RanksPrepared(msgspec.Struct, frozen=True, tag=True):
     """The model is there."""
 
 
@@ -128,4 +128,4 @@ class RanksEnded(msgspec.Struct, frozen=True, tag=True):
     """No process of them is left."""
 
 
-FromMachine = Prepared | MachineProgress | RankSaid | MachineBeat | LineBytes | RanksFailed | RanksEnded
+FromMachine = RanksPrepared | MachineProgress | RankSaid | MachineBeat | LineBytes | RanksFailed | RanksEnded

@@ -32,13 +32,13 @@ from tandem.node.ranks.messages import (
     LineBytes,
     MachineBeat,
     MachineProgress,
-    Prepare,
-    Prepared,
+    PrepareRanks,
     RankHere,
     RankProgress,
     RankReady,
     RanksEnded,
     RanksFailed,
+    RanksPrepared,
     ToMachine,
 )
 from tandem.node.ranks.processes import (
@@ -59,7 +59,7 @@ from tandem.wire.sockets import Inbox, Outbox, accompany
 if TYPE_CHECKING:
     from tandem.engine.config import EngineConfig
     from tandem.engine.model.wide.shard import Shard
-    from tandem.node.ranks.group import GroupCollectives, Meeting
+    from tandem.node.ranks.group import GroupCollectives, MeetingPlace
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class Ranks:
         self._serves = False
         self._is_stopped = False
         self._folder = tempfile.mkdtemp(prefix="tandem-ranks-")
-        self._meeting: Meeting | None = None
+        self._meeting: MeetingPlace | None = None
         self._group: GroupCollectives | None = None
         self._of_stage: GroupCollectives | None = None  # rank 0's, where a stage has several
         here = ranks_on(0, machines, size)
@@ -162,7 +162,7 @@ class Ranks:
         """Returns when all ranks have found each other: then each loads its part."""
         from tandem.engine.model.checkpoint import choose_device
         from tandem.engine.model.wide.shard import Shard
-        from tandem.node.ranks.group import LOOPBACK, GroupCollectives, Meeting, group_of_stage
+        from tandem.node.ranks.group import LOOPBACK, GroupCollectives, MeetingPlace, group_of_stage
 
         device = choose_device(self._engine.model.device)
         check_devices(self._engine.model.device, self._here.plan.ranks)
@@ -171,7 +171,7 @@ class Ranks:
             self._here.kv_fd = os.memfd_create("tandem-kv")
         rendezvous, host = os.path.join(self._folder, "meeting"), LOOPBACK
         if self._machines:
-            host, self._meeting = self._host, Meeting(self._host)
+            host, self._meeting = self._host, MeetingPlace(self._host)
             rendezvous = self._meeting.rendezvous
         self._here.start()
         self._prepare()
@@ -194,7 +194,7 @@ class Ranks:
         if self._inbox is None:
             return
         for machine in self._machines:
-            machine.link.send(Prepare(self._inbox.endpoint, machine.number))
+            machine.link.send(PrepareRanks(self._inbox.endpoint, machine.number))
         self._wait_until(lambda: all(machine.is_prepared for machine in self._machines), "a machine")
 
     def _check_kinds(self, kind: str) -> None:
@@ -344,7 +344,7 @@ class Ranks:
                 machine.steps = steps
             case LineBytes(rank, data):
                 machine.relays[rank].put(data)
-            case Prepared():
+            case RanksPrepared():
                 with self._here.changed:
                     machine.is_prepared = True
                     self._here.changed.notify_all()

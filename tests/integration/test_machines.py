@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +30,7 @@ from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.integration.far_machines import FarMachine, is_there
 from tests.integration.one_engine import OneEngine, hand_over
+from tests.waiting import until
 
 PATIENCE_S = 120.0  # far more than any of it takes
 SILENCE_S = 2.0
@@ -103,13 +104,6 @@ def spread_node(path: Path, width: int, others: int = 1) -> Iterator[SpreadNode]
         node.close()
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(("width", "others"), [(2, 1), (4, 1)])
 def test_machines_say_what_one_says_and_end_when_they_are_stopped(
     tiny_llama: Path, width: int, others: int
@@ -147,7 +141,7 @@ def test_what_is_gone_or_hangs_on_another_machine_ends_all(
         node.ranks.stop()
         if (victim, sign) == ("its keeper", signal.SIGSTOP):
             machine.end()
-        until(lambda: not any(map(is_there, node.pids)), "a rank is left over")
+        until(lambda: not any(map(is_there, node.pids)), PATIENCE_S)  # a rank is left over
         assert time.monotonic() - began < PATIENCE_S
 
 
@@ -162,7 +156,7 @@ def test_ranks_elsewhere_end_with_rank_0(tiny_llama: Path) -> None:
     leader.kill()
     leader.wait()
     leader.stdout.close()
-    until(lambda: not any(map(is_there, [keeper, *pids])), "a process is left over")
+    until(lambda: not any(map(is_there, [keeper, *pids])), PATIENCE_S)  # a process is left over
 
 
 LEADER = """
@@ -224,7 +218,7 @@ def test_a_machine_that_the_network_loses_ends_its_node_and_ends_its_ranks(
             node.driver.generate(10_000)
         assert time.monotonic() - began < PATIENCE_S
         assert node.lost.wait(PATIENCE_S)
-        until(lambda: not is_there(pid), "its rank ends without being told")
+        until(lambda: not is_there(pid), PATIENCE_S)  # its rank ends without being told
         assert machine.process.wait(PATIENCE_S) == 0
     finally:
         node.close()
@@ -257,7 +251,7 @@ def test_a_node_on_two_machines_hands_over(
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
         (far,) = [machine for engine in engines for machine in engine.far]
         assert len(far.ranks) == 1
-    until(lambda: not is_there(far.process.pid), "it ends with its node")
+    until(lambda: not is_there(far.process.pid), PATIENCE_S)  # it ends with its node
 
 
 def test_a_prompt_of_a_node_that_loses_a_machine_is_read_where_it_decodes(tiny_llama: Path) -> None:

@@ -82,6 +82,10 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def incarnation(tandem: Tandem) -> str:
     found = [node["incarnation"] for node in tandem.nodes().values() if node["role"] == "prefill"]
     return found[0] if found else ""
@@ -141,9 +145,17 @@ def test_a_controller_that_is_killed_finds_it_as_it_is(tandem: Tandem, machines:
 def test_a_machine_that_is_lost_takes_it_along_and_another_one_takes_its_place(
     tandem: Tandem, machines: Machines
 ) -> None:
-    first, old = answer_of(tandem), machines.of_node()
+    first, old, before = answer_of(tandem), machines.of_node(), incarnation(tandem)
     with Load(tandem.url, model_of(tandem)):
-        os.kill(machines.raylets[-1], signal.SIGKILL)
+        raylet = next(
+            pid for pid in machines.raylets if any(parent_of(it) == pid for it in machines.processes(KEEPER))
+        )
+        (keeper,) = [pid for pid in machines.processes(KEEPER) if parent_of(pid) == raylet]
+        os.kill(raylet, signal.SIGKILL)
+        until(lambda: "what runs there is heard" in tandem("status"), "it goes on where Ray alone is lost")
+        assert incarnation(tandem) == before
+        assert machines.of_node() == old
+        os.kill(keeper, signal.SIGKILL)
         until(lambda: not machines.of_node() & old, "none of its processes is left")
         assert answer_of(tandem) == first
     machines.add_machine(prefill=1)

@@ -568,7 +568,7 @@ class Rig:
             if (
                 isinstance(process, FakeNode | FakeRouter)
                 and process.host is not None
-                and process.host.name == name
+                and name in (process.host.name, *(there.name for there in getattr(process, "beside", ())))
             ):
                 process.mute.set()
         return self.hosts.leave(name)
