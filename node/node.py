@@ -29,7 +29,7 @@ from tandem.node.checks import RoleRules
 from tandem.node.config import NodeConfig, refused_with_caches_apart, refused_with_ranks
 from tandem.node.encoders import EncoderDesk
 from tandem.node.loop import Item, Mailbox, RanksLost
-from tandem.node.ranks.processes import shares_of
+from tandem.node.ranks.processes import shares_of, with_memory_shared
 from tandem.node.ranks.supervisor import Ranks
 from tandem.node.routers import RouterLine
 from tandem.node.service import NodeService
@@ -311,6 +311,8 @@ class Node:
             )
         _refuse_beside_ranks(config, refused_with_ranks(config.engine, config.pipeline_parallel))
         engine = msgspec.structs.replace(config.engine, model=model)
+        if config.machines > 1:
+            engine = with_memory_shared(engine, config.ranks // config.machines)
         self._ranks = ranks = Ranks(
             config.node_id,
             config.ranks,

@@ -23,7 +23,7 @@ from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.node.config import NodeConfig
 from tandem.node.ranks.keeper import RankKeeper
 from tandem.wire.errors import InternalError
-from tandem.wire.logs import LogPosition, begin_logging, recent_page
+from tandem.wire.logs import begin_logging
 from tandem.wire.sockets import raise_descriptor_limit
 
 _NODE_ID = "ray.io/node-id"  # Ray's label of each of its nodes
@@ -91,9 +91,3 @@ class RanksActor:
         """Only the end of the process answers sooner."""
         threading.Event().wait(timeout_s)
         return False
-
-    def log_page(self, seen: tuple[str, int] | None, last: int, most: int) -> bytes:
-        """As a node's."""
-        return msgspec.msgpack.encode(
-            recent_page(LogPosition(*seen) if seen is not None else None, last, most)
-        )

@@ -34,7 +34,15 @@ from tandem.node.ranks.messages import (
     RanksFailed,
     RanksPrepared,
 )
-from tandem.node.ranks.processes import TICK_S, RankPlan, RankProcesses, check_devices, ranks_on, shares_of
+from tandem.node.ranks.processes import (
+    TICK_S,
+    RankPlan,
+    RankProcesses,
+    check_devices,
+    ranks_on,
+    shares_of,
+    with_memory_shared,
+)
 from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, TandemError, Unavailable
 from tandem.wire.progress import Report
 from tandem.wire.sockets import Inbox, Outbox, admit
@@ -124,7 +132,7 @@ class RankKeeper:
             case OneStep():
                 processes.send(arrays_of(message))
             case LineBytes(rank, data):
-                self._relays[rank].put(data)
+                processes.put(self._relays[rank], data)
             case LeadBeat(serves):
                 if serves and not self._serves:
                     self._serves = True
@@ -149,12 +157,14 @@ class RankKeeper:
         ranks = ranks_on(self._machine, config.machines, config.ranks)
         engine = config.engine
         threads = len(self._place.cores) or engine.model.threads
-        model = msgspec.structs.replace(engine.model, device=self._place.device, threads=threads)
+        # Where the machine has GPUs, its place names one. To find out would load what ranks alone need.
+        device = "cpu" if self._place.device == "auto" else self._place.device
+        model = msgspec.structs.replace(engine.model, device=device, threads=threads)
         plan = RankPlan(
             config.node_id,
             ranks,
             config.ranks,
-            msgspec.structs.replace(engine, model=model),
+            with_memory_shared(msgspec.structs.replace(engine, model=model), len(ranks)),
             shares_of(cores, threads, len(ranks)),
             config.logs,
             self._place.host,

@@ -153,6 +153,11 @@ class RankProcesses:
         self._tasks.append(task)
         self._bell.ring()
 
+    def put(self, relay: Relay, data: bytes) -> None:
+        relay.put(data)
+        if relay.has_unsent:
+            self._bell.ring()  # the rest goes when there is room
+
     def send(self, arrays: Sequence[np.ndarray]) -> None:
         """One step, to all of them."""
         self.memory.write(arrays, lambda: self.verdict is None)
@@ -384,10 +389,19 @@ def _ended(rank: _Rank) -> str:
     return f"rank {rank.number} has ended ({how})"
 
 
+def with_memory_shared(engine: EngineConfig, ranks: int) -> EngineConfig:
+    """For each of so many on one machine, of which each keeps a cache of its own: GPUs have memory of their own, and host memory is shared."""
+    if ranks == 1 or engine.model.device.startswith("cuda"):
+        return engine
+    cache = msgspec.structs.replace(engine.cache, memory_share=engine.cache.share_on("cpu") / ranks)
+    return msgspec.structs.replace(engine, cache=cache)
+
+
 def device_of_rank(device: str, place: int) -> str:
     """The first rank of a machine has the device that is named, the others those that follow it."""
-    if device == "cpu":
-        return device
+    kind, _, first = device.partition(":")
+    if kind in ("cpu", "cuda"):
+        return kind if kind == "cpu" else f"cuda:{int(first or 0) + place}"
     from tandem.engine.model.checkpoint import choose_device
 
     chosen = choose_device(device)
@@ -396,11 +410,13 @@ def device_of_rank(device: str, place: int) -> str:
 
 def check_devices(device: str, ranks: range) -> None:
     """On the machine where these ranks are to be."""
-    import torch
-
     size = len(ranks)
     last = device_of_rank(device, size - 1)
-    if last != "cpu" and torch.device(last).index >= torch.cuda.device_count():
+    if last == "cpu":
+        return
+    import torch
+
+    if torch.device(last).index >= torch.cuda.device_count():
         raise ConfigurationError(
             f"a node has {size} ranks on this machine (pools.<pool>.tensor_parallel times pipeline_parallel, shared by pools.<pool>.machines), "
             f"and of {torch.cuda.device_count()} CUDA devices here {size} do not follow one another from {device_of_rank(device, 0)} on: give "

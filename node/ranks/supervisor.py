@@ -343,7 +343,7 @@ class Ranks:
             case MachineBeat(steps):
                 machine.steps = steps
             case LineBytes(rank, data):
-                machine.relays[rank].put(data)
+                self._here.put(machine.relays[rank], data)
             case RanksPrepared():
                 with self._here.changed:
                     machine.is_prepared = True

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of_numpy
 
+from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig
 from tandem.node.ranks.link import Numbers, Relay, SendingEnd, arrays_of, step_of
 from tandem.node.ranks.messages import LeadBeat, LineBytes
-from tandem.node.ranks.processes import ranks_on
+from tandem.node.ranks.processes import device_of_rank, ranks_on, with_memory_shared
 from tandem.wire.errors import InternalError, NodeLost
 
 _ARRAYS = st.lists(
@@ -86,3 +87,13 @@ def test_a_relay_carries_both_ways_whatever_the_socket_takes_at_once() -> None:
 def test_each_machine_has_as_many_ranks_in_order(machines: int, each: int) -> None:
     found = [rank for machine in range(machines) for rank in ranks_on(machine, machines, machines * each)]
     assert found == list(range(machines * each))
+
+
+def test_ranks_of_one_machine_share_its_host_memory_and_have_gpus_of_their_own() -> None:
+    engine = EngineConfig(ModelConfig("m", device="cpu"), CacheConfig(memory_share=0.6))
+    assert with_memory_shared(engine, 3).cache.memory_share == pytest.approx(0.2)
+    assert with_memory_shared(engine, 1) is engine
+    on_gpus = EngineConfig(ModelConfig("m", device="cuda:2"), CacheConfig(memory_share=0.6))
+    assert with_memory_shared(on_gpus, 3) is on_gpus
+    assert [device_of_rank("cuda:2", place) for place in range(2)] == ["cuda:2", "cuda:3"]
+    assert device_of_rank("cpu", 1) == "cpu"
