@@ -43,7 +43,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=1, le=MOST_RANKS)],
         about(
             "ranks of each node, which share the model's weights and KV between them, on GPUs one device each, such as with "
-            "`resources: {GPU: 2}`, and there in `pools.aggregated` alone: [ranks](ranks.md)"
+            "`resources: {GPU: 2}`: [ranks](ranks.md)"
         ),
     ] = 1
     pipeline_parallel: Annotated[

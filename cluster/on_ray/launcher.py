@@ -299,8 +299,8 @@ class SpreadNode(RayNode):
         await asyncio.gather(*(part.stop() for part in self.ranks))
         try:
             await asyncio.to_thread(self.places.give_back)
-        except RayError as error:
-            logger.warning("the places of %s could not be given back: %s", self._name, translated(error))
+        except TandemError as error:
+            logger.warning("the places of %s could not be given back: %s", self._name, error)
 
 
 class RayRouter(RayHandle):

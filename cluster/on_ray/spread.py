@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import ray
@@ -22,7 +23,7 @@ from tandem.cluster.models.store import find_model_here
 from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.node.config import NodeConfig
 from tandem.node.ranks.keeper import RankKeeper
-from tandem.wire.errors import InternalError
+from tandem.wire.errors import InternalError, Unavailable
 from tandem.wire.logs import begin_logging
 from tandem.wire.sockets import raise_descriptor_limit
 
@@ -33,7 +34,7 @@ _LAST_WORDS_S = 2.0  # for rank 0 to tell the controller why the node ended, whi
 
 class Places:
     """In one placement group of Ray's, with a bundle on each machine. It outlives the process that asked for it. Its methods wait for
-    Ray's control store."""
+    Ray's control store, and raise Unavailable."""
 
     def __init__(self, name: str, bundle: Mapping[str, float], machines: Sequence[str]) -> None:
         """`name`: no two groups of a cluster have the same. `machines`: as Ray names them."""
@@ -45,13 +46,14 @@ class Places:
     def reserve(self) -> None:
         """Whatever had them under this name ends."""
         self.give_back()
-        self._group = placement_group(
-            [self._bundle] * len(self._machines),
-            strategy="STRICT_SPREAD",
-            name=self._name,
-            lifetime="detached",
-            bundle_label_selector=[{_NODE_ID: machine} for machine in self._machines],
-        )
+        with _asking_ray():
+            self._group = placement_group(
+                [self._bundle] * len(self._machines),
+                strategy="STRICT_SPREAD",
+                name=self._name,
+                lifetime="detached",
+                bundle_label_selector=[{_NODE_ID: machine} for machine in self._machines],
+            )
 
     def on(self, machine: int) -> PlacementGroupSchedulingStrategy:
         if self._group is None:
@@ -60,9 +62,18 @@ class Places:
 
     def give_back(self) -> None:
         """Ray ends what still runs there."""
-        for number, group in placement_group_table().items():
-            if group["name"] == self._name and group["state"] != "REMOVED":
-                remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
+        with _asking_ray():
+            for number, group in placement_group_table().items():
+                if group["name"] == self._name and group["state"] != "REMOVED":
+                    remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
+
+
+@contextlib.contextmanager
+def _asking_ray() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # Ray's own, and gRPC's
+        raise Unavailable(f"Ray's control store does not give places: {error}") from error
 
 
 @ray.remote(max_concurrency=8, max_restarts=0)
