@@ -33,7 +33,8 @@ from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.shard import Collectives, Lead
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.node.ranks.supervisor import Ranks, shares_of
+from tandem.node.ranks.processes import shares_of
+from tandem.node.ranks.supervisor import Ranks
 from tandem.wire.errors import InternalError
 from tandem.wire.logs import LogsConfig
 

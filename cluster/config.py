@@ -19,7 +19,7 @@ DEFAULT_MODEL = "smollm2"
 DEFAULT_NAME = "tandem"
 
 MOST_NODES = 10_000  # of one pool: far beyond what anyone runs, and what the code that counts nodes can bear
-MOST_RANKS = 16  # of one node: on one machine
+MOST_RANKS = 16  # of one node
 NodeCount = Annotated[int, Meta(ge=0, le=MOST_NODES)]
 
 # A pool may set these sections for itself, but for what all nodes have alike: it tells their blocks apart, or routers count on it.
@@ -43,7 +43,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=1, le=MOST_RANKS)],
         about(
             "ranks of each node, which share the model's weights and KV between them, on GPUs one device each, such as with "
-            "`resources: {GPU: 2}`, and there in `pools.aggregated` alone: [ranks](ranks.md)"
+            "`resources: {GPU: 2}`: [ranks](ranks.md)"
         ),
     ] = 1
     pipeline_parallel: Annotated[
@@ -52,10 +52,18 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "stages of each node, each with some of the model's layers: it has `tensor_parallel` times as many ranks. On CPUs: [ranks](ranks.md)"
         ),
     ] = 1
+    machines: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_RANKS)],
+        about(
+            "machines over which each node's ranks are spread, the same number on each, which all have a place for it. On a Ray cluster only: "
+            "[ranks](ranks.md#several-machines)"
+        ),
+    ] = 1
     resources: Annotated[
         dict[str, Annotated[float, Meta(gt=0)]],
         about(
-            "what Ray sets aside for each node, such as `{GPU: 1}`, besides a place. On a Ray cluster only"
+            "what Ray sets aside for each node, such as `{GPU: 1}`, besides a place; of several machines each gives its part. On a Ray "
+            "cluster only"
         ),
     ] = {}
     label_selector: Annotated[
@@ -96,6 +104,14 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def ranks(self) -> int:
         """Of each node."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_per_machine(self) -> int:
+        return self.ranks // self.machines
+
+    @property
+    def resources_per_machine(self) -> dict[str, float]:
+        return {name: amount / self.machines for name, amount in self.resources.items()}
 
     @property
     def first_size(self) -> int:

@@ -36,7 +36,8 @@ class Handle(Protocol[Ready]):
         ...
 
     async def ended(self) -> str:
-        """Returns when the process is certainly gone, and says why."""
+        """Returns when the process is certainly gone, and says why. Of a node on several machines: when one of its processes is, because
+        none of them is of use without the others."""
         ...
 
     async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
@@ -44,7 +45,7 @@ class Handle(Protocol[Ready]):
         ...
 
     async def stop(self) -> None:
-        """Ends the process, politely first; returns when it is gone. Idempotent."""
+        """Ends the process, politely first, and all that belong to it; returns when they are gone. Idempotent."""
         ...
 
 
@@ -117,10 +118,15 @@ class Launcher(Protocol):
     """
 
     def launch_node(
-        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float]
+        self,
+        config: NodeConfig,
+        host: Host,
+        slot: Role,
+        needs: Mapping[str, float],
+        beside: Sequence[Host] = (),
     ) -> NodeHandle:
         """`slot` is which of the host's places it takes: its role, unless that was changed since it was placed. `needs`: what it takes
-        besides that, such as {"GPU": 1}."""
+        besides that, such as {"GPU": 1}. `beside`: the other machines of its ranks, in order; it takes the same on each of them."""
         ...
 
     def launch_router(

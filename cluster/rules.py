@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from tandem.cluster.config import MOST_RANKS, OF_ALL_POOLS, AutoscalingConfig, PoolConfig, TandemConfig
+from tandem.cluster.describe import counted
 from tandem.cluster.labels import wrong_in
 from tandem.cluster.setting_names import Path
 from tandem.node.config import refused_with_ranks
@@ -141,6 +142,7 @@ def _environment(setting: Path, env: Mapping[str, str]) -> Iterator[Broken]:
 
 def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
     pool = config.pools.of(role)
+    yield from _machines(role, config)
     if pool.ranks == 1:
         return
     name = "tensor_parallel" if pool.pipeline_parallel == 1 else "pipeline_parallel"
@@ -165,14 +167,16 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
             f"is {size}, but stages share one KV cache, which ranks have on CPUs alone: set tensor_parallel higher instead",
         )
         return
-    hands_over_apart = config.model.device.startswith("cuda") and role is not Role.AGGREGATED
-    if hands_over_apart and config.transfer.connector != "nixl":
+    on_gpus = config.model.device.startswith("cuda")
+    hands_over = role is not Role.AGGREGATED
+    if hands_over and (on_gpus or pool.machines > 1) and config.transfer.connector != "nixl":
+        where = "on a GPU of its own" if on_gpus else "on its own machine"
         yield (
             setting,
-            f"is {size}, and each rank keeps its KV on a GPU of its own, which transfer.connector {config.transfer.connector} does not "
+            f"is {size}, and each rank keeps its KV {where}, which transfer.connector {config.transfer.connector} does not "
             "hand over: take nixl",
         )
-    if hands_over_apart and config.transfer.options.get("staging") == "host":
+    if hands_over and on_gpus and config.transfer.options.get("staging") == "host":
         yield (
             setting,
             f"is {size}, and each rank keeps its KV on a GPU of its own, but transfer.options.staging is host, which copies one "
@@ -186,6 +190,36 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
         )
     for reason in refused_with_ranks(config.engine, pool.pipeline_parallel):
         yield setting, f"is {size}, but {reason}"
+
+
+def _machines(role: Role, config: TandemConfig) -> Iterator[Broken]:
+    pool, setting = config.pools.of(role), ("pools", role.value, "machines")
+    if pool.machines == 1:
+        return
+    if pool.ranks % pool.machines:
+        yield (
+            setting,
+            f"is {pool.machines}, but a node's {counted(pool.ranks, 'rank')} (tensor_parallel) cannot be shared equally by so many: set "
+            f"pools.{role.value}.tensor_parallel to a multiple of it",
+        )
+    if pool.pipeline_parallel > 1:
+        yield (
+            setting,
+            f"is {pool.machines}, but stages (pools.{role.value}.pipeline_parallel) share one KV cache, which ranks of several machines do "
+            "not have: set one of the two to 1",
+        )
+    if config.engine_of(role).cache.tiers:
+        yield (
+            setting,
+            f"is {pool.machines}, and each machine keeps the KV of its own ranks, but cache.tiers would copy one rank's: leave it out",
+        )
+    for name, amount in pool.resources.items():
+        if name == "GPU" and amount % pool.machines:
+            yield (
+                ("pools", role.value, "resources"),
+                f"has {{GPU: {amount:g}}}, of which {counted(pool.machines, 'machine')} cannot give equal parts: set "
+                f"{{GPU: {pool.ranks}}}",
+            )
 
 
 def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -99,6 +99,7 @@ class EncodeNode:
         model_folder: str | None = None,
         adapters: Mapping[str, str] | None = None,
         draft_folder: str | None = None,
+        keepers: Sequence[str] = (),
     ) -> NodeInfo:
         # Imported here: the cluster imports nodes for their configuration, and must stay free of torch.
         from tandem.engine.model.vision.alone import load_tower

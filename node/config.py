@@ -46,6 +46,14 @@ class AnswersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_s: Annotated[Seconds, about("so long after its end any router finds a background answer")] = 600.0
 
 
+class OtherMachine(msgspec.Struct, frozen=True):
+    """One of those, besides the first, that a node's ranks are spread over."""
+
+    host: str  # its address
+    cores: list[int] = []  # as the node's
+    device: str = "auto"  # of the first rank there
+
+
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_id: str
     role: Role
@@ -61,6 +69,11 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, str
     ] = {}  # of its process, which has it before it loads a library; here so that another one is seen
     cores: list[int] = []  # bind what computes to these, unless a quota counts; empty: wherever it may run
+    others: list[OtherMachine] = []  # each has as many of the ranks as the first one
+
+    @property
+    def machines(self) -> int:
+        return 1 + len(self.others)
 
     @property
     def ranks(self) -> int:

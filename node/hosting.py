@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -23,7 +23,7 @@ from tandem.wire.logs import LogPosition, begin_logging, recent_page
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.progress import Report, SaidProgress
 from tandem.wire.requests import NodeStatus
-from tandem.wire.sockets import admit, raise_descriptor_limit
+from tandem.wire.sockets import admit, public_key, raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class HostedNode(Protocol):
         model_folder: str | None = None,
         adapters: Mapping[str, str] | None = None,
         draft_folder: str | None = None,
+        keepers: Sequence[str] = (),
     ) -> NodeInfo: ...
     def status(self) -> NodeStatus: ...
     def routers_heard(self) -> list[str]: ...
@@ -95,20 +96,25 @@ class NodeHost:
         self._report = self._progress.report
         self._stopped = threading.Event()
 
+    def key(self) -> str:
+        """The public key of this process."""
+        return public_key()
+
     def configuration(self) -> bytes:
         """What it was made with, for a controller that comes back and asks whether this is the node that it wants."""
         return self._config
 
-    def start(self) -> bytes:
-        """The node's NodeInfo. Blocks while the model loads; asked again, it answers what it answered before."""
+    def start(self, keepers: Sequence[str] = ()) -> bytes:
+        """The node's NodeInfo. Blocks while the model loads; asked again, it answers what it answered before. `keepers`: of its ranks on
+        other machines, where each is reached."""
         with self._starting:
             if self._info is None:
-                self._info = self._begin(self._first_start)
+                self._info = self._begin(lambda: self._first_start(keepers))
             return _encode(self._info)
 
-    def _first_start(self) -> NodeInfo:
+    def _first_start(self, keepers: Sequence[str]) -> NodeInfo:
         if self._find_model is None:
-            return self._node.start(self._report)
+            return self._node.start(self._report, keepers=keepers)
         folder = self._find_model(self._model, self._report)
         draft = self._find_model(self._draft, self._report) if self._draft else None
         return self._node.start(
@@ -116,6 +122,7 @@ class NodeHost:
             model_folder=folder,
             adapters=self._adapter_folders(self._adapters),
             draft_folder=draft,
+            keepers=keepers,
         )
 
     def _adapter_folders(self, adapters: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,7 +29,8 @@ from tandem.node.checks import RoleRules
 from tandem.node.config import NodeConfig, refused_with_caches_apart, refused_with_ranks
 from tandem.node.encoders import EncoderDesk
 from tandem.node.loop import Item, Mailbox, RanksLost
-from tandem.node.ranks.supervisor import Ranks, shares_of
+from tandem.node.ranks.processes import shares_of, with_memory_shared
+from tandem.node.ranks.supervisor import Ranks
 from tandem.node.routers import RouterLine
 from tandem.node.service import NodeService
 from tandem.node.trace_file import TraceFile
@@ -103,14 +104,15 @@ class Node:
         model_folder: str | None = None,
         adapters: Mapping[str, str] | None = None,
         draft_folder: str | None = None,
+        keepers: Sequence[str] = (),
     ) -> NodeInfo:
         """With the `runner` that another node of this process has released, nothing is loaded. `model_folder`: where
         the model is on this machine, if that is not what the configuration says; `adapters`: the same of each adapter; `draft_folder`: of the draft
-        model."""
+        model. `keepers`: of its ranks on the configuration's `others`, the endpoints."""
         config = self.config
         mailbox: Mailbox[Item] = Mailbox()
         if runner is None:
-            runner = self._load(mailbox, progress, model_folder, adapters, draft_folder)
+            runner = self._load(mailbox, progress, model_folder, adapters, draft_folder, keepers)
         info = runner.info
         scheduler_half: SchedulerConnector | None = None
         worker_half: WorkerConnector | None = None
@@ -265,6 +267,7 @@ class Node:
         folder: str | None,
         adapters: Mapping[str, str] | None,
         draft_folder: str | None,
+        keepers: Sequence[str],
     ) -> ModelRunner:
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
         from tandem.engine.model.loading import load_runner
@@ -284,7 +287,7 @@ class Node:
         if draft_folder is not None:
             model = msgspec.structs.replace(model, draft=draft_folder)
         if config.ranks > 1:
-            runner = self._load_together(model, mailbox, progress)
+            runner = self._load_together(model, mailbox, progress, keepers)
         else:
             runner = load_runner(model, config.engine.cache, config.engine.scheduler, progress)
         bind(helpers, anywhere)
@@ -293,21 +296,33 @@ class Node:
         return runner
 
     def _load_together(
-        self, model: ModelConfig, mailbox: Mailbox[Item], progress: Progress | None
+        self,
+        model: ModelConfig,
+        mailbox: Mailbox[Item],
+        progress: Progress | None,
+        keepers: Sequence[str],
     ) -> TorchRunner:
         from tandem.engine.model.loading import load_runner
 
         config = self._whole
+        if len(keepers) != len(config.others):
+            raise InternalError(
+                f"{config.node_id} is spread over {config.machines} machines, and {len(keepers)} others keep ranks"
+            )
         _refuse_beside_ranks(config, refused_with_ranks(config.engine, config.pipeline_parallel))
         engine = msgspec.structs.replace(config.engine, model=model)
+        if config.machines > 1:
+            engine = with_memory_shared(engine, config.ranks // config.machines)
         self._ranks = ranks = Ranks(
             config.node_id,
             config.ranks,
             engine,
-            shares_of(config.cores, config.engine.model.threads, config.ranks),
+            shares_of(config.cores, config.engine.model.threads, config.ranks // config.machines),
             config.logs,
             stages=config.pipeline_parallel,
             apart=self.caches_apart,
+            host=config.host,
+            keepers=keepers,
             silence_s=config.timeouts.rank_silence_s,
             lost=lambda why: mailbox.put(RanksLost(why)),
             report=progress,
@@ -418,7 +433,7 @@ class Node:
 
 def _of_first_rank(config: NodeConfig) -> NodeConfig:
     """What is left for the node's own process."""
-    share = shares_of(config.cores, config.engine.model.threads, config.ranks)[0]
+    share = shares_of(config.cores, config.engine.model.threads, config.ranks // config.machines)[0]
     model = msgspec.structs.replace(config.engine.model, threads=share.threads)
     engine = msgspec.structs.replace(config.engine, model=model)
     return msgspec.structs.replace(config, cores=share.cores, engine=engine)

@@ -51,7 +51,8 @@ class ProcessKeys:
         public, secret = zmq.curve_keypair()
         self._public = z85.decode(public)
         self._secret = z85.decode(secret)
-        self._admitted = frozenset({self._public})
+        self._own = frozenset({self._public})
+        self._admitted = self._own
         self.on_change: Callable[[], None] = lambda: None
 
     @property
@@ -60,7 +61,14 @@ class ProcessKeys:
 
     def admit(self, keys: Iterable[str]) -> None:
         """All of them, every time. A connection that stands is not ended when its key is missing: it cannot be made again."""
-        admitted = frozenset({self._public, *map(key_bytes, keys)})
+        self._set(self._own | frozenset(map(key_bytes, keys)))
+
+    def accompany(self, keys: Iterable[str]) -> None:
+        """Those of the processes that belong to this one, which the controller does not name: admitted for as long as it lives."""
+        self._own |= frozenset(map(key_bytes, keys))
+        self._set(self._admitted | self._own)
+
+    def _set(self, admitted: frozenset[bytes]) -> None:
         if admitted != self._admitted:
             self._admitted = admitted
             self.on_change()

@@ -117,6 +117,11 @@ def admit(keys: Iterable[str]) -> None:
     _process.keys.admit(keys)
 
 
+def accompany(keys: Iterable[str]) -> None:
+    """The public keys of processes that belong to this one: they may speak to it besides those that `admit` names."""
+    _process.keys.accompany(keys)
+
+
 def _bind_pull_socket(context: Context, host: str, port: int, name: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.LINGER, 0)

@@ -13,7 +13,7 @@ from tandem.cluster.commands.machine_checks import Check, Finding, Level, checks
 from tandem.cluster.commands.numa_check import check_numa
 from tandem.cluster.commands.output import print_json
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.pools.placement import this_machine
+from tandem.cluster.pools.placement import of_one_machine, this_machine
 
 
 def doctor(
@@ -21,8 +21,9 @@ def doctor(
 ) -> int:
     """1 where something FAILs. `hosts`: the cluster's other machines, whose ports must be open for this one."""
     with Console(stderr=True).status("looking at this machine (about ten seconds)"):
-        numa = {"numa": lambda: check_numa(config, this_machine())}
-        findings = run_checks({**checks_for(config), **numa, **link_checks(hosts)})
+        here = of_one_machine(config)
+        numa = {"numa": lambda: check_numa(here, this_machine())}
+        findings = run_checks({**checks_for(here), **numa, **link_checks(hosts, config.pools)})
     if as_json:
         print_json(findings)
     else:

@@ -14,7 +14,9 @@ from pathlib import Path
 import msgspec
 
 from tandem.cluster.commands.machine_checks import Check, Finding, Level, has_gpu, last_line, run_python
+from tandem.cluster.config import PoolsConfig
 from tandem.cluster.describe import format_size
+from tandem.wire.nodes import Role
 
 _CONNECT_S = 3.0
 _RAY_PORTS = (6379, 8076)  # of its head
@@ -27,8 +29,11 @@ _MICROSECONDS_OF_ANY_CLOCK = (
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
-def link_checks(hosts: Sequence[str]) -> dict[str, Check]:
+def link_checks(hosts: Sequence[str], pools: PoolsConfig) -> dict[str, Check]:
     """`hosts`: the cluster's others, as far as the operator names them."""
+    spread = [
+        f"pools.{role.value}" for role in Role if pools.of(role).last_size and pools.of(role).machines > 1
+    ]
     return {
         "rdma": lambda: check_rdma(RDMA_DEVICES, Path("/dev/infiniband")),
         "memlock": lambda: check_locked_memory(
@@ -36,6 +41,7 @@ def link_checks(hosts: Sequence[str]) -> dict[str, Check]:
         ),
         **({"peers": check_gpu_peers} if has_gpu() else {}),
         "clock": lambda: check_clock(*kernel_clock()),
+        **({"ranks": lambda: check_spread(spread, hosts)} if spread else {}),
         **{f"to {host}": lambda host=host: check_reach(host, probed_ports()) for host in hosts},  # type: ignore[misc]
     }
 
@@ -191,6 +197,20 @@ def check_clock(is_kept: bool, error_us: int) -> Finding:
 
 
 # --- ports
+
+
+def check_spread(pools: Sequence[str], hosts: Sequence[str]) -> Finding:
+    """`pools`: whose nodes have ranks on several machines."""
+    what = f"nodes of {' and '.join(pools)} have ranks on several machines"
+    if hosts:
+        return Finding("ranks", Level.OK, f"{what}: whether this one reaches the others is said of each")
+    return Finding(
+        "ranks",
+        Level.WARN,
+        f"{what}, and no other one is named",
+        "name them (tandem doctor --reach HOST): ranks reach each other at ports that the system chooses, in every step, and each "
+        "machine must find the same model",
+    )
 
 
 def probed_ports(range_file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> list[int]:

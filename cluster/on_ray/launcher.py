@@ -21,6 +21,7 @@ from tandem.cluster.on_ray.hosts import ray_nodes
 from tandem.cluster.on_ray.node_actor import DecodeActor, EncodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY
+from tandem.cluster.on_ray.spread import Places, RanksActor
 from tandem.cluster.tasks import cancel, first_of, has_ended
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
@@ -72,6 +73,7 @@ class RayHandle:
         self._actor = asyncio.ensure_future(self._find_or_create())
         self._held: asyncio.Future[str] | None = None
         self._unreached = ""  # why its end cannot be seen
+        self.is_adopted = False
         self._serves = False  # it has started: there is something to end politely
 
     async def _find_or_create(self) -> Any:
@@ -79,8 +81,12 @@ class RayHandle:
         if running is not None:
             if await self._is_the_same(running):
                 logger.info("%s is running already and goes on", self._name)
+                self.is_adopted = True
                 return running
             await self._kill(running)
+        return await self._created()
+
+    async def _created(self) -> Any:
         deadline = asyncio.get_running_loop().time() + _NAME_S
         while True:
             try:
@@ -119,6 +125,9 @@ class RayHandle:
         return await asyncio.shield(self._actor)
 
     async def ended(self) -> str:
+        return await self._gone()
+
+    async def _gone(self) -> str:
         if self._held is None:
             self._held = asyncio.ensure_future(self._hold())
         return await asyncio.shield(self._held)
@@ -198,7 +207,7 @@ class RayHandle:
             await self._kill(actor)
             if not self._unreached:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.ended(), self._stop_s)
+                    await asyncio.wait_for(self._gone(), self._stop_s)
         await cancel(self._actor)
         if self._held is not None:
             await cancel(self._held)
@@ -235,6 +244,63 @@ class RayNode(RayHandle):
         actor = await self.actor()
         changed = actor.change_role.remote(_encoded(config))
         return msgspec.msgpack.decode(await self._followed(actor, changed, report), type=NodeInfo)
+
+
+class RayRanks(RayHandle):
+    """A node's ranks on one more machine. What is found there belongs to the node that was found, and to no other."""
+
+    def __init__(
+        self, name: str, namespace: str, node: RayHandle, create: Create, stop_s: float, machine: str
+    ) -> None:
+        self._node = node
+        super().__init__(name, namespace, lambda running: True, create, stop_s, machine)
+
+    async def _find_or_create(self) -> Any:
+        await self._node.actor()
+        running = await self._running()
+        if self._node.is_adopted:
+            if running is None:
+                raise NodeLost(f"{self._name} has ended")
+            return running
+        if running is not None:
+            await self._kill(running)
+        return await self._created()
+
+    async def open(self, key: str) -> str:
+        return str(await answer((await self.actor()).open.remote(key)))
+
+
+class SpreadNode(RayNode):
+    """Its ranks are on several machines: it is lost with any of its processes, and gone with all of them."""
+
+    ranks: Sequence[RayRanks] = ()
+    places: Places
+
+    async def start(self, report: Report) -> NodeInfo:
+        actor = await self.actor()
+        key = await answer(actor.key.remote())
+        keepers = [await part.open(key) for part in self.ranks]
+        started = await self._followed(actor, actor.start.remote(keepers), report)
+        self._serves = True
+        return msgspec.msgpack.decode(started, type=NodeInfo)
+
+    async def ended(self) -> str:
+        waits = [asyncio.ensure_future(self._gone()), *(asyncio.ensure_future(p.ended()) for p in self.ranks)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return next(wait.result() for wait in waits if wait.done())
+        finally:
+            for wait in waits:
+                await cancel(wait)
+
+    async def stop(self) -> None:
+        """Rank 0 ends the others, where it can."""
+        await super().stop()
+        await asyncio.gather(*(part.stop() for part in self.ranks))
+        try:
+            await asyncio.to_thread(self.places.give_back)
+        except TandemError as error:
+            logger.warning("the places of %s could not be given back: %s", self._name, error)
 
 
 class RayRouter(RayHandle):
@@ -287,7 +353,12 @@ class RayLauncher:
         self._namespace = namespace
 
     def launch_node(
-        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float]
+        self,
+        config: NodeConfig,
+        host: Host,
+        slot: Role,
+        needs: Mapping[str, float],
+        beside: Sequence[Host] = (),
     ) -> NodeHandle:
         options = _on_ray_node(host)
         if host.slots is not None:
@@ -297,8 +368,19 @@ class RayLauncher:
             if gpus and config.engine.model.device.startswith("cuda:"):
                 config = _on_own_gpus(config)
         options["runtime_env"] = only_with(config.env)
+        kind = RayNode
         create = self._creator(_NODE_ACTORS[config.role], config.node_id, options, _encoded(config))
-        return RayNode(
+        if beside:
+            machines = [there.name for there in (host, *beside)]
+            places = Places(f"{self._namespace}:{config.node_id}", {slot.value: 1, **needs}, machines)
+            kind = SpreadNode
+
+            def create() -> Any:
+                places.reserve()
+                there = {**options, "scheduling_strategy": places.on(0)}
+                return self._creator(_NODE_ACTORS[config.role], config.node_id, there, _encoded(config))()
+
+        node = kind(
             config.node_id,
             self._namespace,
             lambda running: is_same_node(running, config),
@@ -306,6 +388,23 @@ class RayLauncher:
             self._stop_s,
             _machine_of(host),
         )
+        if isinstance(node, SpreadNode):
+            node.places = places
+            node.ranks = [
+                self._ranks(node, config, number, there, options) for number, there in enumerate(beside, 1)
+            ]
+        return node
+
+    def _ranks(
+        self, node: SpreadNode, config: NodeConfig, number: int, host: Host, options: Mapping[str, Any]
+    ) -> RayRanks:
+        name = f"{config.node_id}-machine{number}"
+
+        def create() -> Any:
+            there = {**options, "scheduling_strategy": node.places.on(number)}
+            return self._creator(RanksActor, name, there, _encoded(config), number)()
+
+        return RayRanks(name, self._namespace, node, create, self._stop_s, host.name)
 
     def launch_router(
         self, name: str, config: RouterConfig, host: Host | None, door: str = ""
@@ -324,7 +423,9 @@ class RayLauncher:
         router.door = door
         return router
 
-    def _creator(self, actor: Any, name: str, options: Mapping[str, Any], *given: bytes | str) -> Create:
+    def _creator(
+        self, actor: Any, name: str, options: Mapping[str, Any], *given: bytes | str | int
+    ) -> Create:
         placed = actor.options(
             num_cpus=0,
             name=name,
@@ -371,4 +472,8 @@ def _on_own_gpus(config: NodeConfig) -> NodeConfig:
     """A process that Ray sets GPUs aside for sees those alone, and counts them from 0."""
     replace = msgspec.structs.replace
     engine = config.engine
-    return replace(config, engine=replace(engine, model=replace(engine.model, device="cuda:0")))
+    return replace(
+        config,
+        engine=replace(engine, model=replace(engine.model, device="cuda:0")),
+        others=[replace(there, device="cuda:0") for there in config.others],
+    )

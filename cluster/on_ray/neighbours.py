@@ -58,12 +58,12 @@ class Neighbours:
         return sorted(name for name in there if name != self._name)
 
     async def placements(self) -> list[NodePlacement]:
-        """Where all their nodes are."""
+        """Where all their nodes are, on each machine."""
         found = []
         for name in await self.names():
             kept = await RayStateStore(STATE, namespace_of(name)).load()
             nodes = msgspec.msgpack.decode(kept, type=_Kept).nodes if kept else []
-            found += [node.placement for node in nodes if node.placement is not None]
+            found += [part for node in nodes if node.placement is not None for part in node.placement.parts]
         return found
 
     async def with_wanted(self, own: list[Offer]) -> list[Offer]:

@@ -290,10 +290,12 @@ class Controller:
             if not hosts:
                 there = ", ".join(host.address for host in self._pools.machines) or "none"
                 raise ConfigurationError(f"there is no machine {address}; there are: {there}")
-            names = [host.name for host in hosts]
+            names = {host.name for host in hosts}
             new = self._pools.state.evacuating(names, [host.name for host in self._pools.machines])
             await self._pools.keep(new)
-            going = [n for n in new.nodes if n.placement is not None and n.placement.host in names]
+            going = [
+                n for n in new.nodes if n.placement is not None and not names.isdisjoint(n.placement.hosts)
+            ]
             self._pools.note(f"{address} is evacuated, as asked: {counted(len(going), 'node')}")
             for node in going:
                 if node.node_id not in self._pools.departures.nodes:
@@ -436,8 +438,8 @@ class Controller:
     def _without_its_place(self, record: NodeRecord) -> ClusterState:
         new = self._pools.state.with_node(msgspec.structs.replace(record, leaving=True))
         if new.sizes[record.role] is None and record.placement is not None:
-            slot = ClosedSlot(record.placement.host, record.placement.slot)
-            return msgspec.structs.replace(new, closed=[*new.closed, slot])
+            slots = [ClosedSlot(part.host, part.slot) for part in record.placement.parts]
+            return msgspec.structs.replace(new, closed=[*new.closed, *slots])
         return new.resized(record.role, -1)
 
     async def change_role(self, node_id: str, role: Role) -> None:
@@ -491,7 +493,7 @@ class Controller:
         return record
 
     def _wanted(self, role: Role) -> int:
-        return plan.wanted_size(self._pools.state, self._pools.machines, role)
+        return plan.wanted_size(self._pools.state, self._pools.machines, role, self._config.pools)
 
     def _check_may_go(self, record: NodeRecord) -> None:
         """Its pool can do without it."""

@@ -107,13 +107,14 @@ class Fleet:
             node_config(config, record.node_id, record.role, placement),
             host,
             placement.slot,
-            config.pools.of(placement.slot).resources,
+            config.pools.of(placement.slot).resources_per_machine,
             self._around,
             self._admit,
             self._keep_left_out,
             self._adapters,
             record.info,
             None if is_seen else self._unseen.setdefault(host.name, asyncio.Event()),
+            beside=[Host(there.host, there.address, slots={}) for there in placement.others],
         )
         self.nodes[record.node_id] = supervisor
         if record.left_out:
@@ -125,7 +126,8 @@ class Fleet:
         for host in hosts:
             if (seen := self._unseen.pop(host.name, None)) is not None:
                 for node in self._nodes_on(host):
-                    node.host = host
+                    if node.host.name == host.name:
+                        node.host = host
                 seen.set()
 
     def _run(self, supervisor: NodeSupervisor | RouterSupervisor) -> None:
@@ -154,7 +156,7 @@ class Fleet:
         return msgspec.structs.replace(host, slots=dict(taken))
 
     def _nodes_on(self, host: Host) -> list[NodeSupervisor]:
-        return [node for node in self.nodes.values() if node.host.name == host.name]
+        return [node for node in self.nodes.values() if host.name in node.machines]
 
     def retry(self, name: str) -> bool:
         """True when it was left out, and is tried again."""

@@ -61,8 +61,8 @@ def check_room(
     pools: PoolsConfig, current: ClusterState, wanted: ClusterState, machines: Sequence[Host]
 ) -> None:
     """Checks a machine that offers no places, and so would take whatever it is asked to."""
-    sizes = {role: wanted_size(wanted, machines, role) for role in Role}
-    if sum(sizes.values()) <= sum(wanted_size(current, machines, role) for role in Role):
+    sizes = {role: wanted_size(wanted, machines, role, pools) for role in Role}
+    if sum(sizes.values()) <= sum(wanted_size(current, machines, role, pools) for role in Role):
         return
     for host in machines:
         if host.slots is None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -57,11 +57,13 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         adapters: WantedAdapters,
         info: NodeInfo | None = None,  # what an earlier controller announced
         seen: asyncio.Event | None = None,  # its machine, which was never seen so far
+        beside: Sequence[Host] = (),  # the other machines of its ranks
     ) -> None:
         super().__init__(config.node_id, around)
         self.config = config
         self.host = host
         self.slot = slot
+        self._beside = beside
         self._needs = needs  # of its machine, besides that place
         self.info = info
         self._has_worked = info is not None
@@ -80,6 +82,11 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             asyncio.Event()
         )  # the process is drained, `config` is for another role than it has
 
+    @property
+    def machines(self) -> set[str]:
+        """By name."""
+        return {host.name for host in (self.host, *self._beside)}
+
     # --- starting
 
     def _launch(self) -> NodeHandle:
@@ -88,7 +95,8 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return unseen or self._launch_now()
 
     def _launch_now(self) -> NodeHandle:
-        return self._around.launcher.launch_node(self.config, self.host, self.slot, self._needs)
+        launcher = self._around.launcher
+        return launcher.launch_node(self.config, self.host, self.slot, self._needs, self._beside)
 
     async def _start(self, handle: NodeHandle) -> NodeInfo:
         began = self._clock.now()

@@ -24,9 +24,9 @@ from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.launcher import Host, Needs, TakenPlace
 from tandem.cluster.pools.room import check_cores
-from tandem.cluster.pools.state import ClosedSlot, NodePlacement, NodeRecord
+from tandem.cluster.pools.state import ClosedSlot, NodePlacement, NodeRecord, RankPlace
 from tandem.machine.resources import core_quota, free_memory
-from tandem.node.config import NodeConfig
+from tandem.node.config import NodeConfig, OtherMachine
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
@@ -53,6 +53,7 @@ def place_nodes(config: TandemConfig, machine: LocalMachine) -> list[NodeRecord]
     host = this_host(machine, "")
     check_cores(config.pools, len(host.cores))
     _seats(host, config.pools)
+    _check_machines(config)
     _check_devices(config, host)
     nodes: list[NodeRecord] = []
     for role in _ROLE_ORDER:
@@ -62,6 +63,21 @@ def place_nodes(config: TandemConfig, machine: LocalMachine) -> list[NodeRecord]
     return nodes
 
 
+def of_one_machine(config: TandemConfig) -> TandemConfig:
+    """What a machine carries of it: a part of each node that is spread over several, as if it were a node."""
+    pools = {
+        role.value: msgspec.structs.replace(
+            pool,
+            machines=1,
+            tensor_parallel=pool.tensor_parallel // pool.machines,
+            resources=pool.resources_per_machine,
+        )
+        for role in Role
+        if (pool := config.pools.of(role)).machines > 1
+    }
+    return msgspec.structs.replace(config, pools=msgspec.structs.replace(config.pools, **pools))
+
+
 def place(
     config: TandemConfig,
     hosts: Sequence[Host],
@@ -69,18 +85,29 @@ def place(
     role: Role,
     closed: Iterable[ClosedSlot] = (),
 ) -> NodePlacement | None:
-    """The emptiest machine with room for one more node of this role; None when there is none."""
+    """The emptiest machine with room for one more node of this role, or as many as it is spread over; None when there are none."""
     shut = Counter((slot.host, slot.role) for slot in closed)
     here: dict[str, list[NodePlacement]] = {host.name: [] for host in hosts}
     for node in nodes:
-        if node.placement is not None and node.placement.host in here:
-            here[node.placement.host].append(node.placement)
+        for part in node.placement.parts if node.placement is not None else []:
+            if part.host in here:
+                here[part.host].append(part)
     with_room = [host for host in hosts if _has_slot(host, here[host.name], role, shut[host.name, role])]
+    parts: list[NodePlacement] = []
     for host in sorted(with_room, key=lambda host: len(here[host.name])):
         placement = _place_on(config, host, here[host.name], role)
         if placement is not None:
-            return placement
+            parts.append(placement)
+        if len(parts) == config.pools.of(role).machines:
+            return _together(parts)
     return None
+
+
+def _together(parts: Sequence[NodePlacement]) -> NodePlacement:
+    """Rank 0 is on the first of the machines."""
+    others = tuple(RankPlace(part.host, part.address, part.cores, part.device) for part in parts[1:])
+    share = min(part.memory_share for part in parts)
+    return msgspec.structs.replace(parts[0], memory_share=share, others=others)
 
 
 def _has_slot(host: Host, taken: Sequence[NodePlacement], role: Role, shut: int) -> bool:
@@ -198,7 +225,16 @@ def _shares_gpus(config: TandemConfig, gpus: int) -> bool:
 
 
 def _has_devices(config: TandemConfig, host: Host, role: Role) -> bool:
-    return not _shares_gpus(config, host.gpus) or config.pools.of(role).ranks <= host.gpus
+    return not _shares_gpus(config, host.gpus) or config.pools.of(role).ranks_per_machine <= host.gpus
+
+
+def _check_machines(config: TandemConfig) -> None:
+    for role in _ROLE_ORDER:
+        pool = config.pools.of(role)
+        if pool.first_size and pool.machines > 1:
+            raise ConfigurationError(
+                f"pools.{role.value}.machines is {pool.machines}, and this is one machine: serve on a Ray cluster of several (--address), or set it to 1"
+            )
 
 
 def _check_devices(config: TandemConfig, host: Host) -> None:
@@ -223,11 +259,11 @@ def _choose_device(
     for placement in taken:
         kind, _, first = placement.device.partition(":")
         if kind == "cuda":
-            _occupy(used, int(first or 0), pools.of(placement.slot).ranks)
+            _occupy(used, int(first or 0), pools.of(placement.slot).ranks_per_machine)
     for seat, _ in seats:
-        size = pools.of(seat).ranks
+        size = pools.of(seat).ranks_per_machine
         _occupy(expected, _emptiest(expected, size), size)
-    width = pools.of(role).ranks
+    width = pools.of(role).ranks_per_machine
     begin = _emptiest(used, width)
     own = range(begin, begin + width)
     return f"cuda:{begin}", max(max(expected[gpu], used[gpu] + 1) for gpu in own)
@@ -272,6 +308,7 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
         tensor_parallel=pool.tensor_parallel,
         pipeline_parallel=pool.pipeline_parallel,
         cores=list(placement.cores),
+        others=[OtherMachine(there.address, list(there.cores), there.device) for there in placement.others],
         env=pool.env,
     )
 

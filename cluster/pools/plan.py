@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem.cluster.config import TandemConfig
+from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.placement import place
 from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
@@ -67,14 +67,14 @@ def next_change(
 ) -> Change | None:
     present = {host.name for host in hosts}
     for node in state.nodes:
-        if node.placement is not None and node.placement.host not in present:
+        if node.placement is not None and not present.issuperset(node.placement.hosts):
             return LoseNode(node)
     hosts = [
         msgspec.structs.replace(host, slots={}) if host.name in state.evacuated else host for host in hosts
     ]
     for role in Role:
         staying = state.staying(role)
-        wanted = wanted_size(state, hosts, role) + surge(config, state, role)
+        wanted = wanted_size(state, hosts, role, config.pools) + surge(config, state, role)
         if len(staying) > wanted:
             return RetireNode(
                 max(
@@ -109,13 +109,14 @@ def _index(node: NodeRecord) -> int:
     return int(node.node_id.rpartition("-")[2])
 
 
-def wanted_size(state: ClusterState, hosts: Sequence[Host], role: Role) -> int:
+def wanted_size(state: ClusterState, hosts: Sequence[Host], role: Role, pools: PoolsConfig) -> int:
     size = state.sizes.get(role, 0)  # of a version that did not know this pool
     if size is not None:
         return size
     offered = sum(1 if host.slots is None else host.slots.get(role, 0) for host in hosts)
     present = {host.name for host in hosts}
     offered -= sum(slot.role is role and slot.host in present for slot in state.closed)
+    offered //= pools.of(role).machines
     # A node whose role was changed stays in its place, and none of the old role comes for it.
     moved = [
         node
@@ -127,6 +128,12 @@ def wanted_size(state: ClusterState, hosts: Sequence[Host], role: Role) -> int:
     return max(0, offered + came - left)
 
 
-def needed_slots(state: ClusterState) -> dict[Role, int]:
+def needed_slots(state: ClusterState, pools: PoolsConfig) -> dict[Role, int]:
     """The room that all nodes take together, with those that wait for it and those that are about to go."""
-    return dict(Counter(node.placement.slot if node.placement else node.role for node in state.nodes))
+    needed: Counter[Role] = Counter()
+    for node in state.nodes:
+        if node.placement is not None:
+            needed[node.placement.slot] += len(node.placement.hosts)
+        else:
+            needed[node.role] += pools.of(node.role).machines
+    return dict(needed)

@@ -163,7 +163,9 @@ class Reconciler:
 
     async def _machines_of(self, known: ClusterState) -> list[Host]:
         """After a restart of Ray's head, the machines that nodes run on may take a while to be seen again."""
-        needed = {record.placement.host for record in known.nodes if record.placement is not None}
+        needed = {
+            host for record in known.nodes if record.placement is not None for host in record.placement.hosts
+        }
         deadline = self._clock.now() + self.config.timeouts.unresponsive_s
         self._hosts.use(needs_of(self.fleet.config), self._taken_places())
         while True:
@@ -181,7 +183,8 @@ class Reconciler:
                 there.host, there.slot, needed_by(there.slot, needs_of(self.fleet.config_of(node.revision)))
             )
             for node in self.state.nodes
-            if (there := node.placement) is not None
+            if node.placement is not None
+            for there in node.placement.parts
         ]
 
     async def _until_told(self, ask: Callable[[], Awaitable[T]], what: str) -> T:
@@ -306,7 +309,7 @@ class Reconciler:
                     await self._look()
                     await self._place_routers()
                     await self._converge()
-                await self._hosts.want(plan.needed_slots(self.state))
+                await self._hosts.want(plan.needed_slots(self.state, self.fleet.config.pools))
                 self.has_looked = True
                 self.changed.ring()
                 await self._until_woken()
@@ -425,7 +428,9 @@ class Reconciler:
             if self.state.rollout is None:
                 return
             facts = self._watch.facts(self.state, self.config, self.machines)
-            step = rollout.next_step(self.config.rollout, self.state, self.machines, facts)
+            step = rollout.next_step(
+                self.config.rollout, self.fleet.config.pools, self.state, self.machines, facts
+            )
             self.rollout_waits = step.why if isinstance(step, rollout.Wait) else ""
             match step:
                 case rollout.Replace(node):
@@ -467,8 +472,10 @@ class Reconciler:
             case plan.RetireNode(node):
                 self.departures.begin(node.node_id, self.config.timeouts.nodes.drain_s)
             case plan.LoseNode(node):
-                address = node.placement.address if node.placement else ""
-                self.note(f"{node.node_id} is lost: its machine {address} is gone")
+                here = {host.name for host in self.machines}
+                parts = node.placement.parts if node.placement else []
+                gone = " and ".join(part.address for part in parts if part.host not in here)
+                self.note(f"{node.node_id} is lost: its machine {gone} is gone")
                 self._tasks.spawn(self.fleet.end_node(node.node_id), f"end {node.node_id}")
             case plan.AddNode():
                 pass  # it gets a machine with the next change, or waits for one

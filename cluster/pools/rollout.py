@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from tandem.cluster.config import RolloutConfig
+from tandem.cluster.config import PoolsConfig, RolloutConfig
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.plan import wanted_size
 from tandem.cluster.pools.state import ClusterState, NodeRecord, RouterRecord
@@ -69,7 +69,9 @@ class Wait:
 Step = Replace | AddRouter | ReplaceRouter | GoBack | RolloutEnd | Wait
 
 
-def next_step(config: RolloutConfig, state: ClusterState, hosts: Sequence[Host], facts: RolloutFacts) -> Step:
+def next_step(
+    config: RolloutConfig, pools: PoolsConfig, state: ClusterState, hosts: Sequence[Host], facts: RolloutFacts
+) -> Step:
     """What comes next of the rollout that the state has."""
     back = state.rollout is not None and bool(state.rollout.going_back)
     if not back and facts.failed:
@@ -79,7 +81,7 @@ def next_step(config: RolloutConfig, state: ClusterState, hosts: Sequence[Host],
         return router_step
     waits: list[str] = []
     for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL, Role.ENCODE):
-        step = _in_pool(config, state, hosts, facts, role)
+        step = _in_pool(config, pools, state, hosts, facts, role)
         if isinstance(step, Replace):
             is_slow = facts.oldest_wait_s > facts.longest_wait_s
             if back or not is_slow or step.node.node_id in facts.idle:
@@ -113,9 +115,15 @@ def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | Replace
 
 
 def _in_pool(
-    config: RolloutConfig, state: ClusterState, hosts: Sequence[Host], facts: RolloutFacts, role: Role
+    config: RolloutConfig,
+    pools: PoolsConfig,
+    state: ClusterState,
+    hosts: Sequence[Host],
+    facts: RolloutFacts,
+    role: Role,
 ) -> Replace | Wait | None:
-    wanted, staying, outdated = wanted_size(state, hosts, role), state.staying(role), state.outdated(role)
+    wanted = wanted_size(state, hosts, role, pools)
+    staying, outdated = state.staying(role), state.outdated(role)
     if not outdated:
         # What has no machine, or is left out, is so without the rollout too.
         coming = [node for node in staying if node.placement is not None and not node.left_out]

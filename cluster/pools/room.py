@@ -112,8 +112,9 @@ ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ENCODE)
 
 
 def needs_of(config: TandemConfig) -> dict[Role, Offer]:
+    """On each machine that it has a place on."""
     pools = config.pools
-    return {role: Offer(pools.of(role).resources, pools.of(role).label_selector) for role in Role}
+    return {role: Offer(pools.of(role).resources_per_machine, pools.of(role).label_selector) for role in Role}
 
 
 def needed_by(role: Role, needs: Needs) -> Offer:
@@ -145,24 +146,31 @@ def places_left(machine: Offer, needs: Needs, taken: Sequence[TakenPlace]) -> di
     return dict(Counter(place.slot for place in taken) + Counter(more))
 
 
+def nodes_on(places_of: Sequence[int], machines: int, most: int) -> int:
+    """How many nodes find room, up to so many, each with a place on `machines` of these."""
+    if machines == 1:
+        return min(sum(places_of), most)
+    return max(n for n in range(most + 1) if sum(min(room, n) for room in places_of) >= n * machines)
+
+
 def lacking(config: TandemConfig, machines: Iterable[Offer]) -> list[str]:
     """A sentence for each pool that the machines which are there now are too few for."""
     needs = needs_of(config)
-    offered: Counter[Role] = Counter()
-    for machine in machines:
-        offered.update(places(machine, needs))
+    offers = [places(machine, needs) for machine in machines]
     sentences = []
     for role in ROLES:
         pool = config.pools.of(role)
         wanted = 1 if pool.nodes is None else pool.nodes
-        if offered[role] < wanted and (pool.nodes is not None or role is Role.DECODE):
+        there = nodes_on([offer.get(role, 0) for offer in offers], pool.machines, wanted)
+        if there < wanted and (pool.nodes is not None or role is Role.DECODE):
             needed = needed_by(role, needs)
             offer = json.dumps({name: round(amount) for name, amount in needed.resources.items()})
             labels = ", ".join(f"{key}: {condition}" for key, condition in needed.labels.items())
             labelled = f", with the labels {{{labels}}}" if labels else ""
-            room = f"room for {offered[role]}" if offered[role] else "no room for any"
+            room = f"room for {there}" if there else "no room for any"
+            spread = f" on {counted(pool.machines, 'machine')} each" if pool.machines > 1 else ""
             sentences.append(
-                f"pools.{role.value} wants {counted(wanted, 'node')}, and the cluster's machines have {room}: waiting "
+                f"pools.{role.value} wants {counted(wanted, 'node')}{spread}, and the cluster's machines have {room}: waiting "
                 f"for machines that offer {offer}{labelled} (ray start --resources '{offer}'"
                 f"{' --labels KEY=VALUE' if labels else ''}, or an autoscaler)"
             )

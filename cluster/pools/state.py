@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Container, Mapping
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
@@ -22,8 +23,17 @@ from tandem.wire.nodes import NodeInfo, Role, RouterInfo
 from tandem.wire.settings import without_defaults
 
 
+class RankPlace(msgspec.Struct, frozen=True):
+    """On one more machine of a node whose ranks are spread over several."""
+
+    host: str
+    address: str
+    cores: tuple[int, ...]
+    device: str
+
+
 class NodePlacement(msgspec.Struct, frozen=True):
-    """Where a node runs. It keeps its place for as long as its host is there, through restarts and changes of role."""
+    """Where a node runs. It keeps its place for as long as its hosts are there, through restarts and changes of role."""
 
     host: str  # its name
     address: str
@@ -31,6 +41,25 @@ class NodePlacement(msgspec.Struct, frozen=True):
     cores: tuple[int, ...]
     device: str
     memory_share: float  # of what is free on its device
+    others: tuple[RankPlace, ...] = ()  # it takes a place of the same kind on each of them, too
+
+    @property
+    def parts(self) -> list[NodePlacement]:
+        """One for each machine, as if it were alone there."""
+        first = msgspec.structs.replace(self, others=())
+        return [
+            first,
+            *(
+                msgspec.structs.replace(
+                    first, host=there.host, address=there.address, cores=there.cores, device=there.device
+                )
+                for there in self.others
+            ),
+        ]
+
+    @property
+    def hosts(self) -> list[str]:
+        return [self.host, *(there.host for there in self.others)]
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
@@ -111,7 +140,10 @@ class ClusterState(msgspec.Struct, frozen=True):
     def unseen_machines(self, seen: Container[str]) -> list[Host]:
         """Those on which nodes served, with places for them and for nothing else."""
         placements = [
-            node.placement for node in self.nodes if node.placement is not None and node.info is not None
+            part
+            for node in self.nodes
+            if node.placement is not None and node.info is not None
+            for part in node.placement.parts
         ]
         addresses = {there.host: there.address for there in placements if there.host not in seen}
         return [
@@ -177,11 +209,11 @@ class ClusterState(msgspec.Struct, frozen=True):
             paused=[name for name in self.paused if name != node_id],
         )
 
-    def evacuating(self, hosts: Collection[str], present: Collection[str]) -> ClusterState:
+    def evacuating(self, hosts: AbstractSet[str], present: Collection[str]) -> ClusterState:
         """The nodes on these machines go, and their pools keep their sizes. Machines that are no longer there are forgotten."""
         nodes = [
             msgspec.structs.replace(node, leaving=True)
-            if node.placement is not None and node.placement.host in hosts
+            if node.placement is not None and not hosts.isdisjoint(node.placement.hosts)
             else node
             for node in self.nodes
         ]

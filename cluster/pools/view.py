@@ -91,7 +91,7 @@ def _node(record: NodeRecord, fleet: Fleet) -> SupervisedNode:
     return SupervisedNode(
         node_id=record.node_id,
         role=record.role,
-        host=record.placement.address,
+        host=" + ".join(part.address for part in record.placement.parts),
         phase=supervisor.phase.value,
         detail=supervisor.detail,
         restarts=supervisor.restarts,
@@ -110,7 +110,7 @@ def _pool(
     mine = [node for node in nodes if node.role is role]
     return PoolView(
         role=role,
-        wanted=wanted_size(state, hosts, role),
+        wanted=wanted_size(state, hosts, role, config.pools),
         ready=sum(node.phase == ProcessPhase.READY for node in mine),
         min_nodes=pool.min,
         max_nodes=pool.max or 0,

@@ -48,9 +48,13 @@ _LOOK_S = 0.001  # at what is in flight
 
 
 class RankTransfers:
-    """`failed` is called from the thread when it dies of a bug: then rank 0 gets no answers, and the process must end."""
+    """`failed` is called from the thread when it dies of a bug: then rank 0 gets no answers, and the process must end. `host`: this
+    machine's address, where it is not rank 0's."""
 
-    def __init__(self, sock: socket.socket, memory: KVCacheMemory, failed: Callable[[], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, memory: KVCacheMemory, failed: Callable[[], None], host: str = ""
+    ) -> None:
+        self._host = host
         self._line = MessageLine(sock, ToRank)
         self._memory = memory
         self._failed = failed
@@ -141,7 +145,7 @@ class RankTransfers:
     def _open(self, message: OpenCache) -> CacheOpened:
         memory = self._memory
         heads = memory.heads or HeadShare(0, memory.num_kv_heads, memory.num_kv_heads)
-        self._transport = NixlTransport(NixlAgent(message.name, message.options, message.host))
+        self._transport = NixlTransport(NixlAgent(message.name, message.options, self._host or message.host))
         described = self._transport.register(memory)
         shard = CacheShard(
             first_head=heads.first,

@@ -1,35 +1,83 @@
 """torch.distributed between the ranks of one node: gloo on CPUs, NCCL on GPUs. A group of its own, not the process's default one:
-a process may hold several."""
+a process may hold several.
+
+Ranks of one machine find each other in a file, and gloo listens on 127.0.0.1: no other machine may reach them. Those of several find
+each other at rank 0's address, and each listens at its machine's own. What comes there is not authenticated.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tandem.kvtransfer.nixl.interfaces import addresses
+
 _MEETING = timedelta(seconds=120)  # for all ranks to come
 # A collective waits for the slowest rank's part of a step. One that has ended makes it raise, and the supervisor ends one that hangs.
 _LONGEST = timedelta(hours=1)
+_AT_ONCE = timedelta(milliseconds=1)
+_NO_RANK_SENDS = 1 << 20  # a tag
+_OF_MACHINES = "tcp://"
+LOOPBACK = "127.0.0.1"
+
+# torch's stubs know less of groups and stores that are made by hand than torch does.
+torch_groups: Any = dist
+
+
+class MeetingPlace:
+    """Where ranks of several machines find each other, for as long as this lives."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port = listener.getsockname()[1]
+        self._store = torch_groups.TCPStore(
+            host, port, None, True, _MEETING, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self.rendezvous = f"{_OF_MACHINES}{host}:{port}"
+
+
+def _store_at(rendezvous: str, size: int, name: str) -> Any:
+    if not rendezvous.startswith(_OF_MACHINES):
+        return torch_groups.FileStore(f"{rendezvous}-{name}", size)
+    host, _, port = rendezvous.removeprefix(_OF_MACHINES).rpartition(":")
+    store = torch_groups.TCPStore(host, int(port), None, False, _MEETING, wait_for_workers=False)
+    return torch_groups.PrefixStore(name, store)
 
 
 class GroupCollectives:
-    def __init__(self, rank: int, size: int, rendezvous: str, device: torch.device) -> None:
-        # torch's stubs know less of groups that are made by hand than torch does.
-        torch_groups: Any = dist
-        store = torch_groups.FileStore(rendezvous, size)
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        device: torch.device,
+        *,
+        host: str = LOOPBACK,
+        name: str = "all",
+    ) -> None:
+        """`host`: where this rank listens for the others, on an interface of this machine. `name`: of the group, among those that meet
+        there."""
+        store = _store_at(rendezvous, size, name)
         store.set_timeout(_MEETING)
         self._size = size
-        self._notices_ends = device.type == "cpu"
+        self._is_gloo = device.type == "cpu"
+        self._spans_machines = rendezvous.startswith(_OF_MACHINES)
         self._group: Any
-        if device.type == "cpu":
+        if self._is_gloo:
             options = torch_groups.ProcessGroupGloo._Options()
-            # Ranks of one machine: no other one may reach them.
-            options._devices = [torch_groups.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._devices = [torch_groups.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = _LONGEST
             self._group = torch_groups.ProcessGroupGloo(store, rank, size, options)
         else:
+            if self._spans_machines and (interface := addresses().get(host)) is not None:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
             torch.cuda.set_device(device)
             self._group = torch_groups.ProcessGroupNCCL(
                 store, rank, size, torch_groups.ProcessGroupNCCL.Options()
@@ -53,16 +101,21 @@ class GroupCollectives:
         self._group.recv([tensor], rank, 0).wait()
 
     def abort(self) -> None:
-        """From another thread: what waits in it raises. Gloo notices by itself that a rank has ended."""
-        if not self._notices_ends:
+        """From another thread: what waits in it raises. Gloo notices by itself that a rank of this machine has ended, but not that a
+        machine is lost: no connection ends then. It closes all of them when it waited in vain for something."""
+        if not self._is_gloo:
             self._group.abort()
+        elif self._spans_machines:
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.zeros(1)], 1, _NO_RANK_SENDS).wait(_AT_ONCE)
 
 
 def group_of_stage(
-    rank: int, size: int, stages: int, rendezvous: str, device: torch.device
+    rank: int, size: int, stages: int, rendezvous: str, device: torch.device, host: str = LOOPBACK
 ) -> GroupCollectives | None:
     """The ranks of this one's stage among themselves; None where it is alone there, or there is one stage."""
     width = size // stages
     if stages == 1 or width == 1:
         return None
-    return GroupCollectives(rank % width, width, f"{rendezvous}-of-stage-{rank // width}", device)
+    name = f"stage-{rank // width}"
+    return GroupCollectives(rank % width, width, rendezvous, device, host=host, name=name)

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a node see. Rank 0 writes a step's arrays once, and every other rank copies them from there.
+"""Memory that all ranks of a node on one machine see. A step's arrays are written once, and every other rank copies them from there.
 
 It has no name: its descriptor is inherited, so nothing of it is left when the last rank has ended. Each number has one writer.
 
@@ -38,16 +38,17 @@ def create_memory() -> int:
 
 
 class SharedMemory:
-    def __init__(self, descriptor: int, size: int) -> None:
-        if not 1 < size <= _MOST_RANKS:
-            raise InternalError(f"a node of {size} ranks")
-        self._size = size
+    def __init__(self, descriptor: int, ranks: range) -> None:
+        """`ranks`: that read it, by their numbers."""
+        if ranks.stop > _MOST_RANKS:
+            raise InternalError(f"a node of {ranks.stop} ranks")
+        self._ranks = ranks
         self._map = mmap.mmap(descriptor, _HEAD + _PLACES * _PLACE_BYTES)
         numbers = np.frombuffer(self._map, np.uint64, _HEAD // 8).reshape(_MOST_RANKS, _LINE // 8)
         self._beats, self._taken = numbers[:, 0], numbers[:, 1]
-        self.written = 0  # steps, by rank 0
+        self.written = 0  # steps
 
-    # --- rank 0
+    # --- the process that started the ranks
 
     def write(self, arrays: Sequence[np.ndarray], still_wanted: Callable[[], bool]) -> None:
         """One more step. Waits for ranks that have not copied the last but one, as long as `still_wanted`: with a device they run
@@ -75,7 +76,7 @@ class SharedMemory:
 
     def behind(self, step: int) -> list[int]:
         """The ranks that have not copied the step."""
-        return [rank for rank in range(1, self._size) if int(self._taken[rank]) < step]
+        return [rank for rank in self._ranks if int(self._taken[rank]) < step]
 
     def beat_of(self, rank: int) -> int:
         return int(self._beats[rank])

@@ -1,4 +1,5 @@
-"""What rank 0 and another one say to each other while they start. One message is one packet."""
+"""What rank 0 and another one say to each other while they start, one message in one packet; and what rank 0's machine and another one
+of its node say to each other, over a link (`node.ranks.link`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class RankOrders(msgspec.Struct, frozen=True):
     name: str  # in logs
     rank: int
     size: int
-    rendezvous: str  # a file in which ranks find each other
+    rendezvous: str  # where ranks find each other: a file, or tcp://ADDRESS:PORT
+    host: str  # the address at which this one listens for the others
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
@@ -27,6 +29,8 @@ class RankOrders(msgspec.Struct, frozen=True):
 
 class RankHere(msgspec.Struct, frozen=True, tag=True):
     """It has loaded its libraries, and looks for the others now."""
+
+    device: str  # the kind: cpu or cuda
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True):
@@ -50,3 +54,78 @@ class RankRefused(msgspec.Struct, frozen=True, tag=True):
 FromRank = RankHere | RankProgress | RankReady | RankRefused
 
 MOST_BYTES = 1 << 20  # of a packet
+
+# ── to another machine of the node ──
+
+
+class PrepareRanks(msgspec.Struct, frozen=True, tag=True):
+    """The first message: find the model."""
+
+    lead: str  # rank 0's end of the link: its endpoint
+    machine: int  # this one's number
+
+
+class BeginRanks(msgspec.Struct, frozen=True, tag=True):
+    rendezvous: str
+
+
+class OneStep(msgspec.Struct, frozen=True, tag=True):
+    """For all ranks there."""
+
+    arrays: list[tuple[str, list[int], bytes]]  # dtype, shape, content
+
+
+class LineBytes(msgspec.Struct, frozen=True, tag=True):
+    """In both directions: of the line by which rank 0 moves what this rank keeps."""
+
+    rank: int
+    data: bytes
+
+
+class LeadBeat(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0's process lives. `serves`: all ranks are ready."""
+
+    serves: bool
+
+
+class EndRanks(msgspec.Struct, frozen=True, tag=True):
+    at_once: bool  # else each when it has taken what came before
+
+
+ToMachine = PrepareRanks | BeginRanks | OneStep | LineBytes | LeadBeat | EndRanks
+
+# ── from another machine ──
+
+
+class RanksPrepared(msgspec.Struct, frozen=True, tag=True):
+    """The model is there."""
+
+
+class MachineProgress(msgspec.Struct, frozen=True, tag=True):
+    what: str
+    share: float
+
+
+class RankSaid(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+    said: RankHere | RankProgress | RankReady
+
+
+class MachineBeat(msgspec.Struct, frozen=True, tag=True):
+    """The process that keeps the machine's ranks lives."""
+
+    steps: int  # that have come
+
+
+class RanksFailed(msgspec.Struct, frozen=True, tag=True):
+    """Why they are ended: the node ends with them. `operator`: the operator can change that."""
+
+    why: str
+    operator: bool
+
+
+class RanksEnded(msgspec.Struct, frozen=True, tag=True):
+    """No process of them is left."""
+
+
+FromMachine = RanksPrepared | MachineProgress | RankSaid | MachineBeat | LineBytes | RanksFailed | RanksEnded

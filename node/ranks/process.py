@@ -53,7 +53,7 @@ def main() -> None:
     control = socket.socket(fileno=packets)
     orders = msgspec.msgpack.decode(control.recv(MOST_BYTES), type=RankOrders)
     begin_logging(orders.logs, orders.name)
-    memory = SharedMemory(memory_fd, orders.size)
+    memory = SharedMemory(memory_fd, range(orders.rank, orders.rank + 1))
     threading.Thread(
         target=_live, args=(memory, orders.rank, lifeline), name="rank-life", daemon=True
     ).start()
@@ -77,12 +77,13 @@ def _serve(
     from tandem.engine.model.loading import load_runner
     from tandem.engine.model.wide.forward import follow
     from tandem.engine.model.wide.shard import Shard
-    from tandem.node.ranks.group import GroupCollectives, group_of_stage
+    from tandem.node.ranks.group import LOOPBACK, GroupCollectives, group_of_stage
 
     device = choose_device(orders.model.device)
-    _tell(control, RankHere())
-    collectives = GroupCollectives(orders.rank, orders.size, orders.rendezvous, device)
-    of_stage = group_of_stage(orders.rank, orders.size, orders.stages, orders.rendezvous, device)
+    _tell(control, RankHere(device.type))
+    meeting = (orders.rendezvous, device)
+    collectives = GroupCollectives(orders.rank, orders.size, *meeting, host=orders.host)
+    of_stage = group_of_stage(orders.rank, orders.size, orders.stages, *meeting, orders.host)
     shard = Shard(
         orders.rank,
         orders.size,
@@ -99,7 +100,10 @@ def _serve(
         lambda what, share: _tell(control, RankProgress(what, share)),
         shard=shard,
     )
-    transfers = _begin_transfers(orders.transfers, runner, anywhere) if orders.transfers is not None else None
+    transfers = None
+    if orders.transfers is not None:
+        host = "" if orders.host == LOOPBACK else orders.host
+        transfers = _begin_transfers(orders.transfers, host, runner, anywhere)
     _tell(control, RankReady())
     taken = 0
 
@@ -115,12 +119,12 @@ def _serve(
         transfers.stop(_CLOSE_S)
 
 
-def _begin_transfers(line: int, runner: TorchRunner, anywhere: Collection[int]) -> RankTransfers:
+def _begin_transfers(line: int, host: str, runner: TorchRunner, anywhere: Collection[int]) -> RankTransfers:
     """Its threads carry blocks, and run wherever there is room. What keeps them from answering ends the process, and so the node."""
     from tandem.engine.model.runner import memory_of
     from tandem.kvtransfer.nixl.rank_thread import RankTransfers
 
-    transfers = RankTransfers(socket.socket(fileno=line), memory_of(runner), lambda: os._exit(1))
+    transfers = RankTransfers(socket.socket(fileno=line), memory_of(runner), lambda: os._exit(1), host)
     computing = os.sched_getaffinity(0)
     os.sched_setaffinity(0, anywhere)
     transfers.start()

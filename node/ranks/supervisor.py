@@ -1,92 +1,92 @@
-"""Starts a node's other ranks, watches them, and ends them as one.
+"""Rank 0's supervisor: starts a node's other ranks, on its own machine and on others, watches them, and ends them as one.
 
 The scheduler, the requests and rank 0's part of the model are in the node's own process, so what asks a node anything asks one
 process, and rank 0's KV is where a connector expects it. The others only compute: `send` gives them each step's arrays.
 
-One thread starts them and watches until the end; the kernel ends them with it. A rank that ends, or is silent, or does not take a
-step for `silence_s`, ends all of them at once: what waits for them in a collective raises, and `lost` is told for a node that is at
-rest. Time for which this thread itself stood still does not count.
+The ranks of its own machine are `processes`. Those of another one are started and watched there by a keeper (`node.ranks.keeper`); this
+is rank 0's end of the link to it. What one of them judges is the node's end: what waits in a collective raises, and `lost` is told for
+a node that is at rest. A machine of which nothing is heard for `silence_s`, or which does not get a step for so long, is lost.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import select
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
-from tandem.machine.resources import usable_cores
-from tandem.node.ranks.memory import SharedMemory, create_memory
+from tandem.node.ranks.link import LetterFromMachine, LetterToMachine, Numbers, Relay, SendingEnd, step_of
 from tandem.node.ranks.messages import (
-    MOST_BYTES,
+    BeginRanks,
+    EndRanks,
+    FromMachine,
     FromRank,
+    LeadBeat,
+    LineBytes,
+    MachineBeat,
+    MachineProgress,
+    PrepareRanks,
     RankHere,
-    RankOrders,
     RankProgress,
     RankReady,
-    RankRefused,
+    RanksEnded,
+    RanksFailed,
+    RanksPrepared,
+    ToMachine,
 )
+from tandem.node.ranks.processes import (
+    END_S,
+    TICK_S,
+    RankPlan,
+    RankProcesses,
+    RankShare,
+    check_devices,
+    ranks_on,
+)
+from tandem.wire.endpoints import key_of, shown
 from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, TandemError
 from tandem.wire.logs import LogsConfig
 from tandem.wire.progress import LastProgress, Report
+from tandem.wire.sockets import Inbox, Outbox, accompany
 
 if TYPE_CHECKING:
     from tandem.engine.config import EngineConfig
     from tandem.engine.model.wide.shard import Shard
-    from tandem.node.ranks.group import GroupCollectives
+    from tandem.node.ranks.group import GroupCollectives, MeetingPlace
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.25
 _STILL_S = 300.0  # without progress: a machine that does much else takes long to load libraries
-_END_S = 2.0  # for a rank to end by itself
-_COMPLAINT_S = 0.1  # between a rank's end and what the others make of it
-_VERDICT_S = 1.0  # from a collective that raises until it is known why
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(FromRank).decode
 
 
-class RankShare(msgspec.Struct, frozen=True):
-    """What of its machine one rank computes with."""
+class _Machine:
+    """Another one of the node's, as rank 0 sees it."""
 
-    cores: list[int]
-    threads: int
-
-
-def shares_of(cores: Sequence[int], threads: int, size: int) -> list[RankShare]:
-    """Each rank has cores of its own, where there are enough."""
-    each = max(1, (threads or len(cores) or usable_cores()) // size)
-    if len(cores) < size:
-        return [RankShare(list(cores), each) for _ in range(size)]
-    bounds = [len(cores) * rank // size for rank in range(size + 1)]
-    return [RankShare(list(cores[bounds[rank] : bounds[rank + 1]]), each) for rank in range(size)]
-
-
-class _Rank:
-    def __init__(self, number: int, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    def __init__(self, number: int, endpoint: str, ranks: range, outbox: Outbox) -> None:
         self.number = number
-        self.process = process
-        self.control = control
-        self.exit = os.pidfd_open(process.pid)
-        self.said: set[type[FromRank]] = set()
-        self.beat = 0
+        self.ranks = ranks
+        self.name = f"the machine of {_named(ranks)} ({shown(endpoint)})"
+        self.link = SendingEnd(outbox, endpoint, LetterToMachine)  # type: ignore[arg-type]
+        self.numbers = Numbers(self.name)
+        self.relays: dict[int, Relay] = {}
+        self.is_prepared = False
+        self.heard = False  # since the last look
         self.silent_ticks = 0
-        self.asked = 0  # a step that it had not taken
+        self.steps = 0  # that it has
+        self.asked = 0  # a step that it had not
         self.behind_ticks = 0
+        self.has_ended = threading.Event()
+
+
+def _named(ranks: range) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 class Ranks:
@@ -100,41 +100,61 @@ class Ranks:
         *,
         stages: int = 1,
         apart: bool = False,
+        host: str = "127.0.0.1",
+        keepers: Sequence[str] = (),
         silence_s: float,
         lost: Callable[[str], None],
         report: Report | None = None,
     ) -> None:
-        """`apart`: on CPUs, too, each rank keeps the KV of its heads in memory of its own, as it must on GPUs. `lost` is called once, from another thread, with the reason why the ranks were ended, unless they were stopped; `report`, from
-        there too, with how far the other ranks' loads have come."""
+        """`apart`: on CPUs, too, each rank keeps the KV of its heads in memory of its own, as it must on GPUs. `keepers`: of the node's
+        other machines, their endpoints; this one is then reached at `host`. `shares`: of this machine's ranks. `lost` is called once,
+        from another thread, with the reason why the ranks were ended, unless they were stopped; `report`, from there too, with how far
+        the other ranks' loads have come."""
+        machines = 1 + len(keepers)
         self._name = name
         self._size = size
         self._stages = stages
-        if apart and stages > 1:
+        self._apart = apart or machines > 1
+        if self._apart and stages > 1:
             raise InternalError("stages of ranks whose caches lie apart")
-        self._apart = apart
         self._engine = engine
-        self._shares = shares
-        self._logs = logs
-        self._most_ticks = max(1, round(silence_s / _TICK_S))
+        self._host = host
+        self._most_ticks = max(1, round(silence_s / TICK_S))
         self._lost = lost
         self._report = report
         self._progress = LastProgress(time.monotonic)
-        self._changed = threading.Condition()
-        self._verdict: TandemError | None = None
-        self._stopping = False
-        self._watching = False  # beats count from when all are ready
-        self._ranks: list[_Rank] = []
-        self._started = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._memory_fd = create_memory()
-        self._memory = SharedMemory(self._memory_fd, size)
-        self._kv_fd: int | None = None  # on a CPU: the KV cache of all ranks, as long as rank 0 makes it
-        # To each of the others, where there is no such cache: what moves its KV is told by this.
-        self.transfer_lines: list[socket.socket] = []
+        self._said: dict[int, set[type[FromRank]]] = {number: set() for number in range(1, size)}
+        self._kinds: dict[int, str] = {}  # of the other ranks' devices
+        self._serves = False
+        self._is_stopped = False
         self._folder = tempfile.mkdtemp(prefix="tandem-ranks-")
+        self._meeting: MeetingPlace | None = None
         self._group: GroupCollectives | None = None
         self._of_stage: GroupCollectives | None = None  # rank 0's, where a stage has several
-        self._thread = threading.Thread(target=self._run, name="rank-supervisor", daemon=True)
+        here = ranks_on(0, machines, size)
+        plan = RankPlan(name, here, size, engine, shares, logs, host if keepers else "127.0.0.1", stages)
+        self._here = RankProcesses(plan, self, silence_s)
+        self._far_lines: list[socket.socket] = []
+        self._inbox: Inbox[LetterFromMachine] | None = None
+        self._outbox: Outbox | None = None
+        self._machines: list[_Machine] = []
+        if keepers:
+            self._meet(keepers)
+
+    def _meet(self, keepers: Sequence[str]) -> None:
+        """Only their keys are admitted, besides those that the controller names."""
+        accompany(map(key_of, keepers))
+        self._outbox = outbox = Outbox()
+        for number, endpoint in enumerate(keepers, 1):
+            ranks = ranks_on(number, len(keepers) + 1, self._size)
+            machine = _Machine(number, endpoint, ranks, outbox)
+            self._machines.append(machine)
+            for rank in ranks:
+                ours, relayed = socket.socketpair()
+                self._far_lines.append(ours)
+                machine.relays[rank] = Relay(rank, relayed, machine.link.send)
+                self._here.relays.append(machine.relays[rank])
+        self._inbox = Inbox(self._host, LetterFromMachine, self._on_letter, name=f"{self._name}-ranks")
 
     # --- the thread that loads and steps
 
@@ -142,276 +162,199 @@ class Ranks:
         """Returns when all ranks have found each other: then each loads its part."""
         from tandem.engine.model.checkpoint import choose_device
         from tandem.engine.model.wide.shard import Shard
-        from tandem.node.ranks.group import GroupCollectives, group_of_stage
+        from tandem.node.ranks.group import LOOPBACK, GroupCollectives, MeetingPlace, group_of_stage
 
         device = choose_device(self._engine.model.device)
-        _check_devices(self._engine.model.device, self._size)
+        check_devices(self._engine.model.device, self._here.plan.ranks)
         self._apart = self._apart or device.type != "cpu"
         if not self._apart:
-            self._kv_fd = os.memfd_create("tandem-kv")
-        self._thread.start()
+            self._here.kv_fd = os.memfd_create("tandem-kv")
+        rendezvous, host = os.path.join(self._folder, "meeting"), LOOPBACK
+        if self._machines:
+            host, self._meeting = self._host, MeetingPlace(self._host)
+            rendezvous = self._meeting.rendezvous
+        self._here.start()
+        self._prepare()
+        for machine in self._machines:
+            machine.link.send(BeginRanks(rendezvous))
+        self._here.do(lambda: self._here.begin(rendezvous, apart=self._apart))
         self._wait_for(RankHere)
-        rendezvous = os.path.join(self._folder, "meeting")
+        self._check_kinds(device.type)
         try:
-            self._group = GroupCollectives(0, self._size, rendezvous, device)
+            self._group = GroupCollectives(0, self._size, rendezvous, device, host=host)
             self._of_stage = group_of_stage(0, self._size, self._stages, rendezvous, device)
         except RuntimeError as error:
             raise self.cause_of(error) from error
-        return Shard(0, self._size, self._group, self, str(device), self._kv_fd, self._stages, self._of_stage)
+        return Shard(
+            0, self._size, self._group, self, str(device), self._here.kv_fd, self._stages, self._of_stage
+        )
+
+    def _prepare(self) -> None:
+        """Returns when each machine has the model: ranks that have found each other do not wait long for one that has not."""
+        if self._inbox is None:
+            return
+        for machine in self._machines:
+            machine.link.send(PrepareRanks(self._inbox.endpoint, machine.number))
+        self._wait_until(lambda: all(machine.is_prepared for machine in self._machines), "a machine")
+
+    def _check_kinds(self, kind: str) -> None:
+        for rank, other in self._kinds.items():
+            if other != kind:
+                raise ConfigurationError(
+                    f"rank {rank} of a node would compute on {other}, and rank 0 on {kind}: set model.device to what all of its machines have"
+                )
 
     def await_ready(self) -> None:
         """Returns when every rank has loaded its part: this one has."""
         self._wait_for(RankReady)
         shutil.rmtree(self._folder, ignore_errors=True)
-        for rank in self._ranks:
-            rank.beat = self._memory.beat_of(rank.number)
-        self._watching = True
+        self._here.watch_beats()
+        self._serves = True
+        for machine in self._machines:
+            self._tell(machine, LeadBeat(True))
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        self._memory.write(arrays, lambda: self._verdict is None)
-        for rank in self._ranks:
-            try:
-                rank.control.send(b"s")
-            except OSError as error:
-                raise self.cause_of(error) from error
+        if self._machines:
+            step = step_of(arrays)
+            for machine in self._machines:
+                try:
+                    machine.link.send(step)
+                except NodeLost as error:
+                    self._here.judge(error)
+        self._here.send(arrays)
 
     def cause_of(self, error: Exception) -> Exception:
-        with self._changed:
-            self._changed.wait_for(lambda: self._verdict is not None, _VERDICT_S)
-            return self._verdict or error
+        return self._here.cause_of(error)
+
+    @property
+    def transfer_lines(self) -> list[socket.socket]:
+        """To each of the others, where they keep their heads apart: what moves its KV is told by this."""
+        return [*(self._here.lines[number] for number in sorted(self._here.lines)), *self._far_lines]
 
     @property
     def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks]
+        """Of the ranks on this machine."""
+        return self._here.pids
 
     def stop(self) -> None:
-        """Idempotent. Returns when no other rank is left."""
-        with self._changed:
-            if self._stopping:
-                return
-            self._stopping = True
-        os.eventfd_write(self._wake, 1)
-        if self._thread.ident is not None:
-            self._thread.join()
-        else:
-            os.close(self._memory_fd)
-        os.close(self._wake)
-        for line in self.transfer_lines:
+        """Idempotent. Returns when no other rank is left, as far as their machines say so."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._here.stop()
+        if self._inbox is not None:
+            self._inbox.close()
+        if self._outbox is not None:
+            self._outbox.close()
+        for line in self._far_lines:
             line.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait_for(self, said: type[FromRank]) -> None:
+        self._wait_until(lambda: all(said in heard for heard in self._said.values()), "a rank")
+
+    def _wait_until(self, holds: Callable[[], bool], what: str) -> None:
         self._progress.begin()
-        with self._changed:
-            while self._verdict is None:
-                if self._started and all(said in rank.said for rank in self._ranks):
+        changed = self._here.changed
+        with changed:
+            while self._here.verdict is None:
+                if holds():
                     return
                 if not (wait_s := self._progress.next_look(_STILL_S)):
                     raise InternalError(
-                        f"a rank of {self._name} has made no progress for {_STILL_S:.0f} s, {self._progress}"
+                        f"{what} of {self._name} has made no progress for {_STILL_S:.0f} s, {self._progress}"
                     )
-                self._changed.wait(wait_s)
-            raise self._verdict
+                changed.wait(wait_s)
+            raise self._here.verdict
 
-    # --- the supervisor's thread
+    # --- the thread that watches
 
-    def _run(self) -> None:
-        lifeline, kept = os.pipe()
-        try:
-            self._begin(lifeline)
-            os.close(lifeline)
-            self._watch()
-        except Exception as error:
-            logger.exception("the ranks of %s are no longer watched", self._name)
-            self._judge(InternalError(f"the ranks' supervisor failed: {error}"))
-        finally:
-            self._end(kept)
-
-    def _begin(self, lifeline: int) -> None:
-        rendezvous = os.path.join(self._folder, "meeting")
-        for number in range(1, self._size):
-            share = self._shares[number]
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with contextlib.ExitStack() as to_close:
-                to_close.enter_context(theirs)
-                command = [sys.executable, "-m", "tandem.node.ranks.process"]
-                named = [theirs.fileno(), self._memory_fd, lifeline]
-                inherited = [] if self._kv_fd is None else [self._kv_fd]
-                transfers = None
-                if self._apart:
-                    line, far = socket.socketpair()
-                    to_close.enter_context(far)
-                    self.transfer_lines.append(line)
-                    inherited.append(transfers := far.fileno())
-                process = subprocess.Popen(
-                    [*command, *map(str, (os.getpid(), *named))],
-                    pass_fds=named + inherited,
-                    stdin=subprocess.DEVNULL,
-                    env={
-                        **os.environ,
-                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                        "OMP_NUM_THREADS": str(share.threads),
-                    },
-                )
-            rank = _Rank(number, process, ours)
-            self._ranks.append(rank)
-            model = msgspec.structs.replace(
-                self._engine.model,
-                device=device_of_rank(self._engine.model.device, number),
-                threads=share.threads,
-            )
-            orders = RankOrders(
-                f"{self._name}-rank{number}",
-                number,
-                self._size,
-                rendezvous,
-                model,
-                self._engine.cache,
-                self._engine.scheduler,
-                self._logs,
-                share.cores,
-                self._stages,
-                self._kv_fd,
-                transfers,
-            )
-            with contextlib.suppress(OSError):  # it has ended: seen below
-                ours.send(_encode(orders))
-        with self._changed:
-            self._started = True
-
-    def _watch(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        by_exit = {rank.exit: rank for rank in self._ranks}
-        by_control = {rank.control.fileno(): rank for rank in self._ranks}
-        for descriptor in (*by_exit, *by_control):
-            poll.register(descriptor, select.POLLIN)
-        ticked = time.monotonic()
-        while self._verdict is None:
-            ready = [descriptor for descriptor, _ in poll.poll(_TICK_S * 1000)]
-            if self._stopping:
-                return
-            for descriptor in ready:
-                if descriptor in by_control and not self._hear(by_control[descriptor]):
-                    poll.unregister(descriptor)
-            for descriptor in ready:
-                if descriptor in by_exit:
-                    self._judge(NodeLost(_ended(by_exit[descriptor])))
-            if self._watching and time.monotonic() - ticked >= _TICK_S:
-                ticked = time.monotonic()
-                self._tick()
-
-    def _hear(self, rank: _Rank) -> bool:
-        """False when there are no more messages."""
-        try:
-            packet = rank.control.recv(MOST_BYTES)
-        except OSError:
-            return False
-        if not packet:
-            return False
-        message = _decode(packet)
-        if isinstance(message, RankRefused):
-            if (cause := self._ended_before(rank)) is not None:
-                self._judge(NodeLost(_ended(cause)))
-            kind = ConfigurationError if message.operator else InternalError
-            self._judge(kind(message.why if message.operator else f"rank {rank.number}: {message.why}"))
+    def rank_said(self, rank: int, message: RankHere | RankProgress | RankReady) -> None:
         if isinstance(message, RankProgress):
-            what = f"rank {rank.number}: {message.what}"
-            self._progress.report(what, message.share)
-            if self._report is not None:
-                self._report(what, message.share)
-        with self._changed:
-            rank.said.add(type(message))
-            self._changed.notify_all()
-        return True
+            self._progressed(f"rank {rank}: {message.what}", message.share)
+        with self._here.changed:
+            if isinstance(message, RankHere):
+                self._kinds[rank] = message.device
+            self._said[rank].add(type(message))
+            self._here.changed.notify_all()
 
-    def _ended_before(self, complaining: _Rank) -> _Rank | None:
-        """A rank that ends makes the collectives of the others raise: the end is the cause."""
-        exits = select.poll()
-        for rank in self._ranks:
-            if rank is not complaining:
-                exits.register(rank.exit, select.POLLIN)
-        ended = {descriptor for descriptor, _ in exits.poll(_COMPLAINT_S * 1000)}
-        return next((rank for rank in self._ranks if rank.exit in ended), None)
+    def _progressed(self, what: str, share: float) -> None:
+        self._progress.report(what, share)
+        if self._report is not None:
+            self._report(what, share)
 
-    def _tick(self) -> None:
-        written = self._memory.written
-        behind = self._memory.behind(written)
-        for rank in self._ranks:
-            beat = self._memory.beat_of(rank.number)
-            rank.silent_ticks = 0 if beat != rank.beat else rank.silent_ticks + 1
-            rank.beat = beat
-            if rank.number not in behind:
-                rank.behind_ticks = 0
-            elif not rank.behind_ticks or rank.number not in self._memory.behind(rank.asked):
-                rank.asked, rank.behind_ticks = written, 1
+    def look(self) -> None:
+        if self._inbox is not None and self._inbox.died is not None:
+            self._here.judge(InternalError(f"other machines are no longer heard: {self._inbox.died}"))
+        seconds = self._most_ticks * TICK_S
+        written = self._here.memory.written
+        for machine in self._machines:
+            self._tell(machine, LeadBeat(self._serves))
+            machine.silent_ticks = 0 if machine.heard else machine.silent_ticks + 1
+            machine.heard = False
+            if machine.steps >= written:
+                machine.behind_ticks = 0
+            elif not machine.behind_ticks or machine.steps >= machine.asked:
+                machine.asked, machine.behind_ticks = written, 1
             else:
-                rank.behind_ticks += 1
-            seconds = self._most_ticks * _TICK_S
-            if rank.silent_ticks > self._most_ticks:
-                self._judge(NodeLost(f"rank {rank.number} has not run for {seconds:.1f} s"))
-            elif rank.behind_ticks > self._most_ticks:
-                self._judge(
-                    NodeLost(f"rank {rank.number} has not taken step {rank.asked} for {seconds:.1f} s")
+                machine.behind_ticks += 1
+            # Before all are ready a process may stand still while it loads libraries; the wait for it has an end of its own.
+            if self._serves and machine.silent_ticks > self._most_ticks:
+                self._here.judge(NodeLost(f"{machine.name} has said nothing for {seconds:.1f} s"))
+            elif machine.behind_ticks > self._most_ticks:
+                self._here.judge(
+                    NodeLost(f"{machine.name} has not got step {machine.asked} for {seconds:.1f} s")
                 )
 
-    def _judge(self, verdict: TandemError) -> None:
-        """The first one counts."""
-        with self._changed:
-            if self._verdict is not None or self._stopping:
-                return
-            self._verdict = verdict
-            self._changed.notify_all()
-        logger.error("the ranks of %s end together: %s", self._name, verdict)
+    def _tell(self, machine: _Machine, message: ToMachine) -> None:
+        try:
+            machine.link.send(message)
+        except NodeLost as error:
+            self._here.judge(error)
 
-    def _end(self, kept: int) -> None:
-        """With a verdict at once, else by themselves."""
-        os.close(kept)
-        for rank in self._ranks:
-            if self._verdict is not None:
-                rank.process.kill()
-            rank.control.close()
-        if self._verdict is not None and self._group is not None:
+    def ending(self, verdict: TandemError | None) -> None:
+        for machine in self._machines:
+            self._tell(machine, EndRanks(at_once=verdict is not None))
+        if verdict is not None and self._group is not None:
             self._group.abort()
-        deadline = time.monotonic() + _END_S
-        for rank in self._ranks:
-            try:
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                rank.process.wait()
-            os.close(rank.exit)
-        os.close(self._memory_fd)
-        if self._kv_fd is not None:
-            os.close(self._kv_fd)
-        if self._verdict is not None:
-            self._lost(str(self._verdict))
 
+    def ended(self, verdict: TandemError | None) -> None:
+        deadline = time.monotonic() + END_S + TICK_S
+        if verdict is not None:  # who waits for the node need not wait for a machine that is lost
+            self._lost(str(verdict))
+        for machine in self._machines:
+            if not machine.has_ended.wait(max(0.0, deadline - time.monotonic())):
+                logger.warning("%s does not say that its ranks have ended", machine.name)
 
-def _ended(rank: _Rank) -> str:
-    code = rank.process.poll()
-    if code is None:
-        return f"rank {rank.number} has ended"
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"rank {rank.number} has ended ({how})"
+    # --- the inbox's thread
 
+    def _on_letter(self, letter: LetterFromMachine) -> None:
+        machine = self._machines[letter.machine - 1]
+        try:
+            machine.numbers.check(letter.number)
+        except NodeLost as error:
+            self._here.judge(error)
+            return
+        machine.heard = True
+        self._on_message(machine, letter.body)
 
-def device_of_rank(device: str, rank: int) -> str:
-    """Rank 0 has the node's device, the others those that follow it."""
-    if device == "cpu":
-        return device
-    from tandem.engine.model.checkpoint import choose_device
-
-    chosen = choose_device(device)
-    return f"cuda:{(chosen.index or 0) + rank}" if chosen.type == "cuda" else "cpu"
-
-
-def _check_devices(device: str, size: int) -> None:
-    import torch
-
-    last = device_of_rank(device, size - 1)
-    if last != "cpu" and torch.device(last).index >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"a node has {size} ranks (pools.<pool>.tensor_parallel times pipeline_parallel), and of {torch.cuda.device_count()} CUDA devices here {size} do not follow one "
-            f"another from {device_of_rank(device, 0)} on: give each node so many, on a Ray cluster with resources: {{GPU: {size}}}"
-        )
+    def _on_message(self, machine: _Machine, message: FromMachine) -> None:
+        match message:
+            case MachineBeat(steps):
+                machine.steps = steps
+            case LineBytes(rank, data):
+                self._here.put(machine.relays[rank], data)
+            case RanksPrepared():
+                with self._here.changed:
+                    machine.is_prepared = True
+                    self._here.changed.notify_all()
+            case MachineProgress(what, share):
+                self._progressed(f"{machine.name}: {what}", share)
+            case RanksFailed(why, operator):
+                self._here.judge(ConfigurationError(why) if operator else NodeLost(why))
+            case RanksEnded():
+                machine.has_ended.set()
+                if not self._is_stopped:
+                    self._here.judge(NodeLost(f"{machine.name} has ended its ranks"))
+            case _:
+                self.rank_said(message.rank, message.said)

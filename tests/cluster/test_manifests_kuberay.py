@@ -22,7 +22,7 @@ from tandem.cluster.cli import make_parser
 from tandem.cluster.launcher import Offer
 from tandem.cluster.models.store import models_folder
 from tandem.cluster.on_ray.runtime import import_ray
-from tandem.cluster.pools.room import needs_of, places
+from tandem.cluster.pools.room import lacking, needs_of, places
 from tandem.cluster.setting_layers import read_file
 from tandem.cluster.settings import resolve
 from tandem.router.config import RouterPlacement
@@ -385,7 +385,7 @@ def with_components(folder: Path, base: Path, *names: str) -> dict[str, Document
 @needs_kubectl
 @pytest.mark.parametrize(
     "folder",
-    [BASE, KUBERAY / "overlays" / "gpu", KUBERAY / "overlays" / "wide"],
+    [BASE, *(KUBERAY / "overlays" / name for name in ("gpu", "spread", "wide"))],
     ids=lambda folder: folder.name,
 )
 def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder: Path) -> None:
@@ -419,6 +419,28 @@ def test_pods_of_a_wide_node_offer_what_its_pool_asks_for(raycluster: Document) 
     assert places(offer, needs_of(config))[Role.AGGREGATED] == 1
     assert (group["min_workers"], group["max_workers"]) == (pool.min, pool.max)
     assert [types[name]["min_workers"] for name in ("decode", "encode")] == [0, 0]
+
+
+def test_pods_of_a_spread_node_come_together_and_give_it_equal_parts(raycluster: Document) -> None:
+    folder = KUBERAY / "overlays" / "spread"
+    for patch in load(folder / "kustomization.yaml")["patches"]:
+        raycluster = patched(raycluster, patch["patch"])
+    raycluster["metadata"]["namespace"] = "default"
+    types = _derive_autoscaling_config_from_ray_cr(raycluster)["available_node_types"]
+    config = resolve([read_file(folder / "tandem.yaml")]).config
+    for role in (Role.PREFILL, Role.DECODE):
+        pool, group = config.pools.of(role), types[role.value]
+        assert group["resources"]["GPU"] == pool.ranks_per_machine == 4
+        offer = Offer(
+            {name: float(amount) for name, amount in group["resources"].items()}, group.get("labels", {})
+        )
+        assert places(offer, needs_of(config))[role] == 1
+        assert group["max_workers"] == (pool.max or 0) * pool.machines, "pods, of which so many are one node"
+    machines = [Offer({"CPU": 0.0, "GPU": 4.0, "prefill": 1.0}), Offer({"GPU": 4.0, "decode": 1.0})]
+    asked = "pools.prefill wants 2 nodes on 2 machines each, and the cluster's machines have no room for any"
+    assert lacking(config, machines)[0].startswith(asked)
+    (lack,) = lacking(config, machines * 3)
+    assert "have room for 1: waiting" in lack, "a machine that is left over is none"
 
 
 # --- components

@@ -23,7 +23,7 @@ from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig  # noqa:
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "manifests" / "ray").glob("*.yaml"))
-CLUSTERS = [file for file in FILES if file.name != "tandem.yaml"]
+CLUSTERS = [file for file in FILES if not file.name.startswith("tandem")]
 
 cluster_files = pytest.mark.parametrize("file", CLUSTERS, ids=lambda file: file.stem)
 
@@ -120,6 +120,8 @@ def test_files_that_are_copied_are_in_the_repository_or_made_before(file: Path) 
 
 def test_the_settings_that_the_head_gets_are_settings() -> None:
     resolve([read_file(ROOT / "manifests" / "ray" / "tandem.yaml")])
+    spread = resolve([read_file(ROOT / "manifests" / "ray" / "tandem-spread.yaml")]).config.pools.prefill
+    assert (spread.machines, spread.ranks_per_machine) == (2, 2)
 
 
 @cluster_files

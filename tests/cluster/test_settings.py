@@ -166,6 +166,34 @@ MISTAKES = [
         "FILE: pools.aggregated.tensor_parallel is 2, but model.draft would be computed by one rank alone: leave it out",
     ),
     (
+        "pools: {aggregated: {nodes: 1, tensor_parallel: 3, machines: 2}}",
+        "FILE: pools.aggregated.machines is 2, but a node's 3 ranks (tensor_parallel) cannot be shared equally by so many: set "
+        "pools.aggregated.tensor_parallel to a multiple of it",
+    ),
+    (
+        "pools: {decode: {nodes: 1, machines: 2}}",
+        "FILE: pools.decode.machines is 2, but a node's 1 rank (tensor_parallel) cannot be shared equally by so many: set "
+        "pools.decode.tensor_parallel to a multiple of it",
+    ),
+    (
+        "pools: {decode: {nodes: 1, pipeline_parallel: 2, machines: 2}}",
+        "FILE: pools.decode.machines is 2, but stages (pools.decode.pipeline_parallel) share one KV cache, which ranks of several machines "
+        "do not have: set one of the two to 1",
+    ),
+    (
+        "{pools: {decode: {nodes: 1, tensor_parallel: 2, machines: 2}}, cache: {tiers: [{cpu: 1GiB}]}}",
+        "FILE: pools.decode.machines is 2, and each machine keeps the KV of its own ranks, but cache.tiers would copy one rank's: leave it out",
+    ),
+    (
+        "{pools: {decode: {nodes: 1, tensor_parallel: 2, machines: 2}}, transfer: {connector: nccl}}",
+        "FILE: pools.decode.tensor_parallel is 2, and each rank keeps its KV on its own machine, which transfer.connector nccl does not "
+        "hand over: take nixl",
+    ),
+    (
+        "pools: {decode: {nodes: 1, tensor_parallel: 2, machines: 2, resources: {GPU: 3}}}",
+        "FILE: pools.decode.resources has {GPU: 3}, of which 2 machines cannot give equal parts: set {GPU: 2}",
+    ),
+    (
         "model: {draft: a/b}",
         "FILE: model.draft needs scheduler.num_speculative_tokens: how many tokens it guesses, such as 4",
     ),

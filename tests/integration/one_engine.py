@@ -22,14 +22,17 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, TransferStats
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
-from tandem.node.ranks.supervisor import Ranks, shares_of
+from tandem.node.config import NodeConfig, OtherMachine
+from tandem.node.ranks.processes import shares_of
+from tandem.node.ranks.supervisor import Ranks
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.logs import LogsConfig
-from tandem.wire.nodes import PeerAddress
+from tandem.wire.nodes import PeerAddress, Role
 from tandem.wire.requests import CachePeers, KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.ranks_here import ranks_here
+from tests.integration.far_machines import FarMachine
 
 PATIENCE_S = 60.0
 epochs = itertools.count(900)
@@ -43,6 +46,7 @@ class OneEngine:
     tier: PeerAddress | None = None  # where others ask for what its tier has
     ranks: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     supervised: Ranks | None = None
+    far: Sequence[FarMachine] = ()  # that ranks of it are on
 
     @classmethod
     def start(
@@ -66,10 +70,12 @@ class OneEngine:
         stages: int = 1,
         apart: bool = False,
         processes: bool = False,
+        machines: int = 1,
         hidden_states: Path | str = "",
     ) -> OneEngine:
         """`shares`: its tier in host memory reads those of others, and mirrors. `width`: ranks, which are threads here, in so many
-        `stages`; `apart`: each keeps the KV of its heads in memory of its own; `processes`: they are those of a node."""
+        `stages`; `apart`: each keeps the KV of its heads in memory of its own; `processes`: they are those of a node, on so many
+        `machines`."""
         woken, epoch = threading.Event(), next(epochs)
         cache = CacheConfig(
             block_size=block_size,
@@ -91,15 +97,23 @@ class OneEngine:
         ranks = contextlib.ExitStack()
         lines: list[socket.socket] = []
         supervised = None
+        far: list[FarMachine] = []
         if processes:
+            whole = EngineConfig(config, cache, scheduler)
+            others = [OtherMachine("127.0.0.1", device="cpu") for _ in range(machines - 1)]
+            asked = NodeConfig(name, Role.AGGREGATED, engine=whole, tensor_parallel=width, others=others)
+            far = [FarMachine(asked, number) for number in range(1, machines)]
+            for machine in far:
+                ranks.callback(machine.end)
             supervised = Ranks(
                 name,
                 width,
-                EngineConfig(config, cache, scheduler),
-                shares_of([], 1, width),
+                whole,
+                shares_of([], 1, width // machines),
                 LogsConfig(),
                 stages=stages,
                 apart=apart,
+                keepers=[machine.endpoint for machine in far],
                 silence_s=2.0,
                 lost=lambda _: woken.set(),
             )
@@ -144,6 +158,7 @@ class OneEngine:
         ahead = scheduler.plans_ahead(info.device)
         engine = cls(Engine(made, runner, worker_half, ahead=ahead), woken, address, ranks=ranks)
         engine.supervised = supervised
+        engine.far = far
         if worker_half is not None and worker_half.tier_endpoint:
             engine.tier = PeerAddress(name, epoch, worker_half.tier_endpoint)
         return engine

@@ -17,7 +17,8 @@ import pytest
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.node.ranks.supervisor import Ranks, shares_of
+from tandem.node.ranks.processes import shares_of
+from tandem.node.ranks.supervisor import Ranks
 from tandem.wire.errors import ConfigurationError, NodeLost
 from tandem.wire.logs import LogsConfig
 from tests.engine.model import tiny

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from tandem.node.ranks.memory import SharedMemory, create_memory
-from tandem.node.ranks.supervisor import shares_of
+from tandem.node.ranks.processes import shares_of
 from tandem.wire.errors import InternalError
 
 _ARRAYS = st.lists(
@@ -26,7 +26,7 @@ _ARRAYS = st.lists(
 def test_every_step_is_read_as_it_was_written(steps: list[list[np.ndarray]]) -> None:
     descriptor = create_memory()
     try:
-        leader, follower = SharedMemory(descriptor, 2), SharedMemory(descriptor, 2)
+        leader, follower = SharedMemory(descriptor, range(1, 2)), SharedMemory(descriptor, range(1, 2))
         for number, arrays in enumerate(steps, 1):
             leader.write(arrays, lambda: True)
             assert leader.written == number
@@ -40,7 +40,7 @@ def test_every_step_is_read_as_it_was_written(steps: list[list[np.ndarray]]) -> 
 
 def test_a_step_is_not_written_over_one_that_a_rank_still_wants() -> None:
     descriptor = create_memory()
-    leader, follower = SharedMemory(descriptor, 3), SharedMemory(descriptor, 3)
+    leader, follower = SharedMemory(descriptor, range(1, 3)), SharedMemory(descriptor, range(1, 3))
     os.close(descriptor)
     numbers = [np.arange(4)]
     leader.write(numbers, lambda: True)
@@ -57,7 +57,7 @@ def test_a_step_is_not_written_over_one_that_a_rank_still_wants() -> None:
 
 def test_what_does_not_fit_is_no_step() -> None:
     descriptor = create_memory()
-    memory = SharedMemory(descriptor, 2)
+    memory = SharedMemory(descriptor, range(1, 2))
     os.close(descriptor)
     huge = np.broadcast_to(np.int64(0), (1 << 26,))
     with pytest.raises(InternalError, match="larger than"):
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_no_step() -> None:
 
 def test_a_beat_is_seen_by_the_others() -> None:
     descriptor = create_memory()
-    leader, follower = SharedMemory(descriptor, 2), SharedMemory(descriptor, 2)
+    leader, follower = SharedMemory(descriptor, range(1, 2)), SharedMemory(descriptor, range(1, 2))
     os.close(descriptor)
     follower.beat(1)
     assert leader.beat_of(1) == 1

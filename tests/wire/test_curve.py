@@ -18,7 +18,7 @@ from tandem.wire.curve import ProcessKeys
 from tandem.wire.endpoints import Endpoint, key_bytes, key_of, parse_endpoint
 from tandem.wire.errors import NodeLost
 from tandem.wire.requests import Ping, ToNode
-from tandem.wire.sockets import Inbox, Outbox, admit, public_key
+from tandem.wire.sockets import Inbox, Outbox, accompany, admit, public_key
 from tests.waiting import until
 from tests.wire.members import address_of
 from tests.wire.test_sockets import Heard
@@ -147,6 +147,16 @@ def test_one_that_was_refused_is_heard_as_soon_as_it_is_a_member(
     assert [patient.next_event(), bool(patient.next_event() & ENDED)] == [zmq.EVENT_CONNECTED, True]
     admit([keys.public])
     assert heard.wait(1) == [Ping("patient")]
+
+
+def test_one_that_belongs_to_this_process_stays_admitted_whatever_members_there_are(
+    inbox: Inbox[Any], heard: Heard, call: Call
+) -> None:
+    keys = ProcessKeys()
+    accompany([keys.public])
+    admit([])
+    call(inbox.endpoint, keys).say("companion")
+    assert heard.wait(1) == [Ping("companion")]
 
 
 def test_one_that_is_no_member_any_more_is_not_heard_again(

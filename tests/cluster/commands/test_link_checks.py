@@ -11,6 +11,7 @@ import pytest
 
 from tandem.cluster.commands import link_checks
 from tandem.cluster.commands.machine_checks import Level
+from tandem.cluster.config import PoolConfig, PoolsConfig
 
 NO_LIMIT = resource.RLIM_INFINITY
 IPC_LOCK = 1 << 14
@@ -180,5 +181,14 @@ def test_ports_are_probed_where_the_system_takes_them_from(tmp_path: Path) -> No
 
 
 def test_each_machine_that_is_named_is_a_check_of_its_own() -> None:
-    checks = link_checks.link_checks(["10.0.0.2", "10.0.0.3"])
+    checks = link_checks.link_checks(["10.0.0.2", "10.0.0.3"], PoolsConfig())
     assert {"rdma", "memlock", "clock", "to 10.0.0.2", "to 10.0.0.3"} <= checks.keys()
+
+
+def test_ranks_on_several_machines_need_the_others_to_be_reached() -> None:
+    pools = PoolsConfig(prefill=PoolConfig(nodes=1, tensor_parallel=2, machines=2))
+    found = link_checks.link_checks([], pools)["ranks"]()
+    assert found.level is Level.WARN
+    assert found.what.startswith("nodes of pools.prefill have ranks on several machines, and no other")
+    assert link_checks.link_checks(["10.0.0.2"], pools)["ranks"]().level is Level.OK
+    assert "ranks" not in link_checks.link_checks([], PoolsConfig())

@@ -193,6 +193,7 @@ class FakeNode(FakeProcess):
         self.host = host
         self.slot = slot
         self.needs: Mapping[str, float] = {}
+        self.beside: list[Host] = []
         self.state = NodeState.READY
         self.step_age_s = 0.0
         self.free_blocks = 90
@@ -365,13 +366,21 @@ class FakeLauncher:
         self.prepare: dict[str, Prepare] = {}
         self._epochs = itertools.count(1)
 
-    def launch_node(self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float]) -> FakeNode:
+    def launch_node(
+        self,
+        config: NodeConfig,
+        host: Host,
+        slot: Role,
+        needs: Mapping[str, float],
+        beside: Sequence[Host] = (),
+    ) -> FakeNode:
         earlier = self.nodes[config.node_id]
         if earlier and not earlier[-1].died.done():
             assert earlier[-1].host.name == host.name, "a node cannot be adopted on another machine"
             return earlier[-1]
         node = FakeNode(config, host, slot, self._epochs)
         node.needs = needs
+        node.beside = list(beside)
         node.is_routed = self._is_routed
         self._prepare(config.node_id, node, len(earlier))
         earlier.append(node)
@@ -559,7 +568,7 @@ class Rig:
             if (
                 isinstance(process, FakeNode | FakeRouter)
                 and process.host is not None
-                and process.host.name == name
+                and name in (process.host.name, *(there.name for there in getattr(process, "beside", ())))
             ):
                 process.mute.set()
         return self.hosts.leave(name)

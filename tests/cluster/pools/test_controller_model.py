@@ -214,13 +214,13 @@ class Cluster(RuleBasedStateMachine):
         taken = Counter((r.placement.host, r.placement.slot) for r in placed.values() if r.placement)
         for pool in view.pools:
             mine = kept.staying(pool.role)
-            assert len(mine) == pool.wanted == plan.wanted_size(kept, hosts, pool.role)
+            assert len(mine) == pool.wanted == plan.wanted_size(kept, hosts, pool.role, self.rig.config.pools)
             if kept.sizes[pool.role] is not None:
                 assert pool.wanted == kept.sizes[pool.role]
             waiting = [record for record in mine if record.placement is None]
             room = sum(n - taken[key] for key, n in offered.items() if key[1] is pool.role)
             assert not (waiting and room > 0), f"{waiting} wait although there is room: {offered} {taken}"
-        assert +Counter(self.rig.hosts.wanted) == +Counter(plan.needed_slots(kept))
+        assert +Counter(self.rig.hosts.wanted) == +Counter(plan.needed_slots(kept, self.rig.config.pools))
         self.check_cores()
 
     def check_cores(self) -> None:

@@ -14,6 +14,7 @@ from tandem.cluster.launcher import Host
 from tandem.cluster.pools.placement import (
     LocalMachine,
     node_config,
+    of_one_machine,
     ordered_cores,
     place,
     place_nodes,
@@ -313,3 +314,60 @@ def test_encoder_nodes_have_cores_of_their_own_beside_either_layout() -> None:
     without = place(config(1, 1), [Host("h", "10.0.0.1", (0, 1, 2, 3), slots=slots)], [], Role.DECODE)
     assert without is not None
     assert len(without.cores) == 2, "no core waits for an encoder node that is not asked for"
+
+
+def spread_over(machines: int, **pool: object) -> TandemConfig:
+    pools = PoolsConfig(
+        prefill=PoolConfig(nodes=1, tensor_parallel=4, machines=machines, **pool), decode=PoolConfig()
+    )  # type: ignore[arg-type]
+    return TandemConfig(pools=pools)
+
+
+def places_for(*counts: int, gpus: int = 0) -> list[Host]:
+    return [
+        Host(f"m{n}", f"10.0.0.{n}", tuple(range(8)), gpus, {Role.PREFILL: count})
+        for n, count in enumerate(counts)
+    ]
+
+
+def test_a_spread_node_has_a_place_on_each_of_its_machines() -> None:
+    asked, hosts = spread_over(2), places_for(1, 2, 1)
+    first = place(asked, hosts, [], Role.PREFILL)
+    assert first is not None
+    assert first.hosts == ["m0", "m1"]
+    one = NodeRecord("prefill-0", Role.PREFILL, first)
+    second = place(asked, hosts, [one], Role.PREFILL)
+    assert second is not None
+    assert sorted(second.hosts) == ["m1", "m2"], "each has a place left, and none has two parts of one node"
+    (shared,) = (part.cores for part in second.parts if part.host == "m1")
+    (taken,) = (part.cores for part in first.parts if part.host == "m1")
+    assert not set(shared) & set(taken)
+    both = [one, NodeRecord("prefill-1", Role.PREFILL, second)]
+    assert place(asked, hosts, both, Role.PREFILL) is None
+    assert place(asked, places_for(2), [], Role.PREFILL) is None, "not twice on one machine"
+
+
+def test_a_spread_node_is_told_of_its_other_machines() -> None:
+    asked = spread_over(2)
+    placement = place(asked, places_for(1, 1, gpus=2), [], Role.PREFILL)
+    assert placement is not None
+    told = node_config(asked, "prefill-0", Role.PREFILL, placement)
+    assert (told.host, told.machines, told.ranks) == ("10.0.0.0", 2, 4)
+    assert [(there.host, there.cores, there.device) for there in told.others] == [
+        ("10.0.0.1", list(range(8)), "cuda:0")
+    ]
+    assert place(asked, places_for(1, 1, gpus=1), [], Role.PREFILL) is None, (
+        "two ranks on a machine want two GPUs"
+    )
+
+
+def test_what_one_machine_carries_of_a_spread_node_is_a_part_of_it() -> None:
+    here = of_one_machine(spread_over(2, resources={"GPU": 4}))
+    assert (here.pools.prefill.ranks, here.pools.prefill.resources) == (2, {"GPU": 2})
+    assert place_nodes(here, machine(8, gpus=2))
+    assert of_one_machine(config(1, 1)) == config(1, 1)
+
+
+def test_one_machine_is_not_several() -> None:
+    with pytest.raises(ConfigurationError, match=r"pools\.prefill\.machines is 2, and this is one machine"):
+        place_nodes(spread_over(2), machine(8))

@@ -1,0 +1,424 @@
+"""The processes of a node's other ranks on one machine: one thread starts them, watches them and ends them as one.
+
+The kernel ends them with that thread. A rank that ends, or is silent, or does not take a step for `silence_s`, ends all of them at once.
+Time for which this thread itself stood still does not count. What belongs to the node as a whole is its owner's: rank 0's supervisor
+(`node.ranks.supervisor`), or on another machine their keeper (`node.ranks.keeper`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+
+from tandem.machine.resources import usable_cores
+from tandem.node.ranks.link import Bell, Relay
+from tandem.node.ranks.memory import SharedMemory, create_memory
+from tandem.node.ranks.messages import (
+    MOST_BYTES,
+    FromRank,
+    RankHere,
+    RankOrders,
+    RankProgress,
+    RankReady,
+    RankRefused,
+)
+from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, TandemError
+from tandem.wire.logs import LogsConfig
+
+if TYPE_CHECKING:
+    from tandem.engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+END_S = 2.0  # for a rank to end by itself
+_COMPLAINT_S = 0.1  # between a rank's end and what the others make of it
+_VERDICT_S = 1.0  # from a collective that raises until it is known why
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FromRank).decode
+
+
+class RankShare(msgspec.Struct, frozen=True):
+    """What of its machine one rank computes with."""
+
+    cores: list[int]
+    threads: int
+
+
+def shares_of(cores: Sequence[int], threads: int, size: int) -> list[RankShare]:
+    """Each rank has cores of its own, where there are enough."""
+    each = max(1, (threads or len(cores) or usable_cores()) // size)
+    if len(cores) < size:
+        return [RankShare(list(cores), each) for _ in range(size)]
+    bounds = [len(cores) * rank // size for rank in range(size + 1)]
+    return [RankShare(list(cores[bounds[rank] : bounds[rank + 1]]), each) for rank in range(size)]
+
+
+def ranks_on(machine: int, machines: int, size: int) -> range:
+    """Each of the machines has as many, in order."""
+    each = size // machines
+    return range(machine * each, (machine + 1) * each)
+
+
+@dataclasses.dataclass
+class RankPlan:
+    """Of one machine's ranks."""
+
+    name: str  # of the node
+    ranks: range  # on this machine, rank 0 included
+    size: int  # of the node
+    engine: EngineConfig  # with the device of the first of them
+    shares: Sequence[RankShare]  # one for each
+    logs: LogsConfig
+    host: str  # at which they listen for the others
+    stages: int = 1
+
+
+class Owner(Protocol):
+    """Called from the thread that watches."""
+
+    def rank_said(self, rank: int, message: RankHere | RankProgress | RankReady) -> None: ...
+    def look(self) -> None:
+        """Every `TICK_S`."""
+        ...
+
+    def ending(self, verdict: TandemError | None) -> None:
+        """This machine's ranks are ended now; None: as they were told."""
+        ...
+
+    def ended(self, verdict: TandemError | None) -> None:
+        """No process of them is left."""
+        ...
+
+
+class _Rank:
+    def __init__(self, number: int, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self.number = number
+        self.process = process
+        self.control = control
+        self.exit = os.pidfd_open(process.pid)
+        self.speaks = True
+        self.complaint = ""
+        self.beat = 0
+        self.silent_ticks = 0
+        self.asked = 0  # a step that it had not taken
+        self.behind_ticks = 0
+
+
+class RankProcesses:
+    def __init__(self, plan: RankPlan, owner: Owner, silence_s: float) -> None:
+        self.plan = plan
+        self._owner = owner
+        self._most_ticks = max(1, round(silence_s / TICK_S))
+        self.changed = threading.Condition()
+        self.verdict: TandemError | None = None
+        self._stopping = False
+        self._is_closed = False
+        self._watching = False
+        self._ranks: list[_Rank] = []
+        self._complaint: tuple[float, TandemError] | None = None  # and when it counts
+        self._bell = Bell()
+        self._tasks: collections.deque[Callable[[], None]] = collections.deque()
+        self._memory_fd = create_memory()
+        self._others = range(max(1, plan.ranks.start), plan.ranks.stop)
+        self.memory = SharedMemory(self._memory_fd, self._others)
+        self.kv_fd: int | None = None  # the KV cache of all ranks, as long as rank 0 makes it
+        self.lines: dict[int, socket.socket] = {}  # to each, where there is no such cache
+        self.relays: list[Relay] = []
+        self._thread = threading.Thread(target=self._run, name="rank-supervisor", daemon=True)
+
+    # --- any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def do(self, task: Callable[[], None]) -> None:
+        """In the thread that watches."""
+        self._tasks.append(task)
+        self._bell.ring()
+
+    def put(self, relay: Relay, data: bytes) -> None:
+        relay.put(data)
+        if relay.has_unsent:
+            self._bell.ring()  # the rest goes when there is room
+
+    def send(self, arrays: Sequence[np.ndarray]) -> None:
+        """One step, to all of them."""
+        self.memory.write(arrays, lambda: self.verdict is None)
+        for rank in self._ranks:
+            try:
+                rank.control.send(b"s")
+            except OSError as error:
+                raise self.cause_of(error) from error
+
+    def watch_beats(self) -> None:
+        """From when all are ready."""
+        for rank in self._ranks:
+            rank.beat = self.memory.beat_of(rank.number)
+        self._watching = True
+
+    def judge(self, verdict: TandemError) -> None:
+        """The first one counts."""
+        with self.changed:
+            if self.verdict is not None or self._stopping:
+                return
+            self.verdict = verdict
+            self.changed.notify_all()
+        logger.error("the ranks of %s end together: %s", self.plan.name, verdict)
+        self._bell.ring()
+
+    def cause_of(self, error: Exception) -> Exception:
+        with self.changed:
+            self.changed.wait_for(lambda: self.verdict is not None, _VERDICT_S)
+            return self.verdict or error
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
+
+    def stop(self) -> None:
+        """Idempotent. Returns when none of them is left."""
+        with self.changed:
+            self._stopping = True
+        self._bell.ring()
+        if self._thread.ident is not None:
+            self._thread.join()
+        with self.changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        if self._thread.ident is None:
+            os.close(self._memory_fd)
+        for line in self.lines.values():
+            line.close()
+
+    # --- the thread that watches
+
+    def _run(self) -> None:
+        self._lifeline, kept = os.pipe()
+        try:
+            self._watch()
+        except Exception as error:
+            logger.exception("the ranks of %s are no longer watched", self.plan.name)
+            self.judge(InternalError(f"the ranks' supervisor failed: {error}"))
+        finally:
+            self._end(kept)
+
+    def begin(self, rendezvous: str, *, apart: bool) -> None:
+        """`apart`: each has a line by which rank 0 moves its KV."""
+        for number in self._others:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            place = number - self.plan.ranks.start
+            share = self.plan.shares[place]
+            with contextlib.ExitStack() as to_close:
+                to_close.enter_context(theirs)
+                command = [sys.executable, "-m", "tandem.node.ranks.process"]
+                named = [theirs.fileno(), self._memory_fd, self._lifeline]
+                inherited = [] if self.kv_fd is None else [self.kv_fd]
+                transfers = None
+                if apart:
+                    line, far = socket.socketpair()
+                    to_close.enter_context(far)
+                    self.lines[number] = line
+                    inherited.append(transfers := far.fileno())
+                process = subprocess.Popen(
+                    [*command, *map(str, (os.getpid(), *named))],
+                    pass_fds=named + inherited,
+                    stdin=subprocess.DEVNULL,
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                        "OMP_NUM_THREADS": str(share.threads),
+                    },
+                )
+            self._ranks.append(_Rank(number, process, ours))
+            orders = self._orders(number, place, rendezvous, transfers)
+            with contextlib.suppress(OSError):  # it has ended: seen below
+                ours.send(_encode(orders))
+
+    def _orders(self, number: int, place: int, rendezvous: str, transfers: int | None) -> RankOrders:
+        plan, share = self.plan, self.plan.shares[place]
+        engine = plan.engine
+        model = msgspec.structs.replace(
+            engine.model, device=device_of_rank(engine.model.device, place), threads=share.threads
+        )
+        return RankOrders(
+            f"{plan.name}-rank{number}",
+            number,
+            plan.size,
+            rendezvous,
+            plan.host,
+            model,
+            engine.cache,
+            engine.scheduler,
+            plan.logs,
+            share.cores,
+            plan.stages,
+            self.kv_fd,
+            transfers,
+        )
+
+    def _watch(self) -> None:
+        ticked = time.monotonic()
+        while self.verdict is None:
+            ready = {descriptor for descriptor, _ in self._poll().poll(TICK_S * 1000)}
+            self._bell.hear()
+            while self._tasks:
+                self._tasks.popleft()()
+            if self._stopping:
+                return
+            for rank in self._ranks:
+                if rank.control.fileno() in ready and rank.speaks:
+                    rank.speaks = self._hear(rank)
+            for rank in self._ranks:
+                if rank.exit in ready and not rank.complaint:
+                    self.judge(NodeLost(_ended(rank)))
+            for relay in self.relays:
+                relay.flush()
+                if relay.fileno() in ready:
+                    relay.pass_on()
+            now = time.monotonic()
+            if self._complaint is not None and now >= self._complaint[0]:
+                self.judge(self._complaint[1])
+            if now - ticked >= TICK_S:
+                ticked = now
+                self._owner.look()
+                if self._watching:
+                    self._tick()
+
+    def _poll(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        for rank in self._ranks:
+            if not rank.complaint:
+                poll.register(rank.exit, select.POLLIN)
+            if rank.speaks:
+                poll.register(rank.control, select.POLLIN)
+        for relay in self.relays:
+            if not relay.is_over:
+                poll.register(relay, select.POLLIN | (select.POLLOUT if relay.has_unsent else 0))
+        return poll
+
+    def _hear(self, rank: _Rank) -> bool:
+        """False when there are no more messages."""
+        try:
+            packet = rank.control.recv(MOST_BYTES)
+        except OSError:
+            return False
+        if not packet:
+            return False
+        message = _decode(packet)
+        if not isinstance(message, RankRefused):
+            self._owner.rank_said(rank.number, message)
+        elif message.operator:
+            self.judge(ConfigurationError(message.why))
+        else:
+            # A rank that ends makes the collectives of the others raise: the end is the cause, and is seen before this counts.
+            rank.complaint = f"rank {rank.number}: {message.why}"
+            if self._complaint is None:
+                self._complaint = time.monotonic() + _COMPLAINT_S, InternalError(rank.complaint)
+        return True
+
+    def _tick(self) -> None:
+        written = self.memory.written
+        behind = self.memory.behind(written)
+        for rank in self._ranks:
+            beat = self.memory.beat_of(rank.number)
+            rank.silent_ticks = 0 if beat != rank.beat else rank.silent_ticks + 1
+            rank.beat = beat
+            if rank.number not in behind:
+                rank.behind_ticks = 0
+            elif not rank.behind_ticks or rank.number not in self.memory.behind(rank.asked):
+                rank.asked, rank.behind_ticks = written, 1
+            else:
+                rank.behind_ticks += 1
+            seconds = self._most_ticks * TICK_S
+            if rank.silent_ticks > self._most_ticks:
+                self.judge(NodeLost(f"rank {rank.number} has not run for {seconds:.1f} s"))
+            elif rank.behind_ticks > self._most_ticks:
+                self.judge(
+                    NodeLost(f"rank {rank.number} has not taken step {rank.asked} for {seconds:.1f} s")
+                )
+
+    def _end(self, kept: int) -> None:
+        """With a verdict at once, else by themselves."""
+        os.close(kept)
+        os.close(self._lifeline)
+        for rank in self._ranks:
+            if self.verdict is not None:
+                rank.process.kill()
+            rank.control.close()
+        self._owner.ending(self.verdict)
+        deadline = time.monotonic() + END_S
+        for rank in self._ranks:
+            try:
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                rank.process.kill()
+                rank.process.wait()
+            os.close(rank.exit)
+        for relay in self.relays:
+            relay.close()
+        os.close(self._memory_fd)
+        if self.kv_fd is not None:
+            os.close(self.kv_fd)
+        self._owner.ended(self.verdict)
+
+
+def _ended(rank: _Rank) -> str:
+    code = rank.process.poll()
+    if code is None:
+        return f"rank {rank.number} has ended"
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"rank {rank.number} has ended ({how})"
+
+
+def with_memory_shared(engine: EngineConfig, ranks: int) -> EngineConfig:
+    """For each of so many on one machine, of which each keeps a cache of its own: GPUs have memory of their own, and host memory is shared."""
+    if ranks == 1 or engine.model.device.startswith("cuda"):
+        return engine
+    cache = msgspec.structs.replace(engine.cache, memory_share=engine.cache.share_on("cpu") / ranks)
+    return msgspec.structs.replace(engine, cache=cache)
+
+
+def device_of_rank(device: str, place: int) -> str:
+    """The first rank of a machine has the device that is named, the others those that follow it."""
+    kind, _, first = device.partition(":")
+    if kind in ("cpu", "cuda"):
+        return kind if kind == "cpu" else f"cuda:{int(first or 0) + place}"
+    from tandem.engine.model.checkpoint import choose_device
+
+    chosen = choose_device(device)
+    return f"cuda:{(chosen.index or 0) + place}" if chosen.type == "cuda" else "cpu"
+
+
+def check_devices(device: str, ranks: range) -> None:
+    """On the machine where these ranks are to be."""
+    size = len(ranks)
+    last = device_of_rank(device, size - 1)
+    if last == "cpu":
+        return
+    import torch
+
+    if torch.device(last).index >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"a node has {size} ranks on this machine (pools.<pool>.tensor_parallel times pipeline_parallel, shared by pools.<pool>.machines), "
+            f"and of {torch.cuda.device_count()} CUDA devices here {size} do not follow one another from {device_of_rank(device, 0)} on: give "
+            f"each node so many, on a Ray cluster with resources: {{GPU: {size}}}"
+        )
