@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.protocol.cache_map import AXES, GrainPlace, Mapping, PoolGeometry
-from tandem.kvtransfer.protocol.transport import HeadAxes, Move, Operation
+from tandem.kvtransfer.protocol.transport import CutAxis, Move, Operation
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.handoff import CacheMemory, CacheShard, ProcessIdentity
 
@@ -167,7 +167,7 @@ def test_a_cache_in_shards_is_mapped_head_by_head_on_both_sides() -> None:
     ]
     for mapping in mappings:
         assert isinstance(mapping, Mapping)
-        assert mapping.heads == HeadAxes(NUM_HEADS, 8 * 4 * 4, 8 * 4 * 4)
+        assert mapping.heads == CutAxis(NUM_HEADS, 8 * 4 * 4, 8 * 4 * 4)
         assert not mapping.is_identity
         assert mapping.runs_per_grain == 3 * 2 * NUM_HEADS
     plain = here.mapping_to(here.fingerprint, here.memory)
