@@ -159,12 +159,6 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
             setting,
             f"is {size}, and tensor_parallel {pool.tensor_parallel}: a node of {pool.ranks} ranks, and {MOST_RANKS} are the most",
         )
-    if pool.pipeline_parallel > 1 and config.model.device.startswith("cuda"):
-        yield (
-            setting,
-            f"is {size}, but stages share one KV cache, which ranks have on CPUs alone: set tensor_parallel higher instead",
-        )
-        return
     hands_over_apart = config.model.device.startswith("cuda") and role is not Role.AGGREGATED
     if hands_over_apart and config.transfer.connector != "nixl":
         yield (

@@ -104,13 +104,11 @@ class Ranks:
         lost: Callable[[str], None],
         report: Report | None = None,
     ) -> None:
-        """`apart`: on CPUs, too, each rank keeps the KV of its heads in memory of its own, as it must on GPUs. `lost` is called once, from another thread, with the reason why the ranks were ended, unless they were stopped; `report`, from
+        """`apart`: on CPUs, too, each rank keeps its KV in memory of its own, as it must on GPUs. `lost` is called once, from another thread, with the reason why the ranks were ended, unless they were stopped; `report`, from
         there too, with how far the other ranks' loads have come."""
         self._name = name
         self._size = size
         self._stages = stages
-        if apart and stages > 1:
-            raise InternalError("stages of ranks whose caches lie apart")
         self._apart = apart
         self._engine = engine
         self._shares = shares
@@ -371,8 +369,10 @@ class Ranks:
             if self._verdict is not None:
                 rank.process.kill()
             rank.control.close()
-        if self._verdict is not None and self._group is not None:
-            self._group.abort()
+        if self._verdict is not None:
+            for group in (self._group, self._of_stage):
+                if group is not None:
+                    group.abort()
         deadline = time.monotonic() + _END_S
         for rank in self._ranks:
             try:

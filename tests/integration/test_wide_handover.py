@@ -133,7 +133,7 @@ def test_the_tokens_are_those_of_generate(
 
 
 # The same with caches apart, as GPUs have them: on either side, on both, and beside ranks that keep one cache.
-APART: list[tuple[str, tuple[int, int], tuple[bool, bool], str, tuple[int, int]]] = [
+APART: list[tuple[str, tuple[Width, Width], tuple[bool, bool], str, tuple[int, int]]] = [
     ("llama", (1, 2), (False, True), "push", (4, 4)),
     ("llama", (2, 1), (True, False), "push", (4, 8)),
     ("llama", (2, 2), (True, True), "push", (4, 4)),
@@ -146,6 +146,19 @@ APART: list[tuple[str, tuple[int, int], tuple[bool, bool], str, tuple[int, int]]
     ("gemma3", (1, 4), (False, True), "pull", (4, 4)),
     ("phi3", (2, 2), (True, True), "push", (4, 4)),
     ("mixtral", (2, 4), (True, True), "push", (4, 4)),
+    # And their stage's layers.
+    ("llama", ((2, 2), 1), (True, False), "push", (4, 4)),
+    ("llama", (1, (2, 2)), (False, True), "pull", (4, 8)),
+    ("llama", ((4, 2), 2), (True, True), "pull", (8, 4)),
+    ("llama", (2, (4, 2)), (False, True), "push", (4, 4)),
+    ("qwen2", ((2, 2), (2, 2)), (True, True), "push", (4, 8)),
+    ("qwen3", ((4, 2), (2, 2)), (True, False), "pull", (4, 4)),
+    ("gemma2", ((4, 2), (2, 2)), (True, True), "push", (8, 4)),
+    ("gemma3", ((4, 4), (3, 3)), (True, True), "push", (4, 4)),
+    ("gemma3", ((2, 2), (6, 3)), (True, True), "pull", (4, 8)),
+    ("mixtral", (2, (2, 2)), (True, True), "pull", (4, 4)),
+    ("phi3", ((4, 2), (2, 2)), (True, True), "push", (4, 4)),
+    ("qwen3-moe", ((2, 2), (4, 2)), (True, True), "pull", (4, 4)),
 ]
 
 
@@ -153,7 +166,7 @@ APART: list[tuple[str, tuple[int, int], tuple[bool, bool], str, tuple[int, int]]
 def test_and_where_ranks_keep_their_heads_apart(
     answers: Callable[[str], tuple[Path, list[list[int]]]],
     model: str,
-    widths: tuple[int, int],
+    widths: tuple[Width, Width],
     apart: tuple[bool, bool],
     direction: str,
     blocks: tuple[int, int],
@@ -211,15 +224,15 @@ def is_there(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize(("direction", "width"), [("push", 2), ("pull", 2), ("push", (2, 2))])
 def test_processes_with_heads_apart_hand_over_and_end_with_their_node(
-    answers: Callable[[str], tuple[Path, list[list[int]]]], direction: str
+    answers: Callable[[str], tuple[Path, list[list[int]]]], direction: str, width: Width
 ) -> None:
     path, expected = answers("llama")
     config = TransferConfig(connector="nixl", direction=direction, checksums="all")  # type: ignore[arg-type]
     with contextlib.ExitStack() as both:
         engines = []
-        for name, width in (("p", 2), ("c", 2)):
+        for name in ("p", "c"):
             engine = start(path, name, width, 4, config, apart=True, processes=True)
             both.callback(engine.close)
             engines.append(engine)
@@ -234,14 +247,15 @@ def test_processes_with_heads_apart_hand_over_and_end_with_their_node(
     assert not any(map(is_there, pids))
 
 
+@pytest.mark.parametrize("width", [2, (2, 2)], ids=["heads", "layers"])
 def test_a_node_that_loses_a_rank_with_heads_apart_ends_without_waiting(
-    answers: Callable[[str], tuple[Path, list[list[int]]]],
+    answers: Callable[[str], tuple[Path, list[list[int]]]], width: Width
 ) -> None:
     """While what it was to send is on its way: the consumer reads the prompt itself."""
     path, expected = answers("llama")
     config = TransferConfig(connector="nixl", checksums="all", lease_s=2.0)
     with contextlib.ExitStack() as both:
-        producer = start(path, "p", 2, 4, config, apart=True, processes=True)
+        producer = start(path, "p", width, 4, config, apart=True, processes=True)
         both.callback(producer.close)
         consumer = start(path, "c", 2, 4, config, apart=True)
         both.callback(consumer.close)

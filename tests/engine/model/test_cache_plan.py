@@ -32,7 +32,7 @@ def test_a_hybrid_model_is_cut_into_groups_of_equal_size() -> None:
     plan = plan_cache(layers(windows), 16)
     assert plan.slots == 4
     assert [group.kind for group in plan.groups] == [AttentionKind.FULL] + [AttentionKind.SLIDING] * 6
-    assert [len(group.layers) for group in plan.groups] == [4, 4, 4, 4, 4, 4, 2]
+    assert [len(group.layers) for group in plan.groups] == [4, 4, 4, 4, 4, 3, 3]
 
 
 def test_kinds_of_nearly_equal_size_are_not_cut() -> None:
