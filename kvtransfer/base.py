@@ -280,6 +280,7 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     # To each of the node's other ranks, in order, where every rank keeps its heads in memory of its own: what moves them there
     # is told by this. A connector that takes them closes them.
     rank_lines: Sequence[socket.socket] = ()
+    tier_lines: Sequence[socket.socket] = ()  # the same for what copies it to tiers
 
 
 class SchedulerConnector(abc.ABC):

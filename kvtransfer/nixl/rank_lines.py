@@ -145,6 +145,10 @@ class MessageLine:
         self._unsent += len(body).to_bytes(_LENGTH_BYTES, "little") + body
         self.flush()
 
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
     def flush(self) -> None:
         try:
             while self._unsent and not self.is_over:

@@ -36,6 +36,7 @@ from tandem.wire.logs import begin_logging
 if TYPE_CHECKING:
     from tandem.engine.model.torch_runner import TorchRunner
     from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+    from tandem.kvtransfer.offload.ranks import RankTiers
 
 BEAT_S = 0.1
 _CLOSE_S = 1.0
@@ -99,7 +100,7 @@ def _serve(
         lambda what, share: _tell(control, RankProgress(what, share)),
         shard=shard,
     )
-    transfers = _begin_transfers(orders.transfers, runner, anywhere) if orders.transfers is not None else None
+    transfers = _begin_transfers(orders, runner, anywhere)
     _tell(control, RankReady())
     taken = 0
 
@@ -111,21 +112,30 @@ def _serve(
         return memory.read(orders.rank, taken)
 
     follow(runner.forward, receive, shard, device)
-    if transfers is not None:
-        transfers.stop(_CLOSE_S)
+    for one in transfers:
+        one.stop(_CLOSE_S)
 
 
-def _begin_transfers(line: int, runner: TorchRunner, anywhere: Collection[int]) -> RankTransfers:
-    """Its threads carry blocks, and run wherever there is room. What keeps them from answering ends the process, and so the node."""
+def _begin_transfers(
+    orders: RankOrders, runner: TorchRunner, anywhere: Collection[int]
+) -> list[RankTransfers | RankTiers]:
+    """Their threads carry blocks, and run wherever there is room. What keeps them from answering ends the process, and so the node."""
     from tandem.engine.model.runner import memory_of
     from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+    from tandem.kvtransfer.offload.ranks import RankTiers
 
-    transfers = RankTransfers(socket.socket(fileno=line), memory_of(runner), lambda: os._exit(1))
+    lines = ((orders.transfers, RankTransfers), (orders.tiers, RankTiers))
+    begun = [
+        kind(socket.socket(fileno=line), memory_of(runner), lambda: os._exit(1))
+        for line, kind in lines
+        if line is not None
+    ]
     computing = os.sched_getaffinity(0)
     os.sched_setaffinity(0, anywhere)
-    transfers.start()
+    for one in begun:
+        one.start()
     os.sched_setaffinity(0, computing)
-    return transfers
+    return begun
 
 
 def _tell(control: socket.socket, message: FromRank) -> None:

@@ -129,6 +129,7 @@ class Ranks:
         self._kv_fd: int | None = None  # on a CPU: the KV cache of all ranks, as long as rank 0 makes it
         # To each of the others, where there is no such cache: what moves its KV is told by this.
         self.transfer_lines: list[socket.socket] = []
+        self.tier_lines: list[socket.socket] = []  # the same for what copies it to tiers
         self._folder = tempfile.mkdtemp(prefix="tandem-ranks-")
         self._group: GroupCollectives | None = None
         self._of_stage: GroupCollectives | None = None  # rank 0's, where a stage has several
@@ -194,7 +195,7 @@ class Ranks:
         else:
             os.close(self._memory_fd)
         os.close(self._wake)
-        for line in self.transfer_lines:
+        for line in (*self.transfer_lines, *self.tier_lines):
             line.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -235,12 +236,11 @@ class Ranks:
                 command = [sys.executable, "-m", "tandem.node.ranks.process"]
                 named = [theirs.fileno(), self._memory_fd, lifeline]
                 inherited = [] if self._kv_fd is None else [self._kv_fd]
-                transfers = None
+                transfers = tiers = None
                 if self._apart:
-                    line, far = socket.socketpair()
-                    to_close.enter_context(far)
-                    self.transfer_lines.append(line)
-                    inherited.append(transfers := far.fileno())
+                    transfers = _line_of(self.transfer_lines, inherited, to_close)
+                if self._apart and self._engine.cache.tiers:
+                    tiers = _line_of(self.tier_lines, inherited, to_close)
                 process = subprocess.Popen(
                     [*command, *map(str, (os.getpid(), *named))],
                     pass_fds=named + inherited,
@@ -271,6 +271,7 @@ class Ranks:
                 self._stages,
                 self._kv_fd,
                 transfers,
+                tiers,
             )
             with contextlib.suppress(OSError):  # it has ended: seen below
                 ours.send(_encode(orders))
@@ -386,6 +387,15 @@ class Ranks:
             os.close(self._kv_fd)
         if self._verdict is not None:
             self._lost(str(self._verdict))
+
+
+def _line_of(ours: list[socket.socket], inherited: list[int], to_close: contextlib.ExitStack) -> int:
+    """A new line to a rank: its end there, which the rank inherits."""
+    line, far = socket.socketpair()
+    to_close.enter_context(far)
+    ours.append(line)
+    inherited.append(far.fileno())
+    return far.fileno()
 
 
 def _ended(rank: _Rank) -> str:
