@@ -92,7 +92,7 @@ def identity(memory: KVCacheMemory, block_factor: int) -> str:
     tensor = memory.tensor
     parts = [memory.model, str(tensor.dtype), *tensor.shape[1:], *tensor.stride()[1:], block_factor]
     parts.append(f"version {KV_VERSION}")
-    if memory.heads is not None:
+    if memory.heads is not None or memory.layers is not None:
         parts.append(f"{memory.heads} {memory.layers}")
     if memory.state_blocks:
         parts.append(f"states of {memory.state_blocks}")

@@ -11,6 +11,7 @@ when an event on rank 0's stream has happened, so a store is told to the others 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -30,6 +31,8 @@ from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
 from tandem.wire.errors import ConfigurationError, InternalError, TandemError
+
+logger = logging.getLogger(__name__)
 
 _OPEN_S = 120.0  # a disk may be slow to make room
 _LOOK_S = 0.001  # at copies, or at an event, that are not over
@@ -84,6 +87,7 @@ class TierLines:
         self._wrong: set[tuple[int, int]] = set()
         self._ended: dict[int, dict[int, bool]] = {}
         self._problem = ""
+        self._died = False
         self._closing = False
         self._stirred = os.eventfd(0, os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kv-tiers-of-ranks", daemon=True)
@@ -128,6 +132,8 @@ class TierLines:
 
     def post(self, copies: MakeCopies, fence: Any) -> None:
         """`fence`: an event that must have happened before the others may store."""
+        if self._died:
+            raise InternalError(self._problem)
         if self._thread.ident is None:
             self._thread.start()
         with self._changed:
@@ -174,8 +180,9 @@ class TierLines:
                 self._sleep(_LOOK_S if waits else None)
                 self._hear()
         except BaseException as error:
-            self._fail(f"the thread that has ranks copy to a tier died: {error!r}")
-            raise
+            logger.exception("the thread that has ranks copy to tiers died")
+            self._died = True
+            self._fail(f"the thread that has ranks copy to tiers died: {error!r}")
         finally:
             self._end()
 
@@ -377,8 +384,8 @@ class RankTiers:
                     self._handle(message)
                 self._look()
         except BaseException:
+            logger.exception("the rank's thread that copies to tiers died")
             self._failed()
-            raise
         finally:
             for tier in self._tiers:
                 tier.close()

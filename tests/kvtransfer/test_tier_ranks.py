@@ -16,7 +16,7 @@ from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.cpu import HostCopier
 from tandem.kvtransfer.offload.disk import DiskCopier
-from tandem.kvtransfer.offload.ranks import RankTiers, TierLines, TierOfRanks
+from tandem.kvtransfer.offload.ranks import MakeCopies, RankTiers, TierLines, TierOfRanks
 from tandem.kvtransfer.offload.spec import Copy, Tier
 from tandem.wire.errors import ConfigurationError, InternalError
 
@@ -52,8 +52,8 @@ class Node:
         ]
         for rank in self.ranks:
             rank.start()
-        lines = TierLines([ours for ours, _ in pairs], self.woken.set)
-        self.tier = Tier(TierOfRanks(config, lines), config.block_factor)
+        self.lines = TierLines([ours for ours, _ in pairs], self.woken.set)
+        self.tier = Tier(TierOfRanks(config, self.lines), config.block_factor)
         self.tier.open(memories[0], self.woken.set)
 
     def ended(self, *jobs: int) -> dict[int, bool]:
@@ -109,6 +109,32 @@ def test_every_rank_stores_and_loads_its_own_part(config: TierConfig) -> None:
             assert not memory.tensor[3].any()
         assert here.tier.mover.stored_bytes == here.tier.mover.loaded_bytes == 2 * BLOCK_BYTES
         assert not here.failed
+
+
+class StepOnDevice:
+    """An event on rank 0's stream."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+
+    def query(self) -> bool:
+        return self.happened.is_set()
+
+
+def test_a_store_is_told_when_the_device_has_computed_it_and_holds_up_no_load(config: TierConfig) -> None:
+    with node(config) as here:
+        here.tier.mover.submit([STORE], [])
+        assert here.ended(1) == {1: True}
+        step, load = StepOnDevice(), Copy(3, [5], [4], KEYS[:1])
+        here.lines.post(MakeCopies(0, [Copy(2, [1], [7], KEYS[:1])], []), step)
+        here.lines.post(MakeCopies(0, [], [load]), None)
+        until = time.monotonic() + PATIENCE_S
+        while not (ended := here.lines.take_ended(0)):
+            assert time.monotonic() < until
+        assert ended == {3: True}
+        step.happened.set()
+        here.lines.wait(0, [2])
+        assert here.lines.take_ended(0) == {2: True}
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
