@@ -44,7 +44,7 @@ def pushing(request: pytest.FixtureRequest) -> Iterator[Pair]:
     [
         ({"ranks": 2}, {"ranks": 4}),
         ({"block_size": 8}, {"ranks": 2}),
-        ({"ranks": 4, "cuts": (1,)}, {"ranks": 2, "cuts": (3,)}),
+        ({"ranks": 2, "cuts": (1,)}, {"ranks": 2, "cuts": (3,)}),
     ],
     ids=["2to4", "1to2", "stages"],
 )
