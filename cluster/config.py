@@ -49,7 +49,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pipeline_parallel: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_RANKS)],
         about(
-            "stages of each node, each with some of the model's layers: it has `tensor_parallel` times as many ranks. On CPUs: [ranks](ranks.md)"
+            "stages of each node, each with some of the model's layers: it has `tensor_parallel` times as many ranks: [ranks](ranks.md#stages)"
         ),
     ] = 1
     machines: Annotated[

@@ -161,12 +161,6 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
             setting,
             f"is {size}, and tensor_parallel {pool.tensor_parallel}: a node of {pool.ranks} ranks, and {MOST_RANKS} are the most",
         )
-    if pool.pipeline_parallel > 1 and config.model.device.startswith("cuda"):
-        yield (
-            setting,
-            f"is {size}, but stages share one KV cache, which ranks have on CPUs alone: set tensor_parallel higher instead",
-        )
-        return
     on_gpus = config.model.device.startswith("cuda")
     hands_over = role is not Role.AGGREGATED
     if hands_over and (on_gpus or pool.machines > 1) and config.transfer.connector != "nixl":
@@ -199,14 +193,8 @@ def _machines(role: Role, config: TandemConfig) -> Iterator[Broken]:
     if pool.ranks % pool.machines:
         yield (
             setting,
-            f"is {pool.machines}, but a node's {counted(pool.ranks, 'rank')} (tensor_parallel) cannot be shared equally by so many: set "
-            f"pools.{role.value}.tensor_parallel to a multiple of it",
-        )
-    if pool.pipeline_parallel > 1:
-        yield (
-            setting,
-            f"is {pool.machines}, but stages (pools.{role.value}.pipeline_parallel) share one KV cache, which ranks of several machines do "
-            "not have: set one of the two to 1",
+            f"is {pool.machines}, but a node's {counted(pool.ranks, 'rank')} (tensor_parallel times pipeline_parallel) cannot be shared equally by so many: set "
+            f"pools.{role.value}.tensor_parallel, or pipeline_parallel, to a multiple of it",
         )
     if config.engine_of(role).cache.tiers:
         yield (

@@ -63,32 +63,19 @@ from __future__ import annotations
 import abc
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
 from tandem.kvtransfer.config import TierConfig, TransferConfig
+from tandem.kvtransfer.memory import HeadShare as HeadShare
+from tandem.kvtransfer.memory import KVCacheMemory as KVCacheMemory
+from tandem.kvtransfer.memory import LayerShare as LayerShare
+from tandem.kvtransfer.memory import flat_bytes as flat_bytes
+from tandem.kvtransfer.memory import longest_word as longest_word
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.requests import CachePeers, KVTransferParams, TierStatus, WaitHistogram
 from tandem.wire.tracing import TransferRecord, TransferTrace
-
-if TYPE_CHECKING:
-    import torch
-
-
-def flat_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """However its axes are ordered, a cache has no gaps: as storage it is one run of bytes."""
-    import torch  # loaded already by what made the tensor
-
-    return cache.as_strided((cache.numel(),), (1,)).view(torch.uint8)
-
-
-def longest_word(num_bytes: int) -> torch.dtype:
-    """Rows of so many bytes are copied fastest in words of this type."""
-    import torch  # loaded already by what made the rows
-
-    words = (torch.int64, torch.int32, torch.int16, torch.uint8)
-    return next(word for word in words if num_bytes % word.itemsize == 0)
 
 
 class TransferRequest(Protocol):
@@ -277,68 +264,6 @@ class TransferStats(msgspec.Struct):
     tiers: list[TierStatus] = msgspec.field(default_factory=list)
 
 
-class HeadShare(msgspec.Struct, frozen=True):
-    """The heads that one of several ranks keeps, of all that there are. Others may keep the same ones."""
-
-    first: int
-    count: int
-    total: int
-
-
-class KVCacheMemory(msgspec.Struct, frozen=True):
-    """The KV cache as the worker half sees it.
-
-    `tensor` is [num_blocks, slots, num_parts, num_kv_heads, block_size, head_dim], contiguous: all layers of a block lie
-    side by side, so a whole block is one run of bytes and one descriptor. The parts are keys and values, or one of latents. Slot s holds layer s of its group. A view of
-    memory with a block's axes in another order is as good, as long as there are no gaps in and between blocks.
-    """
-
-    tensor: torch.Tensor
-    model: str  # its content's digest, not what it is called
-    num_layers: int
-    num_groups: int
-    vocab_size: int  # token ids are below this
-    has_windows: bool = False  # a running request may give up blocks that lie before its window
-    # Above 0, the last group keeps recurrent states: so many blocks of a request hold what follows from all its tokens, as bytes.
-    state_blocks: int = 0
-    # Which heads the tensor has, where the node's other ranks keep the rest in memory of their own; None: it has all.
-    heads: HeadShare | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        return int(self.tensor.shape[0])
-
-    @property
-    def slots(self) -> int:
-        return int(self.tensor.shape[1])
-
-    @property
-    def num_parts(self) -> int:
-        return int(self.tensor.shape[2])
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Of the tensor."""
-        return int(self.tensor.shape[3])
-
-    @property
-    def all_heads(self) -> int:
-        """Of all ranks."""
-        return self.heads.total if self.heads is not None else self.num_kv_heads
-
-    @property
-    def block_size(self) -> int:
-        return int(self.tensor.shape[4])
-
-    @property
-    def head_dim(self) -> int:
-        return int(self.tensor.shape[5])
-
-    @property
-    def block_bytes(self) -> int:
-        return int(self.tensor[0].numel() * self.tensor.element_size())
-
-
 class ConnectorContext(msgspec.Struct, frozen=True):
     """What a connector is given when it is made."""
 
@@ -357,6 +282,7 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     # To each of the node's other ranks, in order, where every rank keeps its heads in memory of its own: what moves them there
     # is told by this. A connector that takes them closes them.
     rank_lines: Sequence[socket.socket] = ()
+    tier_lines: Sequence[socket.socket] = ()  # the same for what copies it to tiers
 
 
 class SchedulerConnector(abc.ABC):

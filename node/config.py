@@ -92,5 +92,6 @@ def refused_with_ranks(engine: EngineConfig, stages: int) -> Iterator[str]:
 
 def refused_with_caches_apart(config: NodeConfig) -> Iterator[str]:
     """What would find rank 0's KV alone where each rank keeps its heads in memory of its own, as on GPUs."""
-    if config.engine.cache.tiers:
-        yield "each rank keeps its KV on a GPU of its own, and cache.tiers would copy one rank's: leave it out"
+    for name in ("remote", "mirror"):
+        if getattr(config.engine.cache, name):
+            yield f"each rank keeps its KV on a GPU of its own, and cache.{name} would copy one rank's: leave it out"

@@ -132,6 +132,7 @@ class Node:
                     remote=config.engine.cache.remote,
                     mirror=config.engine.cache.mirror,
                     rank_lines=self._ranks.transfer_lines if self._ranks is not None else (),
+                    tier_lines=self._ranks.tier_lines if self._ranks is not None else (),
                 )
             )
             self._refuse_role(info, worker_half)

@@ -73,7 +73,10 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 class CacheShard(msgspec.Struct, frozen=True):
     """Some heads of every block, in memory of one rank's own. Its part of a block lies there as the whole block would with these heads
-    alone, and part b begins at b times its size."""
+    alone, and part b begins at b times its size.
+
+    Where the rank has the layers of one pipeline stage, `slots` says which of each group: the first one's slot in a whole block, and how
+    many. They lie in the rank's part from slot 0 on, which has as many slots as the largest of these numbers."""
 
     first_head: int
     num_heads: int
@@ -82,6 +85,7 @@ class CacheShard(msgspec.Struct, frozen=True):
     device_id: int
     base_address: int
     process: ProcessIdentity  # the rank's: it reads and writes by itself
+    slots: list[tuple[int, int]] = []  # empty: all layers
 
 
 class CacheMemory(msgspec.Struct, frozen=True):

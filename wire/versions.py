@@ -52,7 +52,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 WIRE_VERSION = 1
-KV_VERSION = 1
+KV_VERSION = 2
 
 # The version that a message of routers to nodes ("Ping"), or a field of one that refuses what it does not know ("Submit.lora"), came
 # with, if not every version in reach has it. A node of a version before could not read the message, nor any after it on the same line.

@@ -62,13 +62,15 @@ def load_model(
         part = cut.loading_stage() if whole_layers else cut.loading_part(source, shard.of_stage(), device)
     loader: Any = tower_class or loader_of(config) or AutoModelForCausalLM
     if shard is not None and shard.stages > 1:
-        stages.check_device(device)
         loader, options["config"] = stages.class_of_stage(source, shard)
     load = functools.partial(
         loader.from_pretrained,
         source.folder,
         dtype=dtype,
-        device_map={"": str(device)} if device.type != "cpu" and shard is None else None,
+        # Where a layer is cut, transformers places its parts by itself.
+        device_map={"": str(device)}
+        if device.type != "cpu" and (shard is None or shard.width == 1)
+        else None,
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are in the report, and refused below by their names

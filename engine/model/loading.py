@@ -114,6 +114,9 @@ def load_runner(
             "leave it at auto"
         )
     plan = plan_cache(loaded.layers, cache.block_size, loaded.states, kv_dtype)
+    share = plan.share_of(loaded.of_stage) if loaded.of_stage is not None else None
+    if share is not None:
+        plan = plan.of_share(share)
     draft = None
     if model.draft and scheduler.num_speculative_tokens and loaded.generates:
         draft = load_draft_model(model, source, plan, loaded, device, threads, tell, native)
@@ -129,7 +132,7 @@ def load_runner(
     together = shard is not None and shard.kv_memory is not None
     num_blocks = size_block_pool(
         plan,
-        cache if shard is None or together else _of_rank(cache, shard),
+        cache if shard is None or together else _of_rank(cache, plan.elements_per_block, shard),
         dtype=kv_dtype,
         device=device,
         max_model_len=max_model_len,
@@ -145,6 +148,10 @@ def load_runner(
     with on(device), _cache_left_room():
         shared = shard.kv_memory if shard is not None else None
         kv_cache = allocate_cache(plan, num_blocks, kv_dtype, device, shared)
+        if shard is not None and shard.stages > 1:
+            from tandem.engine.model.wide.stages import meet  # it needs transformers
+
+            meet(shard, device)
         forward = loaded.use_cache(kv_cache, plan, shape)
         if shard is not None and shard.lead is not None:
             attending = [layer.index for layer in loaded.layers if layer.reads_of is None]
@@ -180,6 +187,7 @@ def load_runner(
         num_blocks=num_blocks,
         embed_size=loaded.embed_size,
         heads=loaded.heads,
+        layers=share,
         reads_hidden=isinstance(guesser, EagleHead),
         images=loaded.tower.rules if loaded.tower is not None else None,
         image_row_size=loaded.tower.width if loaded.tower is not None else 0,
@@ -202,11 +210,13 @@ def load_runner(
     return runner
 
 
-def _of_rank(cache: CacheConfig, shard: Shard) -> CacheConfig:
-    """A block has a part on every rank, each in memory of its own."""
+def _of_rank(cache: CacheConfig, elements: int, shard: Shard) -> CacheConfig:
+    """A block has a part on every rank, each in memory of its own. `elements`: of this rank's part, which is larger where its stage has
+    more layers."""
     if cache.memory_bytes is None:
         return cache
-    return msgspec.structs.replace(cache, memory_bytes=max(1 << 20, cache.memory_bytes // shard.size))
+    share = cache.memory_bytes * elements // shard.total(elements)
+    return msgspec.structs.replace(cache, memory_bytes=max(1 << 20, share))
 
 
 def _read_content(source: ModelSource, tell: Progress) -> Callable[[], ModelContent]:

@@ -75,6 +75,7 @@ class LoadedModel:
     tower: VisionTower | None = None  # None: it reads no images
     observed: ObservedLayers | None = None  # None: no hidden states are asked for
     heads: HeadShare | None = None  # which ones a rank with a cache of its own keeps
+    of_stage: frozenset[int] | None = None  # and which layers, where it has not all
 
 
 def load_native(
@@ -181,7 +182,7 @@ def load_general(
     if room is not None:
         _refuse_adapters(source, parts)
     layers = parts.layers
-    heads = None
+    heads = of_stage = None
     if shard is not None:
         from tandem.engine.model.wide.cut import heads_kept, place_heads
 
@@ -189,10 +190,13 @@ def load_general(
         if shard.kv_memory is not None:
             layers = place_heads(source.name, model, layers, shard.of_stage())
         else:
-            heads = heads_kept(source.name, model, layers, shard)
+            heads = heads_kept(source.name, model, layers, shard.of_stage())
         if shard.stages > 1:
-            from tandem.engine.model.wide.stages import layers_of_all
+            from tandem.engine.model.wide.stages import heads_of_all, layers_of_all
 
+            if shard.kv_memory is None:
+                of_stage = frozenset(layer.index for layer in layers)
+                heads = heads_of_all(heads, shard)
             layers = layers_of_all(layers, shard)
     # Where a layer attends by its own code, or reads another's keys, the pieces cannot be tried with all of them together. Those of a
     # GPU want a step's rows in one sequence, and mixers take them apart.
@@ -246,7 +250,8 @@ def load_general(
         forward = TransformersForward(model, attention, parts, adapted=adapted)
         if isinstance(attention, CpuAttention):
             return RecordedSteps(forward, attention)
-        if device.type != "cuda" or observe:
+        # A stage receives in the middle of a step and sends at its end: what is recorded does neither.
+        if device.type != "cuda" or observe or (shard is not None and shard.stages > 1):
             return forward
         from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
 
@@ -289,6 +294,7 @@ def load_general(
         tower=find_tower(source, model, threads),
         observed=_observed(source, model, observe),
         heads=heads,
+        of_stage=of_stage,
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
-from tandem.kvtransfer.base import HeadShare, KVCacheMemory
+from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.wire.images import ImageRules
 from tandem.wire.pooling import VectorModel
 
@@ -45,6 +45,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     )
     embed_size: int = 0  # numbers in what may stand in the place of a token's embedding; 0: nothing may
     heads: HeadShare | None = None  # those of the KV cache, where this rank keeps its own apart; None: all
+    layers: LayerShare | None = None  # and where it has those of one pipeline stage
 
     @property
     def keeps_tokens(self) -> bool:
@@ -145,4 +146,5 @@ def memory_of(runner: ModelRunner) -> KVCacheMemory:
         has_windows=any(group.window is not None for group in info.groups),
         state_blocks=info.state_blocks,
         heads=info.heads,
+        layers=info.layers,
     )

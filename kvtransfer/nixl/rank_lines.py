@@ -63,6 +63,7 @@ class SumUp(msgspec.Struct, frozen=True, tag=True):
     parts: list[int]
     grain: int
     on_device: bool
+    by_layer: bool
 
 
 class OpenWay(msgspec.Struct, frozen=True, tag=True):
@@ -95,13 +96,13 @@ class CacheOpened(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     block_bytes: int
     total_heads: int
+    total_slots: int
     layout: str
 
 
 class HeadsSummed(msgspec.Struct, frozen=True, tag=True):
     number: int
-    first_head: int
-    sums: bytes  # of each grain, of each head: eight bytes
+    sums: bytes  # of each grain, of each layer where they are asked for by layer, of each head: eight bytes
 
 
 class WayOpened(msgspec.Struct, frozen=True, tag=True):
@@ -143,6 +144,10 @@ class MessageLine:
         body = _encode(message)
         self._unsent += len(body).to_bytes(_LENGTH_BYTES, "little") + body
         self.flush()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
 
     def flush(self) -> None:
         try:

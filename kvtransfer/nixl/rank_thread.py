@@ -122,9 +122,13 @@ class RankTransfers:
                 return Done(message.number)
             case SumUp():
                 summed = self._checksums.of_heads(
-                    message.blocks, message.parts, message.grain, on_device=message.on_device
+                    message.blocks,
+                    message.parts,
+                    message.grain,
+                    on_device=message.on_device,
+                    by_layer=message.by_layer,
                 )
-                return HeadsSummed(message.number, summed.first, summed.sums.astype("<u8").tobytes())
+                return HeadsSummed(message.number, summed.sums.astype("<u8").tobytes())
             case OpenWay():
                 described = self._opened.reopen()
                 if described is None:
@@ -155,9 +159,16 @@ class RankTransfers:
             device_id=described.device_id,
             base_address=described.base_address,
             process=this_process(),
+            slots=list(memory.layers.of_group) if memory.layers is not None else [],
         )
         return CacheOpened(
-            message.number, shard, memory.num_blocks, memory.block_bytes, heads.total, layout_of(memory)
+            message.number,
+            shard,
+            memory.num_blocks,
+            memory.block_bytes,
+            heads.total,
+            memory.all_slots,
+            layout_of(memory),
         )
 
     def _connect(self, message: ConnectPeer) -> None:

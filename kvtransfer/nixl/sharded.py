@@ -1,4 +1,4 @@
-"""NIXL between nodes whose ranks keep their heads in memory of their own, and any others.
+"""NIXL between nodes whose ranks keep their heads, and their stage's layers, in memory of their own, and any others.
 
 The protocol above knows one pool, whose blocks have all heads. Here each move of it becomes moves between shards (`protocol.shards`):
 this rank makes its own, the other ranks are told theirs (`rank_lines`), and the move is done when all of them are. One that fails fails
@@ -37,14 +37,14 @@ from tandem.kvtransfer.nixl.rank_lines import (
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.cache_map import layout_of
 from tandem.kvtransfer.protocol.identity import this_process
-from tandem.kvtransfer.protocol.shards import PoolSplit, pairs_between, shards_in
+from tandem.kvtransfer.protocol.shards import PoolSplit, pairs_between, part_in, shards_in
 from tandem.kvtransfer.protocol.transport import (
     AskedSums,
     HandleId,
-    HeadSums,
     Move,
     Operation,
     RemoteId,
+    ShardSums,
     Transport,
 )
 from tandem.wire.errors import ConfigurationError, InternalError, TransferError
@@ -91,7 +91,7 @@ class ShardedTransport(Transport):
         self._own = own
         self._lines = {rank: RankLine(rank, line) for rank, line in enumerate(lines, start=_OWN + 1)}
         self._mine: CacheMemory | None = None
-        self._num_heads = 0
+        self._num_heads = self._num_slots = 0
         self._peers: dict[RemoteId, _Peer] = {}
         self._moves: dict[HandleId, _MoveInParts] = {}
         self._numbers = itertools.count()
@@ -106,7 +106,7 @@ class ShardedTransport(Transport):
             for rank, line in self._lines.items()
         }
         described = self._own.register(memory)
-        self._num_heads = memory.all_heads
+        self._num_heads, self._num_slots = memory.all_heads, memory.all_slots
         if memory.heads is not None:
             described = self._in_shards(memory, described, asked)
         elif asked:
@@ -128,16 +128,21 @@ class ShardedTransport(Transport):
                 device_id=own.device_id,
                 base_address=own.base_address,
                 process=this_process(),
+                slots=list(memory.layers.of_group) if memory.layers is not None else [],
             )
         ]
-        per_head, layout = memory.block_bytes // heads.count, layout_of(memory)
+        # Of one head of one layer.
+        each, layout = memory.block_bytes // (heads.count * memory.slots), layout_of(memory)
         for rank, line in self._lines.items():
             opened = line.answer(asked[rank], CacheOpened, until)
-            theirs = (opened.num_blocks, opened.block_bytes, opened.total_heads, opened.layout)
-            if theirs != (memory.num_blocks, per_head * opened.shard.num_heads, heads.total, layout):
+            part = part_in(opened.shard)
+            theirs = (opened.num_blocks, opened.block_bytes, opened.layout)
+            expected = (memory.num_blocks, each * part.heads.count * (part.width or memory.slots), layout)
+            all_of = (opened.total_heads, opened.total_slots)
+            if theirs != expected or all_of != (heads.total, memory.all_slots):
                 raise ConfigurationError(
                     f"rank {rank} keeps a KV cache of another kind than rank 0: {theirs[0]} blocks of {theirs[1]} bytes, laid out "
-                    f"{theirs[3]}, beside {memory.num_blocks} of {memory.block_bytes}, laid out {layout}"
+                    f"{theirs[2]}, beside {memory.num_blocks} of {memory.block_bytes}, laid out {layout}"
                 )
             shards.append(opened.shard)
         return CacheMemory(
@@ -146,7 +151,7 @@ class ShardedTransport(Transport):
             device_id=0,
             base_address=0,
             num_blocks=memory.num_blocks,
-            block_bytes=per_head * heads.total,
+            block_bytes=each * heads.total * memory.all_slots,
             shards=shards,
         )
 
@@ -166,7 +171,7 @@ class ShardedTransport(Transport):
             pairs = pairs_between(*pools)
             try:
                 for theirs in sorted({theirs for ours, theirs in pairs if ours == _OWN}):
-                    peer.own[theirs] = self._own.connect(_shard_of(memory, theirs, self._num_heads))
+                    peer.own[theirs] = self._own.connect(self._shard_of(memory, theirs))
             except TransferError:
                 for connected in peer.own.values():
                     self._own.disconnect(connected)
@@ -174,9 +179,25 @@ class ShardedTransport(Transport):
             for ours, theirs in pairs:
                 if ours != _OWN:
                     number = peer.elsewhere[ours, theirs] = next(self._numbers)
-                    self._lines[ours].tell(ConnectPeer(number, _shard_of(memory, theirs, self._num_heads)))
+                    self._lines[ours].tell(ConnectPeer(number, self._shard_of(memory, theirs)))
         self._peers[remote] = peer
         return remote
+
+    def _shard_of(self, memory: CacheMemory, number: int) -> CacheMemory:
+        """As a cache of its own."""
+        if not memory.shards:
+            return memory
+        shard = memory.shards[number]
+        part = part_in(shard)
+        each = memory.block_bytes // (self._num_heads * self._num_slots)
+        return CacheMemory(
+            agent_metadata=shard.agent_metadata,
+            memory_type=shard.memory_type,
+            device_id=shard.device_id,
+            base_address=shard.base_address,
+            num_blocks=memory.num_blocks,
+            block_bytes=each * part.heads.count * (part.width or self._num_slots),
+        )
 
     def may_still_write(self, remote: RemoteId) -> bool:
         """What a rank had sent that has ended may arrive at any time: the peer must find out for itself."""
@@ -271,14 +292,19 @@ class ShardedTransport(Transport):
     # ── checksums ──
 
     def sums_elsewhere(
-        self, blocks: Sequence[int], parts: Sequence[int], grain: int, on_device: bool
+        self, blocks: Sequence[int], parts: Sequence[int], grain: int, on_device: bool, by_layer: bool
     ) -> AskedSums:
-        asked = [
-            (line, line.ask(SumUp, blocks=list(blocks), parts=list(parts), grain=grain, on_device=on_device))
-            for line in self._lines.values()
-        ]
+        said = {
+            "blocks": list(blocks),
+            "parts": list(parts),
+            "grain": grain,
+            "on_device": on_device,
+            "by_layer": by_layer,
+        }
+        asked = [(line, line.ask(SumUp, **said)) for line in self._lines.values()]
+        shards = self._mine.shards if self._mine is not None else []
 
-        def wait() -> list[HeadSums]:
+        def wait() -> list[ShardSums]:
             until = time.monotonic() + _ANSWER_S
             found = []
             for place, (line, number) in enumerate(asked):
@@ -288,8 +314,9 @@ class ShardedTransport(Transport):
                     for left, unheard in asked[place + 1 :]:
                         left.forget(unheard)
                     raise
-                sums = np.frombuffer(summed.sums, dtype="<u8").astype(np.uint64).reshape(len(blocks), -1)
-                found.append(HeadSums(summed.first_head, sums))
+                part = part_in(shards[line.rank])
+                sums = np.frombuffer(summed.sums, dtype="<u8").astype(np.uint64)
+                found.append(ShardSums(part, sums.reshape(len(blocks), -1, part.heads.count)))
             return found
 
         def forget() -> None:
@@ -343,18 +370,3 @@ class ShardedTransport(Transport):
                 with contextlib.suppress(TransferError):  # the node's supervisor ends it
                     line.answer(number, Done, until)
                 line.close()
-
-
-def _shard_of(memory: CacheMemory, number: int, num_heads: int) -> CacheMemory:
-    """As a cache of its own."""
-    if not memory.shards:
-        return memory
-    shard = memory.shards[number]
-    return CacheMemory(
-        agent_metadata=shard.agent_metadata,
-        memory_type=shard.memory_type,
-        device_id=shard.device_id,
-        base_address=shard.base_address,
-        num_blocks=memory.num_blocks,
-        block_bytes=memory.block_bytes // num_heads * shard.num_heads,
-    )

@@ -4,5 +4,5 @@
 says what a prefix is made of, with windows and recurrent states, and how much of one is there. What a
 tier must bring is in `spec`: a `manager`, which says where which block is, with one of the `policies` for what is given up, and
 a mover, which copies. `cpu` is the tier in host memory, `disk` the one that outlives the process; `synthetic` makes KV up, for
-measurements. By `sharing`, `fetches` and `exchange` nodes read each other's tier in host memory.
+measurements. Where a node's ranks keep their KV apart, `ranks` has each of them copy its part. By `sharing`, `fetches` and `exchange` nodes read each other's tier in host memory.
 """

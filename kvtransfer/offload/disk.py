@@ -63,8 +63,17 @@ class DiskTier:
                 f"cache.tiers: {config.size} bytes of disk have no room for one entry of {slot_bytes} bytes"
             )
         file = SlotFile(Path(config.disk or ""), identity(memory, config.block_factor), num_slots, slot_bytes)
+        self._file = file
         manager = filtered(DiskManager(num_slots, config.policy, file), config.store_threshold)
         return manager, CopyThread(DiskCopier(memory, file, config.block_factor), wake)
+
+    @property
+    def generation(self) -> int:
+        return self._file.generation
+
+    def follow(self, generation: int) -> None:
+        """What the file holds was stored together with what rank 0's holds, or is forgotten."""
+        self._file.follow(generation)
 
 
 class DiskManager(SlotManager):
@@ -83,6 +92,8 @@ def identity(memory: KVCacheMemory, block_factor: int) -> str:
     tensor = memory.tensor
     parts = [memory.model, str(tensor.dtype), *tensor.shape[1:], *tensor.stride()[1:], block_factor]
     parts.append(f"version {KV_VERSION}")
+    if memory.heads is not None or memory.layers is not None:
+        parts.append(f"{memory.heads} {memory.layers}")
     if memory.state_blocks:
         parts.append(f"states of {memory.state_blocks}")
     return xxhash.xxh3_128_hexdigest("|".join(map(str, parts)).encode())
@@ -132,6 +143,17 @@ class SlotFile:
     def _store_generation(self, generation: int) -> None:
         os.pwrite(self._file, _with_checksum(_GENERATION.pack(_MAGIC, generation), 0), 0)
         os.fdatasync(self._file)
+
+    @property
+    def generation(self) -> int:
+        """As it was when the file was opened."""
+        return self._generation
+
+    def follow(self, generation: int) -> None:
+        """Before anything is read or written."""
+        if self._generation != generation:
+            self._generation = generation
+            self._store_generation(generation)
 
     def forget_all(self) -> None:
         """What is in the file, and what stores that were planned before this still write."""

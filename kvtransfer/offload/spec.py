@@ -48,6 +48,11 @@ class Mover(abc.ABC):
         """Returns when none of these copies reads or writes any more. They are still reported."""
 
     @property
+    def block_bytes(self) -> int:
+        """Of a block on all ranks, where the node's ranks keep their parts apart; else 0."""
+        return 0
+
+    @property
     @abc.abstractmethod
     def stored_bytes(self) -> int: ...
 
@@ -90,8 +95,8 @@ class Tier:
     _slot_bytes: int = 0
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> None:
-        self._slot_bytes = memory.block_bytes * self.block_factor
         self._opened = self.spec.open(memory, wake)
+        self._slot_bytes = (self.mover.block_bytes or memory.block_bytes) * self.block_factor
 
     @property
     def manager(self) -> TierManager:

@@ -17,6 +17,7 @@ from tandem.kvtransfer.offload.cpu import CpuTier
 from tandem.kvtransfer.offload.disk import identity
 from tandem.kvtransfer.offload.exchange import Exchange
 from tandem.kvtransfer.offload.prefixes import Prefixes
+from tandem.kvtransfer.offload.ranks import TierLines, TierOfRanks
 from tandem.kvtransfer.offload.scheduler_half import EndedJobs, TierPlan, TierScheduler
 from tandem.kvtransfer.offload.sharing import TierSharing
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
@@ -99,7 +100,15 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
             "larger block, and what lies before it in that block is gone"
         )
     shares = context.remote or context.mirror
-    tiers = [create_tier(config) for config in context.tiers]
+    if context.tier_lines:
+        if shares:
+            raise ConfigurationError(
+                "cache.remote and cache.mirror copy rank 0's part of a tier, and this node's ranks keep theirs apart: leave them out"
+            )
+        lines = TierLines(context.tier_lines, context.wake)
+        tiers = [Tier(TierOfRanks(config, lines), config.block_factor) for config in context.tiers]
+    else:
+        tiers = [create_tier(config) for config in context.tiers]
     shared = next((tier for tier in tiers if isinstance(tier.spec, CpuTier)), None) if shares else None
     return [
         (TierScheduler(context.groups, tier), TierWorker(context, tier, is_shared=tier is shared))

@@ -4,7 +4,8 @@ is trusted before this.
 The smallest thing that moves is a *grain*: as many tokens as the smaller of the two blocks has. One grain lies within
 one block on either side. Its bytes are runs that are contiguous on both sides: a whole block where the blocks are the
 same, else what the innermost axes have in common. All runs are equally long and lie at multiples of their length, so
-that a run is named by one number: see `Move`. Where either cache lies in shards a run is of one head (`shards`).
+that a run is named by one number: see `Move`. Where either cache lies in shards a run is of one head, and of one layer where the shards
+are of pipeline stages (`shards`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID, KVCacheMemory
 from tandem.kvtransfer.protocol.commands import BlockTable
-from tandem.kvtransfer.protocol.transport import HeadAxes, Move, Operation, UnitIds
+from tandem.kvtransfer.protocol.shards import shards_in, used_slots
+from tandem.kvtransfer.protocol.transport import CutAxis, Move, Operation, UnitIds
 from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.handoff import CacheFingerprint, CacheMemory, CacheShard, RegisterDestination
 from tandem.wire.versions import out_of_reach
@@ -105,12 +107,13 @@ class _Runs:
 
 
 class GrainPlace(msgspec.Struct, frozen=True):
-    """Where one grain lies: a block of ours, one of theirs, and which of their grains it is."""
+    """Where one grain lies: a block of ours, one of theirs, and which of their grains it is. `group`: whose layers' it is."""
 
     our_block: int
     our_part: int
     their_block: int
     their_part: int
+    group: int = 0
 
 
 class Mapping:
@@ -124,12 +127,14 @@ class Mapping:
         on_device: bool = False,
         state_blocks: int = 0,
         by_head: bool = False,
+        used_slots: Sequence[int] = (),
     ) -> None:
         self.on_device = on_device  # either cache is
-        # Either cache is in shards: what moves, and what is summed up, is of one head.
-        self.heads: HeadAxes | None = None
-        if by_head:
-            self.heads = HeadAxes(ours.sizes["head"], ours.strides()["head"], theirs.strides()["head"])
+        # Either cache is in shards: what moves, and what is summed up, is of one head. And of one layer, where the shards are of stages:
+        # then so many slots of each group have layers.
+        self.heads = _cut_axis("head", ours, theirs) if by_head else None
+        self.layers = _cut_axis("slot", ours, theirs) if used_slots else None
+        self.used_slots = tuple(used_slots)
         # How many each request has in the last group. Each is a grain, the last ones to be sent: they are right once the whole prompt
         # is computed.
         self.state_blocks = state_blocks
@@ -141,7 +146,7 @@ class Mapping:
             ours.strides()["token"] * self.grain,
             theirs.strides()["token"] * self.grain,
         )
-        self._whole = _Runs(ours, theirs, self.grain, by_slot=False, by_head=by_head)
+        self._whole = _Runs(ours, theirs, self.grain, by_slot=bool(used_slots), by_head=by_head)
         self._by_slot = _Runs(ours, theirs, self.grain, by_slot=True, by_head=by_head)
         self.grain_bytes = ours.num_bytes // self.our_parts
         self.runs_per_grain = int(self._whole.ours.size)
@@ -159,6 +164,7 @@ class Mapping:
         on_device: bool = False,
         state_blocks: int = 0,
         by_head: bool = False,
+        used_slots: Sequence[int] = (),
     ) -> Mapping | str:
         """Or why there is none."""
         mine, other = ours.sizes["token"], theirs.sizes["token"]
@@ -166,7 +172,14 @@ class Mapping:
             return f"block_size is {mine} here and {other} there: one must be a multiple of the other"
         if ours.element_bytes != theirs.element_bytes:
             return f"an element has {ours.element_bytes} bytes here and {theirs.element_bytes} there"
-        mapping = Mapping(ours, theirs, on_device=on_device, state_blocks=state_blocks, by_head=by_head)
+        mapping = Mapping(
+            ours,
+            theirs,
+            on_device=on_device,
+            state_blocks=state_blocks,
+            by_head=by_head,
+            used_slots=used_slots,
+        )
         if state_blocks and by_head:
             return "recurrent states are not handed over where a node's ranks keep their heads apart"
         if state_blocks and not mapping.is_identity:
@@ -223,7 +236,13 @@ class Mapping:
             self._units(where[:, side], where[:, side + 1], offsets, side // 2, runs.bytes, slots)
             for side, offsets in ((0, runs.ours), (2, runs.theirs))
         )
-        return Move(operation, transfer_id, runs.bytes, local, remote, self.heads, len(local) // len(places))
+        groups = None
+        if self.layers is not None:
+            groups = np.array([place.group for place in places], dtype=np.int64)
+        grain_units = len(local) // len(places)
+        return Move(
+            operation, transfer_id, runs.bytes, local, remote, self.heads, grain_units, self.layers, groups
+        )
 
     def _units(
         self,
@@ -241,6 +260,10 @@ class Mapping:
         return units
 
 
+def _cut_axis(axis: str, ours: BlockLayout, theirs: BlockLayout) -> CutAxis:
+    return CutAxis(ours.sizes[axis], ours.strides()[axis], theirs.strides()[axis])
+
+
 MAX_BLOCKS = 1 << 22  # descriptors are made for each of a peer's blocks
 MAX_DEVICES = 1024
 MAX_SHARDS = 64
@@ -250,8 +273,9 @@ MAPPED = ("block_size", "layout")  # may differ, if Mapping.between finds a way
 MAY_DIFFER = (*MAPPED, "wire_version")
 
 
-def _implausible(memory: CacheMemory, num_heads: int) -> str | None:
+def _implausible(memory: CacheMemory, fingerprint: CacheFingerprint) -> str | None:
     """Why there can be no such memory; None when there can."""
+    num_heads = fingerprint.num_kv_heads
     if not 1 < memory.num_blocks <= MAX_BLOCKS:
         return f"the other cache has {memory.num_blocks} blocks"
     if len(memory.shards) > MAX_SHARDS or (memory.shards and memory.base_address):
@@ -263,15 +287,46 @@ def _implausible(memory: CacheMemory, num_heads: int) -> str | None:
             return f"the other cache cannot lie at {place.base_address:#x} of device {place.device_id}"
     if not memory.shards:
         return None
-    kept: set[int] = set()
     for shard in memory.shards:
         if not 0 <= shard.first_head < shard.first_head + shard.num_heads <= num_heads:
             return f"a rank of the other node keeps heads {shard.first_head} to {shard.first_head + shard.num_heads} of {num_heads}"
         if shard.memory_type != memory.memory_type:
             return f"its ranks keep their heads in {memory.memory_type} and in {shard.memory_type}"
-        kept.update(range(shard.first_head, shard.first_head + shard.num_heads))
+    if any(shard.slots for shard in memory.shards):
+        return _implausible_stages(memory.shards, fingerprint)
+    return _lacking(memory.shards, num_heads)
+
+
+def _lacking(shards: Sequence[CacheShard], num_heads: int) -> str | None:
+    kept = {head for shard in shards for head in range(shard.first_head, shard.first_head + shard.num_heads)}
     if len(kept) < num_heads:
         return f"the other node's ranks keep {len(kept)} of {num_heads} heads"
+    return None
+
+
+def _implausible_stages(shards: Sequence[CacheShard], fingerprint: CacheFingerprint) -> str | None:
+    """Every layer of a group has a slot of its own, from the first one on, and with each of them all heads are kept."""
+    layers = 0
+    for group in range(fingerprint.num_groups):
+        ends = set()
+        for shard in shards:
+            first, count = shard.slots[group] if group < len(shard.slots) else (0, 0)
+            if (
+                len(shard.slots) != fingerprint.num_groups
+                or not 0 <= first <= first + count <= fingerprint.num_slots
+            ):
+                return f"a rank of the other node keeps slots {shard.slots} of {fingerprint.num_slots} in {fingerprint.num_groups} groups"
+            if count:
+                ends.add(first + count)
+        if not ends:
+            return f"none of the other node's stages keeps a layer of group {group}"
+        layers += max(ends)
+        for slot in range(max(ends)):
+            keepers = [one for one in shards if one.slots[group][0] <= slot < sum(one.slots[group])]
+            if (why := _lacking(keepers, fingerprint.num_kv_heads)) is not None:
+                return f"{why} in slot {slot} of group {group}"
+    if layers != fingerprint.num_layers:
+        return f"the other node's stages keep {layers} of {fingerprint.num_layers} layers"
     return None
 
 
@@ -297,7 +352,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
                 block_size=cache.block_size,
                 layout=layout_of(cache),
                 connector=connector,
-                num_slots=cache.slots,
+                num_slots=cache.all_slots,
                 num_groups=cache.num_groups,
                 state_blocks=cache.state_blocks,
             ),
@@ -320,7 +375,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
             return why
         ours = BlockLayout.of(self.fingerprint, self.memory)
         theirs = BlockLayout.of(fingerprint, memory)
-        problem = _implausible(memory, self.fingerprint.num_kv_heads)
+        problem = _implausible(memory, self.fingerprint)
         if isinstance(ours, str):
             raise InternalError(f"our own KV cache cannot be described: {ours}")
         if isinstance(theirs, str):
@@ -328,6 +383,9 @@ class PoolGeometry(msgspec.Struct, frozen=True):
         elif problem is not None:
             differing.append(problem)
         elif not differing:
+            heads = self.fingerprint.num_kv_heads
+            pools = shards_in(self.memory, heads), shards_in(memory, heads)
+            in_stages = [used for pool in pools if (used := used_slots(pool))]
             on_device = any(side.memory_type != "DRAM" for side in (memory, self.memory))
             mapping = Mapping.between(
                 ours,
@@ -335,7 +393,10 @@ class PoolGeometry(msgspec.Struct, frozen=True):
                 on_device=on_device,
                 state_blocks=self.state_blocks,
                 by_head=bool(self.memory.shards or memory.shards),
+                used_slots=in_stages[0] if in_stages else (),
             )
+            if len(set(in_stages)) > 1:
+                mapping = f"groups have {in_stages[0]} layers here and {in_stages[1]} there"
             if isinstance(mapping, Mapping):
                 return mapping
             differing.append(mapping)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -18,8 +18,8 @@ import xxhash
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import Mapping
-from tandem.kvtransfer.protocol.shards import HeadRange, givers_of
-from tandem.kvtransfer.protocol.transport import AskedSums, HeadSums
+from tandem.kvtransfer.protocol.shards import givers_of, part_of
+from tandem.kvtransfer.protocol.transport import AskedSums, ShardSums
 
 if TYPE_CHECKING:
     import torch
@@ -75,16 +75,28 @@ class PendingSums(NamedTuple):
 
 class Checksums(Protocol):
     def of(
-        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+        self,
+        blocks: Sequence[int],
+        parts: Sequence[int],
+        mapping: Mapping,
+        *,
+        groups: Sequence[int] = (),
+        arrived: bool = False,
     ) -> list[int]:
-        """For grain `parts[i]` of block `blocks[i]` of our cache. The same bytes give the same number at both ends of
+        """For grain `parts[i]` of block `blocks[i]` of our cache, which is of group `groups[i]`. The same bytes give the same number at both ends of
         `mapping`, whatever the order in which a block's axes lie in memory, and whatever ranks its heads are with. `arrived`: of what a
         peer sent, so that every rank's copy of a head counts, and not only the one that is given away. Raises TransferError when another
         rank's part cannot be summed up."""
         ...
 
     def begin(
-        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+        self,
+        blocks: Sequence[int],
+        parts: Sequence[int],
+        mapping: Mapping,
+        *,
+        groups: Sequence[int] = (),
+        arrived: bool = False,
     ) -> PendingSums:
         """The same, without waiting for what other ranks have to do before: they copy blocks meanwhile, and so may this one."""
         ...
@@ -94,36 +106,58 @@ def _nothing_elsewhere(*_: object) -> AskedSums:
     return AskedSums()
 
 
-SumsElsewhere = Callable[[Sequence[int], Sequence[int], int, bool], AskedSums]
+SumsElsewhere = Callable[[Sequence[int], Sequence[int], int, bool, bool], AskedSums]
 
 
-def combined(ranks: Sequence[HeadSums], *, arrived: bool) -> list[int]:
-    """One checksum for each grain, of the sums that all ranks have of their heads. Of what has `arrived` all copies of a head must be
-    the same; one that differs is summed up as well, so that the number is another."""
-    shards = [HeadRange(rank.first, rank.sums.shape[1]) for rank in ranks]
-    givers = givers_of(shards)
-    heads = [ranks[giver].sums[:, head - shards[giver].first] for head, giver in enumerate(givers.tolist())]
-    given = np.stack(heads, axis=1).astype("<u8")
+def combined(
+    ranks: Sequence[ShardSums], groups: Sequence[int], used_slots: Sequence[int], *, arrived: bool
+) -> list[int]:
+    """One checksum for each grain, of the sums that all ranks have of what they keep of it. `used_slots`: in how many slots a block of
+    each group has layers, where the sums are of each layer; and `groups` are the grains'. Of what has `arrived` all copies of a head must
+    be the same; one that differs is summed up as well, so that the number is another."""
+    if not used_slots:
+        return _combined(ranks, 0, 1, arrived=arrived)
+    found = np.zeros(len(groups), dtype=np.uint64)
+    for group in set(groups):
+        rows = np.flatnonzero(np.array(groups) == group)
+        of_group = [ShardSums(rank.part, rank.sums[rows]) for rank in ranks]
+        found[rows] = _combined(of_group, group, used_slots[group], arrived=arrived)
+    sums: list[int] = found.tolist()
+    return sums
+
+
+def _combined(ranks: Sequence[ShardSums], group: int, num_slots: int, *, arrived: bool) -> list[int]:
+    givers = givers_of([rank.part for rank in ranks], group, num_slots)
+    given = np.zeros((len(ranks[0].sums), *givers.shape), dtype="<u8")
+    own = []  # of each rank: what it has of such a block, and where that is in a whole one
+    for number, (part, sums) in enumerate(ranks):
+        kept, heads = part.slots_of(group, num_slots), part.heads
+        own.append((sums[:, : kept.count], np.s_[:, kept.first : kept.end, heads.first : heads.end]))
+        slots, of_slot = np.nonzero(givers == number)
+        given[:, slots, of_slot] = sums[:, slots - kept.first, of_slot - heads.first]
     found = [xxhash.xxh3_64_intdigest(np.ascontiguousarray(row).data) for row in given]
     if arrived:
-        for rank, shard in zip(ranks, shards, strict=True):
-            differs = (rank.sums != given[:, shard.first : shard.end]).any(axis=1)
+        for sums, where in own:
+            differs = (sums != given[where]).any(axis=(1, 2))
             for grain in np.flatnonzero(differs).tolist():
-                row = np.concatenate([given[grain], rank.sums[grain]]).astype("<u8")
+                row = np.concatenate([given[grain].reshape(-1), sums[grain].reshape(-1)]).astype("<u8")
                 found[grain] = xxhash.xxh3_64_intdigest(row.data)
     return found
+
+
+_HeadsOf = Literal["block", "layer"] | None
 
 
 class CacheChecksums:
     """In host memory XXH3. Where either cache is on a device, a sum that the device computes where the bytes are: each word
     times an odd number that grows with its place, modulo 2**64. One changed bit changes it.
 
-    Where either cache is in shards, each head has such a sum of its own, and the grain's is XXH3 of those. `elsewhere` asks other ranks
-    for the sums of their heads, as `Transport.sums_elsewhere` does."""
+    Where either cache is in shards, each head has such a sum of its own, and the grain's is XXH3 of those; each head of each layer, where
+    the shards are of stages. `elsewhere` asks other ranks for the sums of what they keep, as `Transport.sums_elsewhere` does."""
 
     def __init__(self, memory: KVCacheMemory, elsewhere: SumsElsewhere = _nothing_elsewhere) -> None:
         tensor = memory.tensor
-        self._first_head = memory.heads.first if memory.heads is not None else 0
+        self._part = part_of(memory)
         self._elsewhere = elsewhere
         self._tensor = tensor
         self._block_size = memory.block_size
@@ -136,19 +170,34 @@ class CacheChecksums:
             self._rows = flat_bytes(tensor).numpy().reshape(memory.num_blocks, memory.block_bytes)
 
     def of(
-        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+        self,
+        blocks: Sequence[int],
+        parts: Sequence[int],
+        mapping: Mapping,
+        *,
+        groups: Sequence[int] = (),
+        arrived: bool = False,
     ) -> list[int]:
-        return self.begin(blocks, parts, mapping, arrived=arrived).wait()
+        return self.begin(blocks, parts, mapping, groups=groups, arrived=arrived).wait()
 
     def begin(
-        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+        self,
+        blocks: Sequence[int],
+        parts: Sequence[int],
+        mapping: Mapping,
+        *,
+        groups: Sequence[int] = (),
+        arrived: bool = False,
     ) -> PendingSums:
         if mapping.heads is None:
             sums = self._of_whole(blocks, parts, mapping)
             return PendingSums(lambda: sums, AskedSums().forget)
-        asked = self._elsewhere(blocks, parts, mapping.grain, mapping.on_device)
-        mine = self.of_heads(blocks, parts, mapping.grain, on_device=mapping.on_device)
-        return PendingSums(lambda: combined([mine, *asked.wait()], arrived=arrived), asked.forget)
+        by_layer, used = mapping.layers is not None, mapping.used_slots
+        asked = self._elsewhere(blocks, parts, mapping.grain, mapping.on_device, by_layer)
+        mine = self.of_heads(blocks, parts, mapping.grain, on_device=mapping.on_device, by_layer=by_layer)
+        return PendingSums(
+            lambda: combined([mine, *asked.wait()], groups, used, arrived=arrived), asked.forget
+        )
 
     def _of_whole(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
         if mapping.on_device:
@@ -161,21 +210,30 @@ class CacheChecksums:
         ]
 
     def of_heads(
-        self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, on_device: bool
-    ) -> HeadSums:
-        """The same of each head that this rank keeps."""
+        self,
+        blocks: Sequence[int],
+        parts: Sequence[int],
+        grain: int,
+        *,
+        on_device: bool,
+        by_layer: bool = False,
+    ) -> ShardSums:
+        """The same of each head that this rank keeps, or of each head of each layer."""
         if on_device:
-            sums = self._weighted(blocks, parts, grain, by_head=True)
+            sums = self._weighted(blocks, parts, grain, heads_of="layer" if by_layer else "block")
         else:
             sums = [
                 xxhash.xxh3_64_intdigest(of_head.data)
                 for block, part in zip(blocks, parts, strict=True)
-                for of_head in self._grain_by_head(block, part, grain)
+                for of_head in self._grain_by_head(block, part, grain, by_layer)
             ]
-        return HeadSums(self._first_head, np.array(sums, dtype=np.uint64).reshape(len(blocks), -1))
+        of_heads = np.array(sums, dtype=np.uint64).reshape(len(blocks), -1, self._part.heads.count)
+        return ShardSums(self._part, of_heads)
 
-    def _grain_by_head(self, block: int, part: int, size: int) -> npt.NDArray[Any]:
-        """For each head its bytes, in the order of `cache_map.AXES`."""
+    def _grain_by_head(
+        self, block: int, part: int, size: int, by_layer: bool
+    ) -> Sequence[npt.NDArray[Any]] | npt.NDArray[Any]:
+        """For each head its bytes, in the order of `cache_map.AXES`; with `by_layer` those of the first layer, of the second ..."""
         if self._elements is None:
             import torch
 
@@ -183,7 +241,11 @@ class CacheChecksums:
             kinds = {kind.itemsize: kind for kind in (torch.uint8, torch.int16, torch.int32, torch.int64)}
             elements = self._tensor.view(kinds[self._tensor.dtype.itemsize])
             self._elements = elements.numpy().transpose(0, 3, 1, 2, 4, 5)
-        return np.ascontiguousarray(self._elements[block][..., part * size : (part + 1) * size, :])
+        elements = self._elements[block][..., part * size : (part + 1) * size, :]
+        if not by_layer:
+            return np.ascontiguousarray(elements)
+        in_order = np.ascontiguousarray(elements.swapaxes(0, 1))
+        return in_order.reshape(-1, *in_order.shape[2:])
 
     def _grain(self, block: int, part: int, size: int) -> torch.Tensor:
         """Its bytes, in the order of `cache_map.AXES`."""
@@ -193,9 +255,9 @@ class CacheChecksums:
         return grain.contiguous().view(-1).view(torch.uint8)
 
     def _weighted(
-        self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, by_head: bool = False
+        self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, heads_of: _HeadsOf = None
     ) -> list[int]:
-        """One for each grain, or for each head of it."""
+        """One for each grain, or for each head of it, or for each head of each layer."""
         import torch
 
         batch = max(1, _BATCH_BYTES // self._block_bytes)
@@ -203,7 +265,7 @@ class CacheChecksums:
         with self._own_stream():
             for start in range(0, len(blocks), batch):
                 chosen = slice(start, start + batch)
-                words = self._words(blocks[chosen], parts[chosen], grain, by_head=by_head)
+                words = self._words(blocks[chosen], parts[chosen], grain, heads_of=heads_of)
                 if self._weights is None or len(self._weights) < words.shape[1]:
                     # Odd, and spread over all 64 bits: 2**64 divided by the golden ratio.
                     places = torch.arange(words.shape[1], dtype=torch.int64, device=words.device)
@@ -213,9 +275,9 @@ class CacheChecksums:
         return sums
 
     def _words(
-        self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, by_head: bool
+        self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, heads_of: _HeadsOf
     ) -> torch.Tensor:
-        """[grains, words], or [grains times heads, words]: a copy, in the order of `cache_map.AXES`."""
+        """[grains, words], or with a row for each head: a copy, in the order of `cache_map.AXES`."""
         import torch
 
         device = self._tensor.device
@@ -225,8 +287,10 @@ class CacheChecksums:
                 *grains.shape[:4], self._block_size // grain, grain, grains.shape[5]
             ).movedim(4, 1)
             grains = split[torch.arange(len(parts), device=device), torch.tensor(parts, device=device)]
-        if by_head:
+        if heads_of == "block":
             grains = grains.movedim(3, 1).flatten(0, 1)
+        elif heads_of == "layer":
+            grains = grains.movedim(3, 2).flatten(0, 2)
         raw = grains.contiguous().view(len(grains), -1).view(torch.uint8)
         sizes = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
         return raw.view(next(kind for kind, size in sizes if raw.shape[1] % size == 0)).to(torch.int64)

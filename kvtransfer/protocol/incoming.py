@@ -103,7 +103,8 @@ class Verifier:
         known = sum(place < receiving.num_arrived for place in places)
         places, expected = places[known:], expected[known:]
         blocks, parts = receiving.where(places)
-        found = self._checksums.of(blocks, parts, mapping, arrived=True) if places else []
+        groups = [receiving.order[place][0] for place in places]
+        found = self._checksums.of(blocks, parts, mapping, groups=groups, arrived=True) if places else []
         for place, block, right, got in zip(places, blocks, expected, found, strict=True):
             if right != got:
                 if receiving.sample.every == 1:

@@ -201,5 +201,5 @@ class IncomingTransfer:
                 their_block = their_ids[index // theirs - their_first]
                 if their_block == NULL_BLOCK_ID:
                     return None
-                places.append(GrainPlace(block, index % ours, their_block, index % theirs))
+                places.append(GrainPlace(block, index % ours, their_block, index % theirs, group))
         return places

@@ -330,7 +330,7 @@ class OutgoingTransfer:
                 return None
             there = mapping.block_of(group, index, tokens, groups, their_parts)
             theirs = destination.block_ids[group][there - destination.first_block[group]]
-            places.append(GrainPlace(ours, index % our_parts, theirs, index % their_parts))
+            places.append(GrainPlace(ours, index % our_parts, theirs, index % their_parts, group))
         return places
 
     @property
@@ -421,6 +421,7 @@ class OutgoingTransfer:
             [place.our_block for place in places],
             [place.our_part for place in places],
             self.destination.mapping,
+            groups=[place.group for place in places],
         )
         return TakenSums([place for place, _ in carrying], pending)
 

@@ -1,8 +1,8 @@
-"""Which bytes of which rank are meant by a move between two pools, where one or both of them lie in shards: some heads of every block
-in memory of each rank's own.
+"""Which bytes of which rank are meant by a move between two pools, where one or both of them lie in shards: some heads of every block, or
+some heads of some layers, in memory of each rank's own.
 
-The protocol knows one pool on either side, whose blocks have all heads. Here a move between two such pools becomes moves between their
-shards. Each shard that takes gets all its heads, also those that other shards keep as well; a head that several shards could give is
+The protocol knows one pool on either side, whose blocks have all heads and layers. Here a move between two such pools becomes moves
+between their shards. Each shard that takes gets all that it keeps, also what other shards keep as well; what several shards could give is
 given by one of them, the same one to all that take it and for checksums, because copies of it may differ in rounding.
 """
 
@@ -11,30 +11,56 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
-from tandem.kvtransfer.protocol.transport import HeadAxes, Move, Operation, UnitIds, run_bounds
+from tandem.kvtransfer.memory import KVCacheMemory
+from tandem.kvtransfer.protocol.transport import (
+    CutAxis,
+    IndexRange,
+    Move,
+    Operation,
+    ShardPart,
+    UnitIds,
+    run_bounds,
+)
 from tandem.wire.errors import InternalError
-from tandem.wire.handoff import CacheMemory
+from tandem.wire.handoff import CacheMemory, CacheShard
+
+Shards = tuple[ShardPart, ...]
+"""What of a pool each shard has. One that lies in one piece is its only shard."""
+
+_NO_ONE = -1
 
 
-class HeadRange(msgspec.Struct, frozen=True):
-    first: int
-    count: int
+def part_of(memory: KVCacheMemory) -> ShardPart:
+    """What of the node's pool this rank has."""
+    heads = memory.heads
+    slots = memory.layers.of_group if memory.layers is not None else ()
+    return ShardPart(
+        IndexRange(0, memory.num_kv_heads) if heads is None else IndexRange(heads.first, heads.count),
+        tuple(IndexRange(*of_group) for of_group in slots),
+    )
 
-    @property
-    def end(self) -> int:
-        return self.first + self.count
 
-
-Shards = tuple[HeadRange, ...]
-"""The heads of a pool's shards. One that lies in one piece is its only shard."""
+def part_in(shard: CacheShard) -> ShardPart:
+    return ShardPart(
+        IndexRange(shard.first_head, shard.num_heads),
+        tuple(IndexRange(*of_group) for of_group in shard.slots),
+    )
 
 
 def shards_in(memory: CacheMemory, num_heads: int) -> Shards:
-    shards = tuple(HeadRange(shard.first_head, shard.num_heads) for shard in memory.shards)
-    return shards or (HeadRange(0, num_heads),)
+    return tuple(map(part_in, memory.shards)) or (ShardPart(IndexRange(0, num_heads)),)
+
+
+def used_slots(shards: Sequence[ShardPart]) -> tuple[int, ...]:
+    """Of shards of pipeline stages: in how many slots, from the first one on, a block of each group has layers. Of others: ()."""
+    if not shards[0].slots:
+        return ()
+    return tuple(
+        max(shard.slots[group].end for shard in shards if shard.slots[group].count)
+        for group in range(len(shards[0].slots))
+    )
 
 
 class ShardMove(NamedTuple):
@@ -45,8 +71,24 @@ class ShardMove(NamedTuple):
     move: Move
 
 
-def givers_of(shards: Sequence[HeadRange]) -> UnitIds:
-    """For each head, the shard that gives it. Heads that the same shards keep are shared between these, in order."""
+def givers_of(shards: Sequence[ShardPart], group: int = 0, num_slots: int = 1) -> UnitIds:
+    """[slots, heads]: for each head of each layer of a group the shard that gives it. Heads that the same shards keep are shared between
+    these, in order."""
+    givers = np.zeros((num_slots, max(shard.heads.end for shard in shards)), dtype=np.int64)
+    of_stage: dict[tuple[int, ...], UnitIds] = {}
+    for slot in range(num_slots):
+        keepers = tuple(
+            number
+            for number, shard in enumerate(shards)
+            if (kept := shard.slots_of(group, num_slots)).first <= slot < kept.end
+        )
+        if keepers not in of_stage:
+            of_stage[keepers] = np.array(keepers)[_givers_of([shards[number].heads for number in keepers])]
+        givers[slot] = of_stage[keepers]
+    return givers
+
+
+def _givers_of(shards: Sequence[IndexRange]) -> UnitIds:
     keepers: list[list[int]] = [[] for _ in range(max(shard.end for shard in shards))]
     for number, shard in enumerate(shards):
         for head in range(shard.first, shard.end):
@@ -65,15 +107,21 @@ def givers_of(shards: Sequence[HeadRange]) -> UnitIds:
 
 def pairs_between(ours: Shards, theirs: Shards) -> list[tuple[int, int]]:
     """The shards, ours and theirs, between which anything moves in either direction."""
-    given = {(ours_, theirs_) for ours_, theirs_ in _pairs(ours, theirs)}
-    taken = {(ours_, theirs_) for theirs_, ours_ in _pairs(theirs, ours)}
-    return sorted(given | taken)
+    found: set[tuple[int, int]] = set()
+    for group, num_slots in enumerate(used_slots(ours) or used_slots(theirs) or (1,)):
+        found |= {(ours_, theirs_) for ours_, theirs_ in _pairs(ours, theirs, group, num_slots)}
+        found |= {(ours_, theirs_) for theirs_, ours_ in _pairs(theirs, ours, group, num_slots)}
+    return sorted(found)
 
 
-def _pairs(giving: Sequence[HeadRange], taking: Sequence[HeadRange]) -> Iterator[tuple[int, int]]:
-    givers = givers_of(giving)
+def _pairs(
+    giving: Sequence[ShardPart], taking: Sequence[ShardPart], group: int, num_slots: int
+) -> Iterator[tuple[int, int]]:
+    givers = givers_of(giving, group, num_slots)
     for taker, shard in enumerate(taking):
-        for giver in np.unique(givers[shard.first : shard.end]).tolist():
+        slots = shard.slots_of(group, num_slots)
+        wanted = givers[slots.first : slots.end, shard.heads.first : shard.heads.end]
+        for giver in np.unique(wanted).tolist():
             yield giver, taker
 
 
@@ -83,56 +131,114 @@ class PoolSplit:
 
     def __init__(self, ours: Shards, theirs: Shards) -> None:
         self._ours, self._theirs = ours, theirs
-        # By the operation, the units' size, and a grain's units on both sides: as many as there are counts of layers that go together.
-        self._patterns: dict[tuple[Operation, int, bytes, bytes], list[_GrainPattern]] = {}
+        self._used = used_slots(ours) or used_slots(theirs)
+        # Groups whose layers all shards have alike are moved as one.
+        first: dict[object, int] = {}
+        self._alike = [
+            first.setdefault(tuple(shard.slots_of(group, used) for shard in (*ours, *theirs)), group)
+            for group, used in enumerate(self._used)
+        ]
+        # By the operation, the units' size, the group, the first layer, and a grain's units on both sides: as many as there are counts of
+        # layers that go together.
+        self._patterns: dict[tuple[Operation, int, int, int, bytes, bytes], list[_GrainPattern]] = {}
 
     def of(self, move: Move) -> list[ShardMove]:
-        axes, units = move.heads, move.grain_units
-        if axes is None:
+        heads, layers = move.heads, move.layers
+        if heads is None:
             raise InternalError("a move whose units are of several heads")
-        ours, theirs = (column[:units] - column[0] for column in (move.local, move.remote))
-        key = (move.operation, move.unit_bytes, ours.tobytes(), theirs.tobytes())
-        if key not in self._patterns:
-            self._patterns[key] = self._patterns_of(move.operation, move.unit_bytes, axes, ours, theirs)
+        if not self._used:
+            return self._of_group(move, 0, 1, [heads], move.local, move.remote)
+        if layers is None or move.groups is None:
+            raise InternalError("a move between stages whose units are of several layers")
+        alike = np.array(self._alike)[move.groups]
+        found: list[ShardMove] = []
+        for group in np.unique(alike).tolist():
+            rows = np.repeat(alike == group, move.grain_units)
+            found += self._of_group(
+                move, group, self._used[group], [heads, layers], move.local[rows], move.remote[rows]
+            )
+        return found
+
+    def _of_group(
+        self,
+        move: Move,
+        group: int,
+        num_slots: int,
+        axes: Sequence[CutAxis],
+        local: UnitIds,
+        remote: UnitIds,
+    ) -> list[ShardMove]:
+        units, size = move.grain_units, move.unit_bytes
+        ours, theirs = (column[:units] - column[0] for column in (local, remote))
         begins = (
-            _Units(move.local[::units], axes.ours // move.unit_bytes, axes.count),
-            _Units(move.remote[::units], axes.theirs // move.unit_bytes, axes.count),
+            _Units(local[::units], [(axis.count, axis.ours // size) for axis in axes]),
+            _Units(remote[::units], [(axis.count, axis.theirs // size) for axis in axes]),
         )
+        slot = int(begins[0].index[1][0]) if self._used else 0
+        key = (move.operation, size, group, slot, ours.tobytes(), theirs.tobytes())
+        if key not in self._patterns:
+            split = (
+                _Units(ours, [(axis.count, axis.ours // size) for axis in axes]),
+                _Units(theirs, [(axis.count, axis.theirs // size) for axis in axes]),
+            )
+            writes = move.operation is Operation.WRITE
+            self._patterns[key] = self._patterns_of(writes, group, num_slots, slot, axes, *split)
         return [
-            ShardMove(pattern.ours, pattern.theirs, self._move(move, pattern, *begins))
+            ShardMove(pattern.ours, pattern.theirs, self._move(move, pattern, slot, *begins))
             for pattern in self._patterns[key]
         ]
 
     def _patterns_of(
-        self, operation: Operation, unit_bytes: int, axes: HeadAxes, local: UnitIds, remote: UnitIds
+        self,
+        writes: bool,
+        group: int,
+        num_slots: int,
+        first_slot: int,
+        axes: Sequence[CutAxis],
+        mine: _Units,
+        others: _Units,
     ) -> list[_GrainPattern]:
-        mine = _Units(local, axes.ours // unit_bytes, axes.count)
-        others = _Units(remote, axes.theirs // unit_bytes, axes.count)
-        if not np.array_equal(mine.head, others.head) or mine.head[0] != 0:
-            raise InternalError("a move from one head to another")
-        writes = operation is Operation.WRITE
+        """`first_slot`: of the grain's first unit, from which on the others are counted."""
+        head, slot = mine.index[0], mine.index[1] + first_slot if self._used else np.zeros_like(mine.index[0])
+        if head[0] != 0 or not all(
+            np.array_equal(*indices) for indices in zip(mine.index, others.index, strict=True)
+        ):
+            raise InternalError("a move from one head or layer to another")
         giving, taking = (self._ours, self._theirs) if writes else (self._theirs, self._ours)
-        givers = givers_of(giving)
-        heads = np.arange(axes.count)
+        givers = givers_of(giving, group, num_slots)
+        # A group may have fewer layers than a block has slots.
+        given_by = np.where(
+            slot < num_slots, givers[np.minimum(slot, num_slots - 1), head], np.int64(_NO_ONE)
+        )
         found = []
-        for giver, taker in _pairs(giving, taking):
-            shard = taking[taker]
-            wanted = (givers == giver) & (heads >= shard.first) & (heads < shard.end)
-            rows = np.flatnonzero(wanted[mine.head])
+        for giver, taker in _pairs(giving, taking, group, num_slots):
+            kept, slots = taking[taker].heads, taking[taker].slots_of(group, num_slots)
+            wanted = (head >= kept.first) & (head < kept.end) & (slot >= slots.first) & (slot < slots.end)
+            rows = np.flatnonzero(wanted & (given_by == giver))
+            if not len(rows):  # this move is of other layers
+                continue
             here, there = (giver, taker) if writes else (taker, giver)
-            ours = mine.within(self._ours[here])[rows]
-            theirs = others.within(self._theirs[there])[rows]
-            first, counts = run_bounds(ours, theirs)
-            size = int(np.gcd.reduce(np.concatenate([counts, ours[first], theirs[first]])))
-            found.append(_GrainPattern(here, there, ours, theirs, size))
+            places = []
+            counts_of = []
+            for part, units in ((self._ours[here], mine), (self._theirs[there], others)):
+                firsts, counts = [part.heads.first], [part.heads.count]
+                if self._used:
+                    firsts.append(part.slots_of(group, num_slots).first - first_slot)
+                    counts.append(part.width or axes[1].count)
+                places.append(units.within(firsts, counts)[rows])
+                counts_of.append(counts)
+            first, lengths = run_bounds(*places)
+            size = int(np.gcd.reduce(np.concatenate([lengths, *(column[first] for column in places)])))
+            found.append(_GrainPattern(here, there, places[0], places[1], size, counts_of[0], counts_of[1]))
         return found
 
-    def _move(self, move: Move, pattern: _GrainPattern, ours: _Units, theirs: _Units) -> Move:
+    def _move(self, move: Move, pattern: _GrainPattern, slot: int, ours: _Units, theirs: _Units) -> Move:
         """In the largest units that make up all runs of a grain and lie at multiples of their size."""
+        # A grain begins with head 0 and the move's first layer, which the shard may not have: the pattern says where its own are.
+        firsts = [0, slot][: len(ours.index)]
         begins = (
-            # A grain begins with head 0, which the shard may not have: the pattern says where its heads are.
-            ours.within(HeadRange(0, self._ours[pattern.ours].count)),
-            theirs.within(HeadRange(0, self._theirs[pattern.theirs].count)),
+            ours.within(firsts, pattern.our_counts),
+            theirs.within(firsts, pattern.their_counts),
         )
         size = int(np.gcd.reduce(np.concatenate(begins), initial=pattern.size))
         local, remote = (
@@ -144,25 +250,38 @@ class PoolSplit:
 
 class _GrainPattern(NamedTuple):
     """What of each grain moves between shard `ours` and shard `theirs`: units from the grain's beginning on in each, in runs of
-    multiples of `size`."""
+    multiples of `size`. And how many heads, and slots, a block has in either shard."""
 
     ours: int
     theirs: int
     local: UnitIds
     remote: UnitIds
     size: int
+    our_counts: Sequence[int]
+    their_counts: Sequence[int]
 
 
 class _Units:
-    """Units of a pool, each with its head, what lies outside of the heads, and what lies inside of one, where `inner` units lie side by
-    side. Each part of a sum of units can be taken alone, because a grain's first unit has the lowest place on every axis."""
+    """Units of a pool, each with its place on each axis that is cut, and what lies between these. Each part of a sum of units can be
+    taken alone, because a grain's first unit has the lowest place on every axis."""
 
-    def __init__(self, units: UnitIds, inner: int, num_heads: int) -> None:
-        self._inner = inner
-        outer, self._inside = np.divmod(units, inner)
-        self._outer, self.head = np.divmod(outer, num_heads)
+    def __init__(self, units: UnitIds, axes: Sequence[tuple[int, int]]) -> None:
+        """`axes`: how many places each has, and how many units lie from one to the next."""
+        self.index: list[UnitIds] = [units] * len(axes)
+        self._levels: list[tuple[int, int, UnitIds]] = []  # from the innermost axis on
+        rest, inside = units, 1
+        # Of two with the same step, the inner one has one place.
+        for axis in sorted(range(len(axes)), key=lambda number: (axes[number][1], axes[number][0])):
+            count, step = axes[axis]
+            rest, between = np.divmod(rest, step // inside)
+            rest, self.index[axis] = np.divmod(rest, count)
+            self._levels.append((axis, step // inside, between))
+            inside = step * count
+        self._outer = rest
 
-    def within(self, shard: HeadRange) -> UnitIds:
-        """As units of a shard, which has fewer heads between the same neighbours."""
-        units: UnitIds = (self._outer * shard.count + self.head - shard.first) * self._inner + self._inside
+    def within(self, firsts: Sequence[int], counts: Sequence[int]) -> UnitIds:
+        """As units of a shard, which has on each axis `counts` places from `firsts` on, between the same neighbours."""
+        units = self._outer
+        for axis, step, between in reversed(self._levels):
+            units = (units * counts[axis] + self.index[axis] - firsts[axis]) * step + between
         return units

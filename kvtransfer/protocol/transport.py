@@ -41,8 +41,8 @@ class Direction(enum.StrEnum):
     PULL = "pull"  # the consumer reads
 
 
-class HeadAxes(msgspec.Struct, frozen=True):
-    """Where in a block the heads lie: so many, and so many bytes from one to the next in our blocks and in the peer's."""
+class CutAxis(msgspec.Struct, frozen=True):
+    """Where in a block the heads lie, or the layers: so many, and so many bytes from one to the next in our blocks and in the peer's."""
 
     count: int
     ours: int
@@ -61,20 +61,52 @@ class Move(msgspec.Struct, frozen=True):
     unit_bytes: int
     local: UnitIds
     remote: UnitIds
-    heads: HeadAxes | None = None  # of a pool in shards, ours or the peer's: each unit is of one head
+    heads: CutAxis | None = None  # of a pool in shards, ours or the peer's: each unit is of one head
     grain_units: int = (
         1  # so many in a row are one grain's; every grain has the same ones, from its first unit on
     )
+    # Where a pool's shards are of pipeline stages: each unit is of one layer, too, and each grain of one group.
+    layers: CutAxis | None = None
+    groups: UnitIds | None = None
 
     @property
     def num_bytes(self) -> int:
         return self.unit_bytes * len(self.local)
 
 
-class HeadSums(NamedTuple):
-    """A checksum of each of some grains for each of the heads from `first` on: [grains, heads], unsigned."""
+class IndexRange(msgspec.Struct, frozen=True):
+    """Heads, or the slots of layers in a block."""
 
     first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+class ShardPart(msgspec.Struct, frozen=True):
+    """What one shard has of every block: some heads, and of each group's layers those in some slots, which lie in it from its first slot
+    on. `slots` is empty where it has all layers."""
+
+    heads: IndexRange
+    slots: tuple[IndexRange, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """How many slots a block has in it, where it has not all layers; else 0."""
+        return max((of_group.count for of_group in self.slots), default=0)
+
+    def slots_of(self, group: int, of: int) -> IndexRange:
+        """Where a block of the group has layers in `of` slots."""
+        return self.slots[group] if self.slots else IndexRange(0, of)
+
+
+class ShardSums(NamedTuple):
+    """A checksum of each of some grains for each head, or for each slot and head, that one rank has: [grains, slots or 1, heads],
+    unsigned."""
+
+    part: ShardPart
     sums: npt.NDArray[np.uint64]
 
 
@@ -85,7 +117,7 @@ def _forget_nothing() -> None:
 class AskedSums(NamedTuple):
     """Checksums that other ranks are taking. One of the two is called, once."""
 
-    wait: Callable[[], list[HeadSums]] = list  # raises TransferError where they do not come
+    wait: Callable[[], list[ShardSums]] = list  # raises TransferError where they do not come
     forget: Callable[[], None] = _forget_nothing
 
 
@@ -140,9 +172,9 @@ class Transport(abc.ABC):
         `may_still_write`."""
 
     def sums_elsewhere(
-        self, blocks: Sequence[int], parts: Sequence[int], grain: int, on_device: bool
+        self, blocks: Sequence[int], parts: Sequence[int], grain: int, on_device: bool, by_layer: bool
     ) -> AskedSums:
-        """Begins to take the checksums of what other ranks keep of these grains."""
+        """Begins to take the checksums of what other ranks keep of these grains: of each head, or of each head of each layer."""
         return AskedSums()
 
     # A transport that has a copy of the KV cache which peers see instead of it.

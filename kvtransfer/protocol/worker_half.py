@@ -78,16 +78,16 @@ class WorkerHalf(WorkerConnector):
             and 0 < self._layerwise_tokens <= self._plan.num_tokens
             and memory is not None
             and memory.num_groups == 1
-            and memory.slots == memory.num_layers > 1
+            and memory.all_slots == memory.num_layers > 1
         )
 
     def save_kv_layer(self, layer: int) -> None:
         if self._memory is None:
             return
-        stride = -(-self._memory.slots // self._settings.layerwise_posts)
+        stride = -(-self._memory.all_slots // self._settings.layerwise_posts)
         done = layer + 1
         # The last layers go with the end of the forward pass, which follows at once.
-        if done % stride == 0 and done < self._memory.slots:
+        if done % stride == 0 and done < self._memory.all_slots:
             self._loop.command([LayersComputed(dict(self._plan.computed), done, self._fence())])
 
     @property

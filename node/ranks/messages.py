@@ -25,6 +25,7 @@ class RankOrders(msgspec.Struct, frozen=True):
     stages: int = 1
     kv_memory: int | None = None  # the descriptor of the KV cache that all ranks keep together
     transfers: int | None = None  # of the line by which rank 0 moves what this rank keeps apart
+    tiers: int | None = None  # and of that by which it has it copied to tiers
 
 
 class RankHere(msgspec.Struct, frozen=True, tag=True):

@@ -36,6 +36,7 @@ from tandem.wire.logs import begin_logging
 if TYPE_CHECKING:
     from tandem.engine.model.torch_runner import TorchRunner
     from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+    from tandem.kvtransfer.offload.ranks import RankTiers
 
 BEAT_S = 0.1
 _CLOSE_S = 1.0
@@ -77,7 +78,7 @@ def _serve(
     from tandem.engine.model.loading import load_runner
     from tandem.engine.model.wide.forward import follow
     from tandem.engine.model.wide.shard import Shard
-    from tandem.node.ranks.group import LOOPBACK, GroupCollectives, group_of_stage
+    from tandem.node.ranks.group import GroupCollectives, group_of_stage
 
     device = choose_device(orders.model.device)
     _tell(control, RankHere(device.type))
@@ -100,10 +101,7 @@ def _serve(
         lambda what, share: _tell(control, RankProgress(what, share)),
         shard=shard,
     )
-    transfers = None
-    if orders.transfers is not None:
-        host = "" if orders.host == LOOPBACK else orders.host
-        transfers = _begin_transfers(orders.transfers, host, runner, anywhere)
+    transfers = _begin_transfers(orders, runner, anywhere)
     _tell(control, RankReady())
     taken = 0
 
@@ -115,21 +113,36 @@ def _serve(
         return memory.read(orders.rank, taken)
 
     follow(runner.forward, receive, shard, device)
-    if transfers is not None:
-        transfers.stop(_CLOSE_S)
+    for one in transfers:
+        one.stop(_CLOSE_S)
 
 
-def _begin_transfers(line: int, host: str, runner: TorchRunner, anywhere: Collection[int]) -> RankTransfers:
-    """Its threads carry blocks, and run wherever there is room. What keeps them from answering ends the process, and so the node."""
+def _begin_transfers(
+    orders: RankOrders, runner: TorchRunner, anywhere: Collection[int]
+) -> list[RankTransfers | RankTiers]:
+    """Their threads carry blocks, and run wherever there is room. What keeps them from answering ends the process, and so the node."""
     from tandem.engine.model.runner import memory_of
     from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+    from tandem.kvtransfer.offload.ranks import RankTiers
+    from tandem.node.ranks.group import LOOPBACK
 
-    transfers = RankTransfers(socket.socket(fileno=line), memory_of(runner), lambda: os._exit(1), host)
+    host = "" if orders.host == LOOPBACK else orders.host
+    memory = memory_of(runner)
+    begun: list[RankTransfers | RankTiers] = []
+    if orders.transfers is not None:
+        begun.append(RankTransfers(socket.socket(fileno=orders.transfers), memory, _end, host))
+    if orders.tiers is not None:
+        begun.append(RankTiers(socket.socket(fileno=orders.tiers), memory, _end))
     computing = os.sched_getaffinity(0)
     os.sched_setaffinity(0, anywhere)
-    transfers.start()
+    for one in begun:
+        one.start()
     os.sched_setaffinity(0, computing)
-    return transfers
+    return begun
+
+
+def _end() -> None:
+    os._exit(1)
 
 
 def _tell(control: socket.socket, message: FromRank) -> None:

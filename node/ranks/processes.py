@@ -139,7 +139,9 @@ class RankProcesses:
         self._others = range(max(1, plan.ranks.start), plan.ranks.stop)
         self.memory = SharedMemory(self._memory_fd, self._others)
         self.kv_fd: int | None = None  # the KV cache of all ranks, as long as rank 0 makes it
-        self.lines: dict[int, socket.socket] = {}  # to each, where there is no such cache
+        # To each, where there is no such cache: what moves its KV is told by this.
+        self.lines: dict[int, socket.socket] = {}
+        self.tier_lines: dict[int, socket.socket] = {}  # the same for what copies it to tiers
         self.relays: list[Relay] = []
         self._thread = threading.Thread(target=self._run, name="rank-supervisor", daemon=True)
 
@@ -205,7 +207,7 @@ class RankProcesses:
             self._is_closed = True
         if self._thread.ident is None:
             os.close(self._memory_fd)
-        for line in self.lines.values():
+        for line in (*self.lines.values(), *self.tier_lines.values()):
             line.close()
 
     # --- the thread that watches
@@ -221,7 +223,7 @@ class RankProcesses:
             self._end(kept)
 
     def begin(self, rendezvous: str, *, apart: bool) -> None:
-        """`apart`: each has a line by which rank 0 moves its KV."""
+        """`apart`: each has a line by which rank 0 moves its KV, and one for its tiers where there are some."""
         for number in self._others:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             place = number - self.plan.ranks.start
@@ -231,12 +233,11 @@ class RankProcesses:
                 command = [sys.executable, "-m", "tandem.node.ranks.process"]
                 named = [theirs.fileno(), self._memory_fd, self._lifeline]
                 inherited = [] if self.kv_fd is None else [self.kv_fd]
-                transfers = None
+                transfers = tiers = None
                 if apart:
-                    line, far = socket.socketpair()
-                    to_close.enter_context(far)
-                    self.lines[number] = line
-                    inherited.append(transfers := far.fileno())
+                    self.lines[number], transfers = _line(inherited, to_close)
+                if apart and self.plan.engine.cache.tiers:
+                    self.tier_lines[number], tiers = _line(inherited, to_close)
                 process = subprocess.Popen(
                     [*command, *map(str, (os.getpid(), *named))],
                     pass_fds=named + inherited,
@@ -248,11 +249,13 @@ class RankProcesses:
                     },
                 )
             self._ranks.append(_Rank(number, process, ours))
-            orders = self._orders(number, place, rendezvous, transfers)
+            orders = self._orders(number, place, rendezvous, transfers, tiers)
             with contextlib.suppress(OSError):  # it has ended: seen below
                 ours.send(_encode(orders))
 
-    def _orders(self, number: int, place: int, rendezvous: str, transfers: int | None) -> RankOrders:
+    def _orders(
+        self, number: int, place: int, rendezvous: str, transfers: int | None, tiers: int | None
+    ) -> RankOrders:
         plan, share = self.plan, self.plan.shares[place]
         engine = plan.engine
         model = msgspec.structs.replace(
@@ -272,6 +275,7 @@ class RankProcesses:
             plan.stages,
             self.kv_fd,
             transfers,
+            tiers,
         )
 
     def _watch(self) -> None:
@@ -379,6 +383,14 @@ class RankProcesses:
         if self.kv_fd is not None:
             os.close(self.kv_fd)
         self._owner.ended(self.verdict)
+
+
+def _line(inherited: list[int], to_close: contextlib.ExitStack) -> tuple[socket.socket, int]:
+    """A new one to a rank: our end, and the descriptor of its own, which the rank inherits."""
+    ours, far = socket.socketpair()
+    to_close.enter_context(far)
+    inherited.append(far.fileno())
+    return ours, far.fileno()
 
 
 def _ended(rank: _Rank) -> str:

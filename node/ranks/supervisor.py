@@ -115,8 +115,6 @@ class Ranks:
         self._size = size
         self._stages = stages
         self._apart = apart or machines > 1
-        if self._apart and stages > 1:
-            raise InternalError("stages of ranks whose caches lie apart")
         self._engine = engine
         self._host = host
         self._most_ticks = max(1, round(silence_s / TICK_S))
@@ -182,7 +180,7 @@ class Ranks:
         self._check_kinds(device.type)
         try:
             self._group = GroupCollectives(0, self._size, rendezvous, device, host=host)
-            self._of_stage = group_of_stage(0, self._size, self._stages, rendezvous, device)
+            self._of_stage = group_of_stage(0, self._size, self._stages, rendezvous, device, host)
         except RuntimeError as error:
             raise self.cause_of(error) from error
         return Shard(
@@ -230,6 +228,11 @@ class Ranks:
     def transfer_lines(self) -> list[socket.socket]:
         """To each of the others, where they keep their heads apart: what moves its KV is told by this."""
         return [*(self._here.lines[number] for number in sorted(self._here.lines)), *self._far_lines]
+
+    @property
+    def tier_lines(self) -> list[socket.socket]:
+        """The same for what copies it to tiers."""
+        return [self._here.tier_lines[number] for number in sorted(self._here.tier_lines)]
 
     @property
     def pids(self) -> list[int]:
@@ -315,8 +318,10 @@ class Ranks:
     def ending(self, verdict: TandemError | None) -> None:
         for machine in self._machines:
             self._tell(machine, EndRanks(at_once=verdict is not None))
-        if verdict is not None and self._group is not None:
-            self._group.abort()
+        if verdict is not None:
+            for group in (self._group, self._of_stage):
+                if group is not None:
+                    group.abort()
 
     def ended(self, verdict: TandemError | None) -> None:
         deadline = time.monotonic() + END_S + TICK_S

@@ -145,11 +145,6 @@ MISTAKES = [
         "FILE: pools.aggregated.tensor_parallel is 2, but pools.aggregated.nodes is 0: set it to at least 1",
     ),
     (
-        "{pools: {decode: {nodes: 1, pipeline_parallel: 2}}, model: {device: 'cuda:0'}}",
-        "FILE: pools.decode.pipeline_parallel is 2, but stages share one KV cache, which ranks have on CPUs alone: set tensor_parallel "
-        "higher instead",
-    ),
-    (
         "pools: {decode: {nodes: 1, tensor_parallel: 8, pipeline_parallel: 4}}",
         "FILE: pools.decode.pipeline_parallel is 4, and tensor_parallel 8: a node of 32 ranks, and 16 are the most",
     ),

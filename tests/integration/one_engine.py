@@ -83,6 +83,7 @@ class OneEngine:
             prefix_caching=prefix_caching,
             checkpoint_tokens=checkpoint_tokens,
             hash_seed="t",
+            tiers=list(tiers),
             encoder_tokens=encoder_tokens,
         )
         scheduler = scheduler or SchedulerConfig()
@@ -96,6 +97,7 @@ class OneEngine:
         )
         ranks = contextlib.ExitStack()
         lines: list[socket.socket] = []
+        tier_lines: list[socket.socket] = []
         supervised = None
         far: list[FarMachine] = []
         if processes:
@@ -120,11 +122,17 @@ class OneEngine:
             ranks.callback(supervised.stop)
             runner = load_runner(config, cache, scheduler, shard=supervised.start())
             supervised.await_ready()
-            lines = supervised.transfer_lines
+            lines, tier_lines = supervised.transfer_lines, supervised.tier_lines
         else:
             load = functools.partial(load_runner, config, cache, scheduler)
             runner = ranks.enter_context(
-                ranks_here(width, lambda shard: load(shard=shard), stages, lines if apart else None)
+                ranks_here(
+                    width,
+                    lambda shard: load(shard=shard),
+                    stages,
+                    lines if apart else None,
+                    tier_lines if apart and tiers else None,
+                )
             )
         info = runner.info
         scheduler_half, worker_half = None, None
@@ -142,6 +150,7 @@ class OneEngine:
                 remote=shares,
                 mirror=shares,
                 rank_lines=lines,
+                tier_lines=tier_lines,
             )
             scheduler_half, worker_half = create_connector(context)
         made = Scheduler(

@@ -45,15 +45,29 @@ HERE, THERE = "10.79.0.1", "10.79.0.2"  # of the two machines that have networks
 
 
 def config_of(
-    path: Path, width: int, others: int = 1, here: str = "127.0.0.1", there: str = "127.0.0.1"
+    path: Path,
+    width: int,
+    others: int = 1,
+    here: str = "127.0.0.1",
+    there: str = "127.0.0.1",
+    stages: int = 1,
 ) -> NodeConfig:
+    """`width`: of all stages together."""
     engine = EngineConfig(
         model=ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
         cache=CacheConfig(block_size=4, memory_bytes=4 << 20),
         scheduler=SchedulerConfig(max_num_seqs=4),
     )
     machines = [OtherMachine(there, device="cpu") for _ in range(others)]
-    return NodeConfig("spread", Role.AGGREGATED, here, engine=engine, tensor_parallel=width, others=machines)
+    return NodeConfig(
+        "spread",
+        Role.AGGREGATED,
+        here,
+        engine=engine,
+        tensor_parallel=width // stages,
+        pipeline_parallel=stages,
+        others=machines,
+    )
 
 
 class SpreadNode:
@@ -70,6 +84,7 @@ class SpreadNode:
             engine,
             shares_of([], 1, size // config.machines),
             LogsConfig(),
+            stages=config.pipeline_parallel,
             host=config.host,
             keepers=[machine.endpoint for machine in self.machines],
             silence_s=SILENCE_S,
@@ -96,21 +111,23 @@ class SpreadNode:
 
 
 @contextlib.contextmanager
-def spread_node(path: Path, width: int, others: int = 1) -> Iterator[SpreadNode]:
-    node = SpreadNode(config_of(path, width, others))
+def spread_node(path: Path, width: int, others: int = 1, stages: int = 1) -> Iterator[SpreadNode]:
+    node = SpreadNode(config_of(path, width, others, stages=stages))
     try:
         yield node
     finally:
         node.close()
 
 
-@pytest.mark.parametrize(("width", "others"), [(2, 1), (4, 1)])
+@pytest.mark.parametrize(
+    ("width", "others", "stages"), [(2, 1, 1), (4, 1, 1), (4, 1, 2)], ids=["2", "4", "2 stages of 2"]
+)
 def test_machines_say_what_one_says_and_end_when_they_are_stopped(
-    tiny_llama: Path, width: int, others: int
+    tiny_llama: Path, width: int, others: int, stages: int
 ) -> None:
     prompt = [7, 3, 5] * 7
     (answer,) = tiny.reference(tiny_llama, [prompt], 8)
-    with spread_node(tiny_llama, width, others) as node:
+    with spread_node(tiny_llama, width, others, stages) as node:
         node.driver.add("r", prompt)
         assert node.driver.generate(8, max_chunk=5)["r"] == answer.tokens
         assert len(node.pids) == width - 1

@@ -40,11 +40,18 @@ class ApartNode:
 
 
 def config_of(
-    role: Role, folder: str, width: int, block_size: int = 16, tiers: list[TierConfig] | None = None
+    role: Role,
+    folder: str,
+    width: int,
+    block_size: int = 16,
+    tiers: list[TierConfig] | None = None,
+    remote: bool = False,
 ) -> NodeConfig:
     engine = EngineConfig(
         model=ModelConfig(path=folder, served_name="fake", dtype="float32", device="cpu", threads=1),
-        cache=CacheConfig(block_size=block_size, memory_bytes=4 << 20, tiers=tiers or []),
+        cache=CacheConfig(
+            block_size=block_size, memory_bytes=4 << 20, tiers=tiers or [], remote=remote, hash_seed="t"
+        ),
         scheduler=SchedulerConfig(max_num_batched_tokens=48),
     )
     return NodeConfig(
@@ -119,10 +126,10 @@ def test_answers_are_those_of_generate_and_a_lost_rank_costs_its_node(
 
 
 def test_what_would_copy_one_ranks_heads_is_refused(folder: Path) -> None:
-    node = PrefillNode(config_of(Role.PREFILL, str(folder), 2, tiers=[TierConfig(cpu=1 << 20)]))
+    node = PrefillNode(config_of(Role.PREFILL, str(folder), 2, tiers=[TierConfig(cpu=1 << 20)], remote=True))
     node.caches_apart = True
     try:
-        with pytest.raises(ConfigurationError, match=r"cache\.tiers would copy one rank's"):
+        with pytest.raises(ConfigurationError, match=r"cache\.remote would copy one rank's"):
             node.start()
     finally:
         node.stop()

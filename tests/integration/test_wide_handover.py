@@ -133,7 +133,7 @@ def test_the_tokens_are_those_of_generate(
 
 
 # The same with caches apart, as GPUs have them: on either side, on both, and beside ranks that keep one cache.
-APART: list[tuple[str, tuple[int, int], tuple[bool, bool], str, tuple[int, int]]] = [
+APART: list[tuple[str, tuple[Width, Width], tuple[bool, bool], str, tuple[int, int]]] = [
     ("llama", (1, 2), (False, True), "push", (4, 4)),
     ("llama", (2, 1), (True, False), "push", (4, 8)),
     ("llama", (2, 2), (True, True), "push", (4, 4)),
@@ -146,6 +146,19 @@ APART: list[tuple[str, tuple[int, int], tuple[bool, bool], str, tuple[int, int]]
     ("gemma3", (1, 4), (False, True), "pull", (4, 4)),
     ("phi3", (2, 2), (True, True), "push", (4, 4)),
     ("mixtral", (2, 4), (True, True), "push", (4, 4)),
+    # And their stage's layers.
+    ("llama", ((2, 2), 1), (True, False), "push", (4, 4)),
+    ("llama", (1, (2, 2)), (False, True), "pull", (4, 8)),
+    ("llama", ((4, 2), 2), (True, True), "pull", (8, 4)),
+    ("llama", (2, (4, 2)), (False, True), "push", (4, 4)),
+    ("qwen2", ((2, 2), (2, 2)), (True, True), "push", (4, 8)),
+    ("qwen3", ((4, 2), (2, 2)), (True, False), "pull", (4, 4)),
+    ("gemma2", ((4, 2), (2, 2)), (True, True), "push", (8, 4)),
+    ("gemma3", ((4, 4), (3, 3)), (True, True), "push", (4, 4)),
+    ("gemma3", ((2, 2), (6, 3)), (True, True), "pull", (8, 4)),
+    ("mixtral", (2, (2, 2)), (True, True), "pull", (4, 4)),
+    ("phi3", ((4, 2), (2, 2)), (True, True), "push", (4, 4)),
+    ("qwen3-moe", ((2, 2), (4, 2)), (True, True), "pull", (4, 4)),
 ]
 
 
@@ -153,7 +166,7 @@ APART: list[tuple[str, tuple[int, int], tuple[bool, bool], str, tuple[int, int]]
 def test_and_where_ranks_keep_their_heads_apart(
     answers: Callable[[str], tuple[Path, list[list[int]]]],
     model: str,
-    widths: tuple[int, int],
+    widths: tuple[Width, Width],
     apart: tuple[bool, bool],
     direction: str,
     blocks: tuple[int, int],
@@ -169,15 +182,40 @@ def test_and_where_ranks_keep_their_heads_apart(
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
 
 
-def test_a_tier_keeps_the_heads_of_all_ranks(
+# A node of ranks that keep one cache; and of ranks that keep their heads, or their stage's layers, apart.
+TIERS: list[tuple[str, Width, bool, str]] = [
+    ("llama", 2, False, "cpu"),
+    ("llama", 2, True, "cpu"),
+    ("llama", (2, 2), True, "cpu"),
+    ("llama", (4, 2), True, "disk"),
+    ("qwen3", (2, 2), True, "cpu"),
+    ("mixtral", 4, True, "disk"),
+]
+
+
+@pytest.mark.parametrize(("model", "width", "apart", "kind"), TIERS)
+def test_a_tier_keeps_what_all_ranks_have(
     answers: Callable[[str], tuple[Path, list[list[int]]]],
+    tmp_path: Path,
+    model: str,
+    width: Width,
+    apart: bool,
+    kind: str,
 ) -> None:
     """Eight blocks of four tokens on the device: each prompt takes the place of the one before it."""
-    path, _ = answers("llama")
-    chance = random.Random(3)
-    documents = [[chance.randrange(3, tiny.VOCAB) for _ in range(61)] for _ in range(4)]
-    expected = [found.tokens for found in tiny.reference(path, documents, NEW_TOKENS)]
-    engine = OneEngine.start(
+    path, _ = answers(model)
+    tier = TierConfig(cpu=4 << 20) if kind == "cpu" else TierConfig(disk=str(tmp_path), size=64 << 20)
+    engine = start_with(path, tier, width, apart=apart)
+    try:
+        expect_loads(engine, path)
+    finally:
+        engine.close()
+
+
+def start_with(
+    path: Path, tier: TierConfig, width: Width, *, apart: bool, processes: bool = False
+) -> OneEngine:
+    return OneEngine.start(
         path,
         "tiers",
         4,
@@ -185,18 +223,46 @@ def test_a_tier_keeps_the_heads_of_all_ranks(
         scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK, max_model_len=96),
         memory_bytes=4 << 20,
         prefix_caching=True,
-        tiers=[TierConfig(cpu=4 << 20)],
+        tiers=[tier],
         num_blocks=25,
-        width=2,
+        width=width if isinstance(width, int) else width[0],
+        stages=1 if isinstance(width, int) else width[1],
+        apart=apart,
+        processes=processes,
     )
+
+
+def expect_loads(engine: OneEngine, path: Path) -> None:
+    chance = random.Random(3)
+    documents = [[chance.randrange(3, tiny.VOCAB) for _ in range(61)] for _ in range(4)]
+    expected = [found.tokens for found in tiny.reference(path, documents, NEW_TOKENS)]
+    for turn in range(3):
+        for index, document in enumerate(documents):
+            assert engine.answer(f"r{turn}-{index}", document, NEW_TOKENS) == expected[index]
+    computed = engine.engine.scheduler.stats().prompt_tokens_computed
+    assert computed < sum(map(len, documents)) * 2, "the tier brought nothing back"
+
+
+def test_processes_keep_tiers_apart_and_a_rank_that_is_lost_ends_the_node(
+    answers: Callable[[str], tuple[Path, list[list[int]]]], tmp_path: Path
+) -> None:
+    path, _ = answers("llama")
+    tier = TierConfig(disk=str(tmp_path), size=64 << 20)
+    engine = start_with(path, tier, (2, 2), apart=True, processes=True)
     try:
-        for turn in range(3):
-            for index, document in enumerate(documents):
-                assert engine.answer(f"r{turn}-{index}", document, NEW_TOKENS) == expected[index]
-        computed = engine.engine.scheduler.stats().prompt_tokens_computed
-        assert computed < sum(map(len, documents)) * 2, "the tier brought nothing back"
+        expect_loads(engine, path)
+        assert sorted(folder.name for folder in tmp_path.iterdir()) == ["rank0of2", "rank1of2"]
+        assert engine.supervised is not None
+        (pid,) = engine.supervised.pids
+        engine.add("r", list(range(3, 64)), NEW_TOKENS, None)
+        engine.run("r", [], time.monotonic() + 60.0)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(NodeLost, match="rank 1 has ended"):
+            run_on(engine, time.monotonic() + 60.0)
     finally:
+        began = time.monotonic()
         engine.close()
+    assert time.monotonic() < began + 20, "it does not wait for what cannot come"
 
 
 def run_on(engine: OneEngine, until: float) -> None:
@@ -211,15 +277,15 @@ def is_there(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize(("direction", "width"), [("push", 2), ("pull", 2), ("push", (2, 2))])
 def test_processes_with_heads_apart_hand_over_and_end_with_their_node(
-    answers: Callable[[str], tuple[Path, list[list[int]]]], direction: str
+    answers: Callable[[str], tuple[Path, list[list[int]]]], direction: str, width: Width
 ) -> None:
     path, expected = answers("llama")
     config = TransferConfig(connector="nixl", direction=direction, checksums="all")  # type: ignore[arg-type]
     with contextlib.ExitStack() as both:
         engines = []
-        for name, width in (("p", 2), ("c", 2)):
+        for name in ("p", "c"):
             engine = start(path, name, width, 4, config, apart=True, processes=True)
             both.callback(engine.close)
             engines.append(engine)
@@ -234,14 +300,15 @@ def test_processes_with_heads_apart_hand_over_and_end_with_their_node(
     assert not any(map(is_there, pids))
 
 
+@pytest.mark.parametrize("width", [2, (2, 2)], ids=["heads", "layers"])
 def test_a_node_that_loses_a_rank_with_heads_apart_ends_without_waiting(
-    answers: Callable[[str], tuple[Path, list[list[int]]]],
+    answers: Callable[[str], tuple[Path, list[list[int]]]], width: Width
 ) -> None:
     """While what it was to send is on its way: the consumer reads the prompt itself."""
     path, expected = answers("llama")
     config = TransferConfig(connector="nixl", checksums="all", lease_s=2.0)
     with contextlib.ExitStack() as both:
-        producer = start(path, "p", 2, 4, config, apart=True, processes=True)
+        producer = start(path, "p", width, 4, config, apart=True, processes=True)
         both.callback(producer.close)
         consumer = start(path, "c", 2, 4, config, apart=True)
         both.callback(consumer.close)

@@ -97,13 +97,25 @@ class FakeChecksums:
         self.taken = 0
 
     def of(
-        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+        self,
+        blocks: Sequence[int],
+        parts: Sequence[int],
+        mapping: Mapping,
+        *,
+        groups: Sequence[int] = (),
+        arrived: bool = False,
     ) -> list[int]:
         self.taken += len(blocks)
         return [self._of(block, part, mapping.grain) for block, part in zip(blocks, parts, strict=True)]
 
     def begin(
-        self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping, *, arrived: bool = False
+        self,
+        blocks: Sequence[int],
+        parts: Sequence[int],
+        mapping: Mapping,
+        *,
+        groups: Sequence[int] = (),
+        arrived: bool = False,
     ) -> PendingSums:
         sums = self.of(blocks, parts, mapping, arrived=arrived)
         return PendingSums(lambda: sums, lambda: None)

@@ -40,7 +40,10 @@ def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: 
     tokens_before_heads = config.pop("tokens_before_heads", False)
     layer_s = config.pop("layer_s", 0.0)
     ranks = config.pop("ranks", 1)  # processes of their own, but for the first
-    kind: Any = FakeEngine if ranks == 1 else functools.partial(WideFakeEngine, ranks=ranks, processes=True)
+    cuts = config.pop("cuts", ())  # into stages
+    kind: Any = FakeEngine
+    if ranks > 1:
+        kind = functools.partial(WideFakeEngine, ranks=ranks, cuts=cuts, processes=True)
     engine: FakeEngine = kind(
         connector,
         node_id,

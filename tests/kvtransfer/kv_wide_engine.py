@@ -1,4 +1,4 @@
-"""The engine in miniature as a node of several ranks, each with memory of its own heads. Rank 0 is the engine's process; the others are threads
+"""The engine in miniature as a node of several ranks, each with memory of its own heads, and of its stage's layers. Rank 0 is the engine's process; the others are threads
 of it, or processes as a node's are, whose memory the engine maps as well, so that a test can look into it."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from kv_fake_engine import DIM, HEADS, SLOTS, FakeEngine, FakeRequest, State, kv_of
 
 from tandem.engine.model.wide.shard import heads_of_rank
-from tandem.kvtransfer.base import HeadShare, KVCacheMemory
+from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.kvtransfer.nixl.rank_thread import RankTransfers
 
 PATIENCE_S = 20.0
@@ -30,10 +31,20 @@ def mapped(descriptor: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=dtype).view(shape)
 
 
+def memory_of(cache: torch.Tensor, heads: HeadShare, layers: range) -> KVCacheMemory:
+    share = LayerShare(((layers.start, len(layers)),), SLOTS) if len(layers) < SLOTS else None
+    return KVCacheMemory(cache, "fake", SLOTS, 1, 1000, heads=heads, layers=share)
+
+
 class WideFakeEngine(FakeEngine):
-    def __init__(self, *args: Any, ranks: int, processes: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, ranks: int, cuts: Sequence[int] = (), processes: bool = False, **kwargs: Any
+    ) -> None:
+        """`cuts`: the first layers of stages after the first. `ranks` are of all stages."""
         self._num_ranks, self._processes = ranks, processes
+        self._cuts = (0, *cuts, SLOTS)
         self.shares: list[HeadShare] = []
+        self.layers: list[range] = []  # by rank
         self.caches: list[torch.Tensor] = []  # by rank
         self.threads: list[RankTransfers] = []
         self.others: list[subprocess.Popen[bytes]] = []
@@ -42,12 +53,15 @@ class WideFakeEngine(FakeEngine):
 
     def make_cache(self, num_blocks: int, dtype: torch.dtype, tokens_before_heads: bool) -> None:
         assert not tokens_before_heads
+        width = self._num_ranks // (len(self._cuts) - 1)
         for rank in range(self._num_ranks):
-            kept = heads_of_rank(HEADS, rank, self._num_ranks)
+            kept, stage = heads_of_rank(HEADS, rank % width, width), rank // width
             share = HeadShare(kept.start, len(kept), HEADS)
-            shape = (num_blocks, SLOTS, 2, share.count, self.block_size, DIM)
+            layers = range(*self._cuts[stage : stage + 2])
+            shape = (num_blocks, len(layers), 2, share.count, self.block_size, DIM)
             memory = os.memfd_create("kv-of-rank")
             self.shares.append(share)
+            self.layers.append(layers)
             self.caches.append(mapped(memory, shape, dtype))
             if rank:
                 self._begin(rank, share, memory, shape)
@@ -58,12 +72,13 @@ class WideFakeEngine(FakeEngine):
         ours, theirs = socket.socketpair()
         self.rank_lines.append(ours)
         if not self._processes:
-            cache = KVCacheMemory(self.caches[rank], "fake", SLOTS, 1, 1000, heads=share)
+            cache = memory_of(self.caches[rank], share, self.layers[rank])
             thread = RankTransfers(theirs, cache, lambda: self.died.append(rank))
             thread.start()
             self.threads.append(thread)
             return
-        numbers = (theirs.fileno(), memory, share.first, share.count, share.total, *shape)
+        layers = self.layers[rank]
+        numbers = (theirs.fileno(), memory, share.first, share.count, share.total, layers.start, *shape)
         self.others.append(
             subprocess.Popen(
                 [sys.executable, __file__, *map(str, numbers)],
@@ -74,7 +89,7 @@ class WideFakeEngine(FakeEngine):
         theirs.close()
 
     def memory(self) -> KVCacheMemory:
-        return KVCacheMemory(self.cache, "fake", SLOTS, 1, 1000, heads=self.shares[0])
+        return memory_of(self.cache, self.shares[0], self.layers[0])
 
     def kill_rank(self, rank: int) -> None:
         self.others[rank - 1].kill()
@@ -85,6 +100,8 @@ class WideFakeEngine(FakeEngine):
 
     def stop_rank(self, rank: int) -> None:
         os.kill(self.others[rank - 1].pid, signal.SIGSTOP)
+        # Its threads stand still one after another, and on a busy machine the one that moves blocks may be the last.
+        os.waitpid(self.others[rank - 1].pid, os.WUNTRACED)
 
     def resume_rank(self, rank: int) -> None:
         os.kill(self.others[rank - 1].pid, signal.SIGCONT)
@@ -97,23 +114,24 @@ class WideFakeEngine(FakeEngine):
         request = self.requests[request_id]
         end = request.valid_tokens if request.state is State.FAILED else request.num_prompt_tokens
         expected = kv_of(request.all_token_ids[:end])
-        for share, cache in zip(self.shares, self.caches, strict=True):
-            kept = slice(share.first, share.first + share.count)
+        for share, layers, cache in zip(self.shares, self.layers, self.caches, strict=True):
+            kept, mine = slice(share.first, share.first + share.count), slice(layers.start, layers.stop)
             for position in range(end):
                 block, behind = divmod(position, self.block_size)
                 found = cache[request.blocks[block], :, :, :, behind, :]
-                if not torch.equal(found, expected[:, :, kept, position].to(cache.dtype)):
+                if not torch.equal(found, expected[mine, :, kept, position].to(cache.dtype)):
                     return False
         return True
 
     def _write(self, request: FakeRequest, positions: range, layers: range) -> None:
         values = kv_of(request.all_token_ids)
-        for share, cache in zip(self.shares, self.caches, strict=True):
+        for share, own, cache in zip(self.shares, self.layers, self.caches, strict=True):
             kept = slice(share.first, share.first + share.count)
             for position in positions:
                 block, behind = divmod(position, self.block_size)
-                for layer in layers:
-                    cache[request.blocks[block], layer, :, :, behind, :] = values[layer, :, kept, position]
+                for layer in range(max(layers.start, own.start), min(layers.stop, own.stop)):
+                    target = cache[request.blocks[block], layer - own.start]
+                    target[:, :, behind, :] = values[layer, :, kept, position]
 
     def close(self) -> None:
         super().close()
@@ -125,13 +143,13 @@ class WideFakeEngine(FakeEngine):
 
 
 def main() -> None:
-    line, memory, first, count, total, *shape = map(int, sys.argv[1:])
+    line, memory, first, count, total, layer, *shape = map(int, sys.argv[1:])
     torch.set_num_threads(1)
     cache = mapped(memory, tuple(shape), torch.float32)
     share = HeadShare(first, count, total)
     transfers = RankTransfers(
         socket.socket(fileno=line),
-        KVCacheMemory(cache, "fake", SLOTS, 1, 1000, heads=share),
+        memory_of(cache, share, range(layer, layer + shape[1])),
         lambda: os._exit(1),
     )
     transfers.start()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.protocol.cache_map import AXES, GrainPlace, Mapping, PoolGeometry
-from tandem.kvtransfer.protocol.transport import HeadAxes, Move, Operation
+from tandem.kvtransfer.protocol.transport import CutAxis, Move, Operation
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.handoff import CacheMemory, CacheShard, ProcessIdentity
 
@@ -167,7 +167,7 @@ def test_a_cache_in_shards_is_mapped_head_by_head_on_both_sides() -> None:
     ]
     for mapping in mappings:
         assert isinstance(mapping, Mapping)
-        assert mapping.heads == HeadAxes(NUM_HEADS, 8 * 4 * 4, 8 * 4 * 4)
+        assert mapping.heads == CutAxis(NUM_HEADS, 8 * 4 * 4, 8 * 4 * 4)
         assert not mapping.is_identity
         assert mapping.runs_per_grain == 3 * 2 * NUM_HEADS
     plain = here.mapping_to(here.fingerprint, here.memory)
@@ -201,6 +201,40 @@ def test_shards_that_cannot_be_are_refused(
     refused = here.mapping_to(here.fingerprint, memory)
     assert isinstance(refused, str)
     assert why in refused
+
+
+HEADS_OF_TWO = ((0, 2), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("stages", "why"),
+    [
+        ([[(0, 2)], [(2, 1)]], None),
+        ([[(0, 1)], [(1, 1)], [(2, 1)]], None),
+        ([[(0, 2)], [(1, 1)]], "the other node's stages keep 2 of 3 layers"),
+        ([[(0, 1)], [(2, 1)]], "keep 0 of 4 heads in slot 1 of group 0"),
+        ([[(0, 2)], [(2, 2)]], "keeps slots [(2, 2)] of 3 in 1 groups"),
+        ([[(0, 2)], [(2, -1)]], "keeps slots [(2, -1)] of 3 in 1 groups"),
+        ([[(0, 2)], [(2, 1), (0, 1)]], "keeps slots [(2, 1), (0, 1)] of 3 in 1 groups"),
+        ([[(0, 2)], []], "keeps slots [] of 3 in 1 groups"),
+        ([[(0, 0)], [(0, 0)]], "none of the other node's stages keeps a layer of group 0"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(stages: list[list[tuple[int, int]]], why: str | None) -> None:
+    """Each of two ranks, that have two heads of four."""
+    here = geometry(four_heads())
+    shards = [
+        CacheShard(*heads, b"x", "DRAM", 0, 4096, ME, slots) for slots in stages for heads in HEADS_OF_TWO
+    ]
+    memory = msgspec.structs.replace(sharded_memory(four_heads()), shards=shards)
+    mapping = here.mapping_to(here.fingerprint, memory)
+    if why is None:
+        assert isinstance(mapping, Mapping)
+        assert mapping.used_slots == (3,)
+        assert mapping.layers == CutAxis(3, 2 * NUM_HEADS * 8 * 4 * 4, 2 * NUM_HEADS * 8 * 4 * 4)
+        return
+    assert isinstance(mapping, str)
+    assert why in mapping
 
 
 class EarlierMemory(msgspec.Struct, frozen=True):

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tandem.engine.model.wide.shard import heads_of_rank
-from tandem.kvtransfer.base import HeadShare, KVCacheMemory
+from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import BlockLayout, Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.checksums import CacheChecksums, ChecksumSample, every_of, pack, unpack
-from tandem.kvtransfer.protocol.shards import HeadRange, givers_of
+from tandem.kvtransfer.protocol.shards import givers_of, part_of
 from tandem.kvtransfer.protocol.transport import AskedSums
 from tandem.wire.handoff import CacheMemory
 
@@ -97,14 +97,17 @@ def test_any_flipped_bit_and_any_swap_is_found(device: str) -> None:
     assert here.sums.of([1], [0], mapping) != [right]
 
 
-def in_shards(tensor: torch.Tensor, ranks: int) -> list[KVCacheMemory]:
-    """What each of so many ranks keeps of a cache."""
+def in_shards(tensor: torch.Tensor, ranks: int, cut: int | None = None) -> list[KVCacheMemory]:
+    """What each of so many ranks keeps of a cache, in each of two stages where the layers are `cut`."""
     kept = [heads_of_rank(HEADS, rank, ranks) for rank in range(ranks)]
+    stages = [(0, SLOTS)] if cut is None else [(0, cut), (cut, SLOTS - cut)]
     return [
         KVCacheMemory(
-            tensor[:, :, :, part.start : part.stop].contiguous(), "m", SLOTS, 1, 1000,
+            tensor[:, first : first + count, :, part.start : part.stop].contiguous(), "m", SLOTS, 1, 1000,
             heads=HeadShare(part.start, len(part), HEADS),
+            layers=None if cut is None else LayerShare(((first, count),), SLOTS),
         )
+        for first, count in stages
         for part in kept
     ]  # fmt: skip
 
@@ -114,17 +117,23 @@ def sums_of(ranks: list[KVCacheMemory], mapping: Mapping, blocks: list[int], *, 
     parts = [0] * len(blocks)
     others = [CacheChecksums(rank) for rank in ranks[1:]]
 
-    def elsewhere(blocks: Any, parts: Any, grain: int, on_device: bool) -> Any:
-        return AskedSums(lambda: [one.of_heads(blocks, parts, grain, on_device=on_device) for one in others])
+    def elsewhere(blocks: Any, parts: Any, grain: int, on_device: bool, by_layer: bool) -> Any:
+        return AskedSums(
+            lambda: [
+                one.of_heads(blocks, parts, grain, on_device=on_device, by_layer=by_layer) for one in others
+            ]
+        )
 
-    return CacheChecksums(ranks[0], elsewhere).of(blocks, parts, mapping, arrived=arrived)
+    groups = [0] * len(blocks)
+    return CacheChecksums(ranks[0], elsewhere).of(blocks, parts, mapping, groups=groups, arrived=arrived)
 
 
-def mapping_by_head(on_device: bool) -> Mapping:
+def mapping_by_head(on_device: bool, *, by_layer: bool = False) -> Mapping:
     here = Cache()
     layout = BlockLayout.of(here.geometry.fingerprint, here.memory)
     assert isinstance(layout, BlockLayout)
-    mapping = Mapping.between(layout, layout, on_device=on_device, by_head=True)
+    used = (SLOTS,) if by_layer else ()
+    mapping = Mapping.between(layout, layout, on_device=on_device, by_head=True, used_slots=used)
     assert isinstance(mapping, Mapping)
     return mapping
 
@@ -145,13 +154,48 @@ def test_nodes_of_all_widths_find_the_same(on_device: bool) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
+def test_nodes_of_all_stages_find_the_same_and_every_copy_counts(on_device: bool) -> None:
+    here = Cache()
+    here.fill(some_tokens(16), 1)
+    mapping, blocks = mapping_by_head(on_device, by_layer=True), [1, 2, 3, 4]
+    found = {
+        tuple(sums_of(in_shards(here.tensor, ranks, cut), mapping, blocks, arrived=arrived))
+        for ranks in (1, 2, 4)
+        for cut in (None, *range(1, SLOTS))
+        for arrived in (False, True)
+    }
+    assert len(found) == 1
+    assert len(set(*found)) == 4
+    right = sums_of(in_shards(here.tensor, 1), mapping, [1], arrived=True)
+    for spoiled in range(8):
+        ranks = in_shards(here.tensor, 4, 1)
+        ranks[spoiled].tensor[1].view(-1).view(torch.uint8)[9] ^= 4
+        assert sums_of(ranks, mapping, [1], arrived=True) != right
+
+
+def test_slots_that_no_layer_of_a_group_has_are_not_summed_up() -> None:
+    """They hold what another group left there, and a stage does not have them."""
+    here = Cache()
+    here.fill(some_tokens(8), 1)
+    layout = BlockLayout.of(here.geometry.fingerprint, here.memory)
+    assert isinstance(layout, BlockLayout)
+    mapping = Mapping.between(layout, layout, by_head=True, used_slots=(SLOTS, SLOTS - 1))
+    assert isinstance(mapping, Mapping)
+    right = here.sums.of([1, 1], [0, 0], mapping, groups=[0, 1])
+    here.tensor[1, SLOTS - 1] += 1
+    changed = here.sums.of([1, 1], [0, 0], mapping, groups=[0, 1])
+    assert right[0] != changed[0]
+    assert right[1] == changed[1] != right[0]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
 def test_every_copy_of_a_head_that_arrived_is_looked_at(on_device: bool) -> None:
     """Of what is sent only the copy that is given away counts: others may differ in rounding."""
     here = Cache()
     here.fill(some_tokens(4), 1)
     mapping = mapping_by_head(on_device)
     right = here.sums.of([1], [0], mapping)
-    givers = givers_of([HeadRange(0, 1), HeadRange(0, 1), HeadRange(1, 1), HeadRange(1, 1)])
+    givers = givers_of([part_of(rank) for rank in in_shards(here.tensor, 4)])
     for spoiled in range(4):
         ranks = in_shards(here.tensor, 4)
         ranks[spoiled].tensor[1].view(-1).view(torch.uint8)[9] ^= 4

@@ -55,7 +55,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(sizes: list[int]) -> Non
     """None of it waits, although a socket takes less than the largest."""
     ours, theirs = socket.socketpair()
     sender, receiver = MessageLine(ours, FromRank), MessageLine(theirs, FromRank)
-    sent = [HeadsSummed(number, number, bytes(size)) for number, size in enumerate(sizes)]
+    sent = [HeadsSummed(number, bytes(size)) for number, size in enumerate(sizes)]
     for message in sent:
         sender.send(message)
     received: list[object] = []
@@ -137,7 +137,9 @@ def test_a_ranks_thread_can_be_ended_from_its_own_process() -> None:
 def test_a_bug_in_the_thread_is_not_silent() -> None:
     failed = threading.Event()
     line, transfers = a_rank(failed)
-    number = line.ask(SumUp, blocks=[99], parts=[0], grain=4, on_device=False)  # there is no such block
+    number = line.ask(
+        SumUp, blocks=[99], parts=[0], grain=4, on_device=False, by_layer=False
+    )  # there is no such block
     with pytest.raises(TransferError, match="rank 1 of this node has ended"):
         line.answer(number, HeadsSummed, time.monotonic() + PATIENCE_S)
     transfers.join(PATIENCE_S)
@@ -181,7 +183,7 @@ def test_a_cache_in_shards_is_reached_in_another_way_at_all_ranks_and_the_first_
         assert isinstance(mapping, Mapping)
         until_done(narrow, narrow.post(remote, mapping.move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0)])))
         assert torch.equal(memory.tensor[5], whole[3, :, :, :1])
-        sums = wide.sums_elsewhere([5], [0], 4, False).wait()
+        sums = wide.sums_elsewhere([5], [0], 4, False, False).wait()
         other = KVCacheMemory(whole[:, :, :, 1:].clone(), "m", 2, 1, 1000, heads=HeadShare(1, 1, 2))
         assert sums[0].sums == CacheChecksums(other).of_heads([3], [0], 4, on_device=False).sums
         assert not narrow.may_still_write(remote)

@@ -1,4 +1,4 @@
-"""Nodes whose ranks keep their heads apart hand over to nodes of any width, over NIXL itself."""
+"""Nodes whose ranks keep their heads, and their stage's layers, apart hand over to nodes of any width and stages, over NIXL itself."""
 
 from __future__ import annotations
 
@@ -117,11 +117,51 @@ def test_every_rank_has_the_bytes_of_its_heads(
         assert pair.producer.num_free() == pair.consumer.num_free() == 63
 
 
+# Ranks, and where four layers are cut. Four ranks of one stage keep each of two heads twice.
+STAGES = [
+    ((2, (2,)), (1, ())),
+    ((1, ()), (2, (2,))),
+    ((2, (1,)), (2, (3,))),
+    ((4, (2,)), (2, ())),
+    ((2, ()), (4, (3,))),
+    ((4, (1,)), (3, (1, 2))),
+    ((4, (1, 2, 3)), (4, ())),
+    ((8, (2,)), (4, (2,))),
+]
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize(
+    "cuts", STAGES, ids=lambda pair: "to".join(f"{ranks}cut{cut}" for ranks, cut in pair)
+)
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)], ids=lambda pair: f"blocks{pair[0]}to{pair[1]}")
+def test_every_rank_has_the_bytes_of_its_layers(
+    direction: str,
+    cuts: tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]]],
+    sizes: tuple[int, int],
+) -> None:
+    producer, consumer = (
+        {"ranks": ranks, "block_size": size} | ({"cuts": cut} if cut else {})
+        for (ranks, cut), size in zip(cuts, sizes, strict=True)
+    )
+    with started(direction, producer, consumer) as pair:
+        prompts = [(1, 99, 0), (48, 20, 16), (96, 96, 0), (130, 40, 8)]
+        for number, (length, chunk, cached) in enumerate(prompts):
+            pair.hand_over(f"r{number}", a_prompt(length), chunk, cached)
+        stats = pair.consumer.stats()
+        assert stats.outcomes == {"received": len(prompts)}
+        assert stats.blocks_checked >= stats.blocks_received
+        assert pair.producer.num_free() == pair.consumer.num_free() == 63
+
+
 @pytest.mark.parametrize("direction", ["push", "pull"])
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_one_bit_that_is_wrong_with_any_rank_fails_the_handoff(direction: str, rank: int) -> None:
-    """Four ranks and two heads: each head has two copies, and both count."""
-    with started(direction, {"ranks": 2}, {"ranks": 4}) as pair:
+@pytest.mark.parametrize("cuts", [(), (1,)])
+def test_one_bit_that_is_wrong_with_any_rank_fails_the_handoff(
+    direction: str, rank: int, cuts: tuple[int, ...]
+) -> None:
+    """Four ranks and two heads: each head has two copies, and both count. Or each has some heads of some layers."""
+    with started(direction, {"ranks": 2}, {"ranks": 4, "cuts": cuts}) as pair:
         assert isinstance(pair.consumer, WideFakeEngine)
         checksums, cache = pair.consumer.threads[rank - 1]._checksums, pair.consumer.caches[rank]
         take = checksums.of_heads

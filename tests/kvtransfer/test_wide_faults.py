@@ -1,4 +1,4 @@
-"""Nodes whose ranks are processes with heads of their own, and one of these ends or hangs while blocks are on their way.
+"""Nodes whose ranks are processes with heads, or layers, of their own, and one of these ends or hangs while blocks are on their way.
 
 Slow: each process imports torch and NIXL.
 """
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 BLOCKS = 63
 WIDE = {"ranks": 2, "checksums": "all"}
+STAGED = WIDE | {"cuts": (1,)}
 
 
 @pytest.fixture(params=["push", "pull"])
@@ -29,9 +30,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield both
 
 
-@pytest.fixture
-def pushing() -> Iterator[Pair]:
-    with started(("nixl", "push"), WIDE, WIDE) as both:
+@pytest.fixture(params=[WIDE, STAGED], ids=["heads", "layers"])
+def pushing(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with started(("nixl", "push"), request.param, WIDE) as both:
         tokens = a_prompt(40)
         both.expect_loaded(both.add(tokens), tokens)
         yield both
@@ -40,8 +41,12 @@ def pushing() -> Iterator[Pair]:
 @pytest.mark.parametrize("direction", ["push", "pull"])
 @pytest.mark.parametrize(
     ("producer", "consumer"),
-    [({"ranks": 2}, {"ranks": 4}), ({"block_size": 8}, {"ranks": 2})],
-    ids=["2to4", "1to2"],
+    [
+        ({"ranks": 2}, {"ranks": 4}),
+        ({"block_size": 8}, {"ranks": 2}),
+        ({"ranks": 2, "cuts": (1,)}, {"ranks": 2, "cuts": (3,)}),
+    ],
+    ids=["2to4", "1to2", "stages"],
 )
 def test_processes_hand_over_to_processes(
     direction: str, producer: dict[str, Any], consumer: dict[str, Any]

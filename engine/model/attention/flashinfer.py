@@ -118,7 +118,7 @@ class FlashInferAttention:
         self._dtype = dtype
         self.plan = plan
         self.kinds: list[_Kind] = []
-        self.kind_of_layer: list[int] = []
+        self.kind_of_layer: dict[int, int] = {}
         for layer in layers:
             if layer.scale is None:
                 raise InternalError("the scale of a layer's scores was not found out")
@@ -133,7 +133,7 @@ class FlashInferAttention:
             )
             if kind not in self.kinds:
                 self.kinds.append(kind)
-            self.kind_of_layer.append(self.kinds.index(kind))
+            self.kind_of_layer[layer.index] = self.kinds.index(kind)
         # Wrappers run one after the other, so they can share what none keeps from one run to the next.
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
         # For steps that are computed as they come, which are prompts; recorded ones are decodes.

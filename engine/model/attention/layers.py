@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
+from tandem.kvtransfer.base import LayerShare
+from tandem.wire.errors import InternalError
 
 if TYPE_CHECKING:
     import torch
 
     from tandem.engine.model.recurrent.layout import StateLayout
+
+
+_NOWHERE = 1 << 30  # a slot that no tensor has: another stage has the layer
 
 
 class AttentionLayer(msgspec.Struct, frozen=True):
@@ -72,6 +78,31 @@ class CachePlan(msgspec.Struct, frozen=True):
     def elements_per_block(self) -> int:
         return self.slots * self.num_parts * self.num_kv_heads * self.block_size * self.head_dim
 
+    def share_of(self, layers: Collection[int]) -> LayerShare:
+        """Where these layers lie, which are a pipeline stage's: they follow one another in each group."""
+        ranges = []
+        for group in self.groups:
+            slots = [slot for slot, layer in enumerate(group.layers) if layer in layers]
+            first = slots[0] if slots else 0
+            if slots != list(range(first, first + len(slots))):
+                raise InternalError(
+                    f"a stage has layers {sorted(layers)}, which do not follow one another in {group.layers}"
+                )
+            ranges.append((first, len(slots)))
+        return LayerShare(tuple(ranges), self.slots)
+
+    def of_share(self, share: LayerShare) -> CachePlan:
+        """The same groups in blocks that have this share's layers alone."""
+        return msgspec.structs.replace(
+            self,
+            slots=share.slots,
+            slot_of_layer=tuple(
+                slot - first if first <= slot < first + count else _NOWHERE
+                for slot, group in zip(self.slot_of_layer, self.group_of_layer, strict=True)
+                for first, count in (share.of_group[group],)
+            ),
+        )
+
     def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
         return (num_blocks, self.slots, self.num_parts, self.num_kv_heads, self.block_size, self.head_dim)
 
@@ -125,8 +156,10 @@ def plan_cache(
         kind = AttentionKind.FULL if window is None else AttentionKind.SLIDING
         if chunked:
             kind = AttentionKind.CHUNKED
-        for start in range(0, len(members), slots):
-            part = members[start : start + slots]
+        # Each has layers of all depths, in order: so a pipeline stage has about the same share of every group.
+        pieces = -(-len(members) // slots)
+        for first in range(pieces):
+            part = members[first::pieces]
             for slot, index in enumerate(part):
                 group_of[index], slot_of[index] = len(groups), slot
             groups.append(

@@ -116,6 +116,10 @@ class Shard:
         """The smallest value that any rank has."""
         return int(self.collectives.gather(torch.tensor([number], device=self.device)).min())
 
+    def total(self, number: int) -> int:
+        """Of all ranks."""
+        return int(self.collectives.gather(torch.tensor([number], device=self.device)).sum())
+
 
 def heads_of_rank(total: int, rank: int, size: int) -> range:
     """An equal share, in order; where there are fewer heads than ranks, the one that the rank's queries ask for, which other

@@ -19,7 +19,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.source import ModelSource
-from tandem.engine.model.wide.shard import Shard
+from tandem.engine.model.wide.shard import Shard, exchange_logits
+from tandem.kvtransfer.base import HeadShare
 from tandem.wire.errors import ConfigurationError
 
 _SETTING = "pools.<pool>.pipeline_parallel"
@@ -265,8 +266,20 @@ def layers_of_all(own: Sequence[AttentionLayer], shard: Shard) -> tuple[Attentio
     return layers
 
 
-def check_device(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise ConfigurationError(
-            f"{_SETTING} needs one KV cache for all ranks of a node, which there is on CPUs alone. Set it to 1, and tensor_parallel higher"
-        )
+def heads_of_all(own: HeadShare | None, shard: Shard) -> HeadShare | None:
+    """This rank's, where the ranks of each stage share all heads as those of any other do; None where they do not."""
+    told = shard.tell_all(msgspec.msgpack.encode(own))
+    heads = [msgspec.msgpack.decode(encoded, type=HeadShare | None) for encoded in told]
+    alike = all(heads[rank] == heads[rank % shard.width] for rank in range(shard.size))
+    return own if alike else None
+
+
+def meet(shard: Shard, device: torch.device) -> None:
+    """Each pair of ranks that passes something on in a step does so once before: NCCL connects two ranks when they first do, by a file
+    that is gone when the node serves."""
+    token = torch.zeros(1, device=device)
+    if shard.stage > 0:
+        shard.collectives.receive(token, shard.rank - shard.width)
+    if not shard.is_last_stage:
+        shard.collectives.send(token, shard.rank + shard.width)
+    exchange_logits(token, shard)

@@ -18,6 +18,7 @@ from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.forward import follow
 from tandem.engine.model.wide.shard import Shard
 from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+from tandem.kvtransfer.offload.ranks import RankTiers
 from tandem.node.ranks.group import GroupCollectives, group_of_stage
 
 CPU = torch.device("cpu")
@@ -44,10 +45,15 @@ class _Queues:
 
 @contextlib.contextmanager
 def ranks_here(
-    width: int, load: Load, stages: int = 1, lines: list[socket.socket] | None = None
+    width: int,
+    load: Load,
+    stages: int = 1,
+    lines: list[socket.socket] | None = None,
+    tier_lines: list[socket.socket] | None = None,
 ) -> Iterator[TorchRunner]:
     """Rank 0's runner; the others follow until the end. A width of 1 is a model that is whole. `width`: of all stages together. `lines`:
-    each rank keeps the KV of its heads apart, and these come to lead to what moves it at the others."""
+    each rank keeps the KV of its heads apart, and these come to lead to what moves it at the others. `tier_lines`: and to what copies it to
+    tiers."""
     if width == 1:
         yield load(None)
         return
@@ -56,6 +62,9 @@ def ranks_here(
     apart = [socket.socketpair() for _ in range(width - 1)] if lines is not None else []
     if lines is not None:
         lines += [ours for ours, _ in apart]
+    for_tiers = [socket.socketpair() for _ in range(width - 1)] if tier_lines is not None else []
+    if tier_lines is not None:
+        tier_lines += [ours for ours, _ in for_tiers]
     problems: list[Exception] = []
     with tempfile.TemporaryDirectory() as folder:
 
@@ -76,13 +85,15 @@ def ranks_here(
             try:
                 mine = shard(rank)
                 runner = load(mine)
-                if apart:
-                    line = apart[rank - 1][1]
-                    transfers = RankTransfers(line, memory_of(runner), lambda: problems.append(EndOfRank()))
-                    transfers.start()
+                begun: list[RankTransfers | RankTiers] = []
+                for kind, pairs in ((RankTransfers, apart), (RankTiers, for_tiers)):
+                    if pairs:
+                        line = pairs[rank - 1][1]
+                        begun.append(kind(line, memory_of(runner), lambda: problems.append(EndOfRank())))
+                        begun[-1].start()
                 follow(runner.forward, lead.queues[rank - 1].get, mine, CPU)
-                if apart:
-                    transfers.stop(60)
+                for one in begun:
+                    one.stop(60)
             except EndOfRank:
                 pass
             except Exception as error:
@@ -99,7 +110,7 @@ def ranks_here(
             for thread in threads:
                 thread.join(60)
             os.close(memory)
-            for pair in apart:
+            for pair in (*apart, *for_tiers):
                 for line in pair:
                     line.close()
     assert not problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import random
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,17 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "phi3")
 SHAPES = ((2, 2), (4, 2))
 
 
-def load(path: Path, shard: Shard | None, num_speculative_tokens: int = 0) -> TorchRunner:
+def load(
+    path: Path,
+    shard: Shard | None,
+    num_speculative_tokens: int = 0,
+    memory_bytes: int = 4 << 20,
+    requests: int = 4,
+) -> TorchRunner:
     return load_runner(
         ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
-        CacheConfig(block_size=4, memory_bytes=4 << 20),
-        SchedulerConfig(max_num_seqs=4, num_speculative_tokens=num_speculative_tokens),
+        CacheConfig(block_size=4, memory_bytes=memory_bytes),
+        SchedulerConfig(max_num_seqs=requests, num_speculative_tokens=num_speculative_tokens),
         native=False,
         shard=shard,
     )
@@ -63,7 +70,25 @@ def staged(request: pytest.FixtureRequest, saved: Saved) -> Iterator[TorchRunner
         yield runner
 
 
+@pytest.fixture(params=SHAPES, ids=lambda shape: f"{shape[0]}-ranks-in-{shape[1]}-stages")
+def apart(request: pytest.FixtureRequest, saved: Saved) -> Iterator[TorchRunner]:
+    """Each rank keeps the KV of its layers and heads in memory of its own."""
+    ranks, stages = request.param
+    with ranks_here(ranks, functools.partial(load, saved[0]), stages, []) as runner:
+        yield runner
+
+
 def test_mixed_batches_in_chunks_in_stages(staged: TorchRunner, saved: Saved) -> None:
+    expect_answers(staged, saved)
+
+
+def test_mixed_batches_in_chunks_in_stages_whose_caches_are_apart(apart: TorchRunner, saved: Saved) -> None:
+    assert apart.info.layers is not None
+    assert apart.kv_cache.shape[1] == apart.info.layers.slots
+    expect_answers(apart, saved)
+
+
+def expect_answers(staged: TorchRunner, saved: Saved) -> None:
     _, prompts, answers = saved
     driver = Driver(staged)
     for index, prompt in enumerate(prompts):
@@ -106,8 +131,13 @@ def test_a_seeded_sample_is_the_same_in_stages(small: Path) -> None:
     assert sampled[0] == sampled[1] == sampled[2]
 
 
-def test_every_layer_is_saved_once_and_in_order(small: Path) -> None:
-    with ranks_here(2, functools.partial(load, small), 2) as runner:
+@pytest.fixture(params=[False, True], ids=["together", "apart"])
+def lines(request: pytest.FixtureRequest) -> list[socket.socket] | None:
+    return [] if request.param else None
+
+
+def test_every_layer_is_saved_once_and_in_order(small: Path, lines: list[socket.socket] | None) -> None:
+    with ranks_here(2, functools.partial(load, small), 2, lines) as runner:
         driver = Driver(runner)
         driver.add("r", list(range(3, 20)))
         hooks = Recorder()
@@ -116,7 +146,9 @@ def test_every_layer_is_saved_once_and_in_order(small: Path) -> None:
         assert [layer for kind, layer in hooks.calls if kind == "save"] == list(range(layers))
 
 
-def test_a_layer_is_saved_when_its_stage_has_written_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_saved_when_its_stage_has_written_it(
+    small: Path, monkeypatch: pytest.MonkeyPatch, lines: list[socket.socket] | None
+) -> None:
     """The second stage is slow, and the first steps make no logits."""
     layers = transformers.AutoConfig.from_pretrained(small).num_hidden_layers
     written: collections.Counter[int] = collections.Counter()
@@ -135,7 +167,7 @@ def test_a_layer_is_saved_when_its_stage_has_written_it(small: Path, monkeypatch
             seen.append((layer, written[layer]))
 
     seen: list[tuple[int, int]] = []
-    with ranks_here(2, functools.partial(load, small), 2) as runner:
+    with ranks_here(2, functools.partial(load, small), 2, lines) as runner:
         monkeypatch.setattr(GatheredCache, "write", late)
         driver = Driver(runner)
         driver.add("r", list(range(3, 20)))
@@ -143,6 +175,36 @@ def test_a_layer_is_saved_when_its_stage_has_written_it(small: Path, monkeypatch
             seen.clear()
             driver.step({"r": 5}, Counting())
             assert seen == [(layer, step + 1) for layer in range(layers)]
+
+
+@pytest.mark.parametrize("poor", [None, 0, 3])
+def test_blocks_are_as_many_as_the_poorest_rank_can_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poor: int | None
+) -> None:
+    """A node's memory is shared by what a block takes on each rank: the first of two stages has two of three layers."""
+    monkeypatch.setitem(
+        tiny.ALL,
+        "three",
+        lambda: transformers.LlamaConfig(**{**tiny.ALL["llama"]().to_dict(), "num_hidden_layers": 3}),
+    )
+    path, memory_bytes = tiny.save("three", tmp_path), 24 << 20
+    made: dict[int, TorchRunner] = {}
+
+    def loading(shard: Shard | None) -> TorchRunner:
+        assert shard is not None
+        mine = memory_bytes // 4 if shard.rank == poor else memory_bytes
+        made[shard.rank] = load(path, shard, memory_bytes=mine, requests=4096)
+        return made[shard.rank]
+
+    with ranks_here(4, loading, 2, []):
+        pass
+    caches = [made[rank].kv_cache for rank in range(4)]
+    blocks = {len(cache) for cache in caches} | {made[rank].info.num_blocks for rank in range(4)}
+    assert len(blocks) == 1
+    assert [cache.shape[1] for cache in caches] == [2, 2, 1, 1]
+    held = sum(cache.nbytes for cache in caches)
+    budget = memory_bytes if poor is None else memory_bytes // 4
+    assert held <= budget < held + 2 * held // len(caches[0])
 
 
 def test_a_rank_holds_the_weights_of_its_own_layers_alone(small: Path) -> None:

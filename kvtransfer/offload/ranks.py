@@ -1,0 +1,425 @@
+"""Tiers of a node whose ranks keep their KV in memory of their own: each rank stores and loads its own part of the same blocks.
+
+What is kept where is rank 0's to say, as on a node of one rank: it has the tier's manager, and places have one number on all ranks. The others
+have a pool, or a file, with as many slots, each as large as their part of a chunk, and are told each copy over a line (`RankTiers`). A copy has
+ended when it has at every rank, and it is right when it is right at every rank.
+
+What a copy reads was computed by all ranks when rank 0 had computed it: its forward pass ends with what the others made. On a device that is
+when an event on rank 0's stream has happened, so a store is told to the others only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.kvtransfer.config import TierConfig
+from tandem.kvtransfer.memory import KVCacheMemory
+from tandem.kvtransfer.offload.cpu import PATIENCE_S, STOP_GRACE_S
+from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier
+from tandem.kvtransfer.offload.manager import TierManager
+from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
+from tandem.wire.errors import ConfigurationError, InternalError, TandemError
+
+logger = logging.getLogger(__name__)
+
+_OPEN_S = 120.0  # a disk may be slow to make room
+_LOOK_S = 0.001  # at copies, or at an event, that are not over
+
+
+class TellBlock(msgspec.Struct, frozen=True, tag=True):
+    """How large is your part of a block?"""
+
+
+class OpenTier(msgspec.Struct, frozen=True, tag=True):
+    """The next one, of the rank's own size. `generation`: of rank 0's file, which the rank's must be of, too."""
+
+    config: TierConfig
+    generation: int
+
+
+class MakeCopies(msgspec.Struct, frozen=True, tag=True):
+    tier: int
+    stores: list[Copy]
+    loads: list[Copy]
+
+
+class BlockSize(msgspec.Struct, frozen=True, tag=True):
+    num_bytes: int
+
+
+class TierOpened(msgspec.Struct, frozen=True, tag=True):
+    problem: str = ""
+
+
+class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
+    tier: int
+    right: dict[int, bool]  # by the job's number
+
+
+ToRank = TellBlock | OpenTier | MakeCopies
+FromRank = BlockSize | TierOpened | CopiesEnded
+
+
+class TierLines:
+    """Rank 0's ends of the lines to the other ranks. Tiers are opened by the thread that loads; then a thread of its own has the lines."""
+
+    def __init__(self, sockets: Sequence[socket.socket], wake: Callable[[], None]) -> None:
+        from tandem.kvtransfer.nixl.rank_lines import MessageLine  # with all that moves blocks between nodes
+
+        self._sockets = list(sockets)
+        self._lines = [MessageLine(sock, FromRank) for sock in sockets]
+        self._wake = wake
+        self._changed = threading.Condition()  # guards all that follows
+        self._unsent: deque[tuple[Any, MakeCopies]] = deque()
+        self._missing: dict[tuple[int, int], int] = {}  # tier and job: at how many ranks it has not ended
+        self._wrong: set[tuple[int, int]] = set()
+        self._ended: dict[int, dict[int, bool]] = {}
+        self._problem = ""
+        self._died = False
+        self._closing = False
+        self._stirred = os.eventfd(0, os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="kv-tiers-of-ranks", daemon=True)
+        self._tiers = 0
+        self._open = 0
+
+    @property
+    def ranks(self) -> int:
+        """With rank 0."""
+        return len(self._lines) + 1
+
+    def block_bytes(self) -> list[int]:
+        """Of each of the other ranks."""
+        return [answer.num_bytes for answer in self._ask([TellBlock()] * len(self._lines), BlockSize)]
+
+    def open(self, configs: Sequence[TierConfig], generation: int) -> int:
+        """The same tier at each of the other ranks; returns its number."""
+        for answer in self._ask([OpenTier(config, generation) for config in configs], TierOpened):
+            if answer.problem:
+                raise ConfigurationError(answer.problem)
+        self._tiers += 1
+        self._open += 1
+        return self._tiers - 1
+
+    def _ask(self, questions: Sequence[ToRank], kind: type[Any]) -> list[Any]:
+        if self._thread.ident is not None:
+            raise InternalError("a tier is opened while others copy")
+        answers = []
+        for line, question in zip(self._lines, questions, strict=True):
+            line.send(question)
+        until = time.monotonic() + _OPEN_S
+        for rank, line in enumerate(self._lines, start=1):
+            while not (received := line.receive()):
+                left = until - time.monotonic()
+                if line.is_over or left <= 0:
+                    raise InternalError(f"rank {rank} of this node does not open its part of a tier")
+                line.wait(left)
+            if len(received) != 1 or not isinstance(received[0], kind):
+                raise InternalError(f"rank {rank} answered with {received}")
+            answers.append(received[0])
+        return answers
+
+    def post(self, copies: MakeCopies, fence: Any) -> None:
+        """`fence`: an event that must have happened before the others may store."""
+        if self._died:
+            raise InternalError(self._problem)
+        if self._thread.ident is None:
+            self._thread.start()
+        with self._changed:
+            for job in (*copies.stores, *copies.loads):
+                self._missing[copies.tier, job.job] = len(self._lines)
+            # A load is not held up by stores.
+            self._unsent += [(None, MakeCopies(copies.tier, [], copies.loads))] if copies.loads else []
+            self._unsent += [(fence, MakeCopies(copies.tier, copies.stores, []))] if copies.stores else []
+        os.eventfd_write(self._stirred, 1)
+
+    def take_ended(self, tier: int) -> dict[int, bool]:
+        if tier not in self._ended:  # read without the lock: what comes now is taken the next time
+            return {}
+        with self._changed:
+            return self._ended.pop(tier)
+
+    def wait(self, tier: int, jobs: Iterable[int]) -> None:
+        until = time.monotonic() + PATIENCE_S
+        wanted = {(tier, job) for job in jobs}
+        with self._changed:
+            while not wanted.isdisjoint(self._missing):
+                if self._problem:
+                    raise InternalError(self._problem)
+                if not self._changed.wait(max(until - time.monotonic(), 0)) and time.monotonic() >= until:
+                    raise InternalError(f"copies to a tier did not end at every rank within {PATIENCE_S:g} s")
+
+    def close(self) -> None:
+        """When the last tier is closed the lines are."""
+        self._open -= 1
+        if self._open > 0 or self._closing:
+            return
+        with self._changed:
+            self._closing = True
+        if self._thread.ident is None:
+            self._end()
+            return
+        os.eventfd_write(self._stirred, 1)
+        self._thread.join(STOP_GRACE_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                waits = self._send()
+                self._sleep(_LOOK_S if waits else None)
+                self._hear()
+        except BaseException as error:
+            logger.exception("the thread that has ranks copy to tiers died")
+            self._died = True
+            self._fail(f"the thread that has ranks copy to tiers died: {error!r}")
+        finally:
+            self._end()
+
+    def _send(self) -> bool:
+        """What may be sent. True: there is something that may not yet."""
+        with self._changed:
+            waiting = deque(self._unsent)
+            self._unsent.clear()
+        held: deque[tuple[Any, MakeCopies]] = deque()
+        while waiting:
+            fence, copies = waiting.popleft()
+            if fence is not None and not fence.query():
+                held.append((fence, copies))
+                continue
+            for line in self._lines:
+                line.send(copies)
+        with self._changed:
+            self._unsent.extendleft(reversed(held))
+        return bool(held)
+
+    def _sleep(self, timeout_s: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._stirred, select.POLLIN)
+        for sock, line in zip(self._sockets, self._lines, strict=True):
+            if not line.is_over:
+                poll.register(sock, select.POLLIN | (select.POLLOUT if line.has_unsent else 0))
+        poll.poll(None if timeout_s is None else timeout_s * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._stirred)
+
+    def _hear(self) -> None:
+        for rank, line in enumerate(self._lines, start=1):
+            for message in line.receive():
+                if isinstance(message, CopiesEnded):
+                    self._book(message)
+            if line.is_over:
+                self._fail(f"rank {rank} of this node has ended, and with it its part of what tiers keep")
+
+    def _book(self, message: CopiesEnded) -> None:
+        tier = message.tier
+        with self._changed:
+            for job, right in message.right.items():
+                self._missing[tier, job] -= 1
+                if not right:
+                    self._wrong.add((tier, job))
+                if not self._missing[tier, job]:
+                    del self._missing[tier, job]
+                    self._ended.setdefault(tier, {})[job] = (tier, job) not in self._wrong
+                    self._wrong.discard((tier, job))
+            self._changed.notify_all()
+        self._wake()
+
+    def _fail(self, why: str) -> None:
+        """Copies that have not ended never will: the node ends, as it does with any of its ranks."""
+        with self._changed:
+            if self._problem:
+                return
+            self._problem = why
+            self._changed.notify_all()
+        self._wake()
+
+    def _end(self) -> None:
+        for line in self._lines:
+            line.close()
+        os.close(self._stirred)
+
+
+class RanksMover(Mover):
+    """Rank 0's own copies, and what the others make of the same jobs."""
+
+    def __init__(
+        self, own: Mover, lines: TierLines, tier: int, memory: KVCacheMemory, all_bytes: int
+    ) -> None:
+        self._own, self._lines, self._tier = own, lines, tier
+        self._memory = memory
+        self._all_bytes = all_bytes  # of a block, on all ranks
+        # What has ended at rank 0, or at all others, and not at both.
+        self._here: dict[int, bool] = {}
+        self._there: dict[int, bool] = {}
+        self._closed = False
+
+    def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
+        self._own.submit(stores, loads)
+        self._lines.post(MakeCopies(self._tier, list(stores), list(loads)), self._fence() if stores else None)
+
+    def _fence(self) -> Any:
+        if not self._memory.tensor.is_cuda:
+            return None
+        import torch
+
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._memory.tensor.device))
+        return event
+
+    def take_ended(self) -> dict[int, bool]:
+        self._here |= self._own.take_ended()
+        self._there |= self._lines.take_ended(self._tier)
+        both = self._here.keys() & self._there.keys()
+        return {job: self._here.pop(job) & self._there.pop(job) for job in both}
+
+    def wait(self, jobs: Iterable[int]) -> None:
+        wanted = list(jobs)
+        self._own.wait(wanted)
+        self._lines.wait(self._tier, wanted)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._all_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._own.stored_bytes // self._memory.block_bytes * self._all_bytes
+
+    @property
+    def loaded_bytes(self) -> int:
+        return self._own.loaded_bytes // self._memory.block_bytes * self._all_bytes
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._lines.close()
+            self._own.close()
+
+
+class TierOfRanks:
+    """A tier's spec: its bytes are shared by what a block takes at each rank, so that all have as many slots."""
+
+    def __init__(self, config: TierConfig, lines: TierLines) -> None:
+        if config.kind not in ("cpu", "disk"):
+            raise ConfigurationError(
+                f"cache.tiers: {config.kind} knows the KV of one rank, and this node's ranks keep theirs apart: take cpu or disk"
+            )
+        self.name = config.kind
+        self._config = config
+        self._lines = lines
+
+    def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
+        sizes = [memory.block_bytes, *self._lines.block_bytes()]
+        own, *others = _of_ranks(self._config, sizes)
+        spec = create_tier(own).spec
+        manager, mover = spec.open(memory, wake)
+        generation = spec.generation if isinstance(spec, DiskTier) else 0
+        try:
+            tier = self._lines.open(others, generation)
+        except TandemError:
+            mover.close()
+            raise
+        return manager, RanksMover(mover, self._lines, tier, memory, sum(sizes))
+
+
+def _of_ranks(config: TierConfig, sizes: Sequence[int]) -> list[TierConfig]:
+    """Each with as many slots; on a disk in a folder of its own, because what a rank has is no other's."""
+    beside = HEADER_BYTES if config.disk else 0
+    chunks = [beside + size * config.block_factor for size in sizes]
+    asked = config.cpu or config.size or 0
+    slots = asked // sum(chunks)
+    if slots < 1:
+        raise ConfigurationError(
+            f"cache.tiers: {asked} bytes of {config.kind} have no room for {config.block_factor} of this model's blocks, which are "
+            f"{sum(sizes)} bytes each on all ranks"
+        )
+    if not config.disk:
+        return [msgspec.structs.replace(config, cpu=slots * chunk) for chunk in chunks]
+    return [
+        msgspec.structs.replace(
+            config, disk=str(Path(config.disk) / f"rank{rank}of{len(sizes)}"), size=slots * chunk
+        )
+        for rank, chunk in enumerate(chunks)
+    ]
+
+
+class RankTiers:
+    """Another rank's part: a thread that has its own copies made, as rank 0 says. It ends with its line. `failed` is called from the thread when
+    it dies of a bug: then rank 0 gets no answers, and the process must end."""
+
+    def __init__(self, sock: socket.socket, memory: KVCacheMemory, failed: Callable[[], None]) -> None:
+        from tandem.kvtransfer.nixl.rank_lines import MessageLine
+
+        self._line = MessageLine(sock, ToRank)
+        self._memory = memory
+        self._failed = failed
+        self._tiers: list[Tier] = []
+        self._resets: list[int] = []  # by tier: how often it has forgotten everything
+        self._under_way = 0
+        self._thread = threading.Thread(target=self._run, name="rank-tiers", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        self._line.end()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._line.is_over:
+                self._line.wait(_LOOK_S if self._under_way else None)
+                for message in self._line.receive():
+                    self._handle(message)
+                self._look()
+        except BaseException:
+            logger.exception("the rank's thread that copies to tiers died")
+            self._failed()
+        finally:
+            for tier in self._tiers:
+                tier.close()
+            self._line.close()
+
+    def _handle(self, message: ToRank) -> None:
+        match message:
+            case TellBlock():
+                self._line.send(BlockSize(self._memory.block_bytes))
+            case OpenTier():
+                self._line.send(TierOpened(self._opened(message)))
+            case MakeCopies():
+                tier = self._tiers[message.tier]
+                latest = max(job.resets for job in (*message.stores, *message.loads))
+                while self._resets[message.tier] < latest:
+                    tier.manager.reset()
+                    self._resets[message.tier] += 1
+                self._under_way += len(message.stores) + len(message.loads)
+                tier.mover.submit(message.stores, message.loads)
+
+    def _opened(self, message: OpenTier) -> str:
+        try:
+            tier = create_tier(message.config)
+            tier.open(self._memory, lambda: None)
+            if isinstance(tier.spec, DiskTier):
+                tier.spec.follow(message.generation)
+        except TandemError as error:
+            return str(error)
+        self._tiers.append(tier)
+        self._resets.append(0)
+        return ""
+
+    def _look(self) -> None:
+        for number, tier in enumerate(self._tiers):
+            if ended := tier.mover.take_ended():
+                self._under_way -= len(ended)
+                self._line.send(CopiesEnded(number, ended))
