@@ -260,7 +260,7 @@ class SimulatedNode:
         self._publish(updates)
         self._status = None
         return bool(
-            plan.total_num_scheduled_tokens or plan.preempted_req_ids or updates or not transfers.is_empty
+            plan.total_num_scheduled_tokens or plan.preempted_req_ids or updates or transfers is not None
         )
 
     def _sending_of(self, plan: SchedulerOutput) -> dict[str, tuple[str, int]]:

@@ -113,7 +113,7 @@ class CachedPrefixes(Protocol):
 
     def tokens(self, node: NodeInfo) -> int: ...
     def longest(self) -> Iterator[int]: ...
-    def has_bit(self, node_id: str, nodes: int) -> bool: ...
+    def among(self, names: Iterable[str], nodes: int) -> Iterator[str]: ...
     def names(self, nodes: int, most: int, turn: int) -> Iterator[str]: ...
 
 
@@ -278,12 +278,11 @@ class Shortlist:
             return
         found = 0
         for names in lane.least_busy():
-            for name in islice(names, MOST_LOOKS):
-                if cached.has_bit(name, nodes):
-                    yield name
-                    found += 1
-                    if found % MOST_CACHED == 0:
-                        break
+            for name in cached.among(islice(names, MOST_LOOKS), nodes):
+                yield name
+                found += 1
+                if found % MOST_CACHED == 0:
+                    break
         if found < MOST_CACHED:
             yield from cached.names(nodes, 2 * MOST_CACHED, turn)
 
