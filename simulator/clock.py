@@ -80,8 +80,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         # What these add runs the next time.
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()
+            if handle._cancelled:
+                continue
+            try:
+                handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self._failure = error
 
     def _process_events(self, event_list: list[Any]) -> None:
         """There are none: nothing comes from outside."""

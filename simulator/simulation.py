@@ -202,8 +202,9 @@ class _Simulation:
     async def run(self) -> SimulationReport:
         self._assemble()
         self._on_members()
-        background = [self._loop.create_task(self._heartbeat())]
         autoscaler = self._pools.autoscaler(lambda text: None)
+        self._is_scaled = autoscaler is not None
+        background = [self._loop.create_task(self._heartbeat())]
         if autoscaler is not None:
             background.append(self._loop.create_task(autoscaler.run()))
         try:
@@ -305,8 +306,11 @@ class _Simulation:
             self._dispatcher.on_node_joined(info)
 
     async def _heartbeat(self) -> None:
+        every = self._config.router.heartbeat.ping_interval
         while True:
-            await asyncio.sleep(self._config.router.heartbeat.ping_interval)
+            if not self._is_scaled:  # an autoscaler looks at them, too, when it wants
+                self._pools.next_look.at = self._loop.time() + every
+            await asyncio.sleep(every)
             for node in self._pools.nodes:
                 self._dispatcher.on_status(node.status())
             self._pools.retire()
