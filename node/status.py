@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,11 @@ from tandem.kvtransfer.base import TransferStats
 from tandem.wire.errors import InternalError, NodeLost, TandemError
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, TierStatus
+
+_COUNTED = [
+    name for name in NodeCounters.__struct_fields__ if name in Totals.__struct_fields__ and name != "steps"
+]
+_counted = operator.attrgetter(*_COUNTED)
 
 
 class NodeCondition:
@@ -108,14 +114,9 @@ def node_counters(
 ) -> NodeCounters:
     """`transfer`: None for a node that neither sends nor receives KV. The scheduler's counters are taken by their names."""
     moved = transfer if transfer is not None else TransferStats()
-    counted = {
-        name: getattr(scheduler, name)
-        for name in NodeCounters.__struct_fields__
-        if name in Totals.__struct_fields__
-    }
-    counted["steps"] = steps  # those in which something was done
     return NodeCounters(
-        **counted,
+        **dict(zip(_COUNTED, _counted(scheduler), strict=True)),
+        steps=steps,  # those in which something was done
         step_seconds=step_seconds,
         malformed_frames=malformed_frames + moved.malformed_frames,
         line_gaps=line_gaps,
@@ -130,7 +131,7 @@ def node_counters(
         transfer_refusals=dict(moved.refused),
         transfer_blocks_freed=dict(moved.blocks_freed),
         transfer_blocks_checked=moved.blocks_checked,
-        wrong_kv=dict(Counter(moved.wrong_kv) + Counter(wrong_kv)),
+        wrong_kv=dict(Counter(moved.wrong_kv) + Counter(wrong_kv)) if moved.wrong_kv or wrong_kv else {},
         transfer_wait_seconds=dict(moved.waits),
         kv_checks=kv_checks,
         encoder_fallbacks=dict(encoder_fallbacks or {}),

@@ -99,6 +99,10 @@ class NodeBits:
             self._names[place] = None
             self._free.append(place)
 
+    def among(self, names: Iterable[str], nodes: int) -> Iterator[str]:
+        get = self._bits.get
+        return (name for name in names if get(name, 0) & nodes)
+
     def names(self, nodes: int, most: int, turn: int = 0) -> Iterator[str]:
         """Up to `most` of a set; of a larger one others with each `turn`."""
         if nodes.bit_count() > most:
@@ -257,8 +261,9 @@ class Overlaps:
         found.sort(reverse=True)
         return (nodes for _, nodes in found)
 
-    def has_bit(self, node_id: str, nodes: int) -> bool:
-        return bool(self._bits.of(node_id) & nodes)
+    def among(self, names: Iterable[str], nodes: int) -> Iterator[str]:
+        """Those of `names` that are in a set."""
+        return self._bits.among(names, nodes)
 
     def names(self, nodes: int, most: int, turn: int) -> Iterator[str]:
         return self._bits.names(nodes, most, turn)

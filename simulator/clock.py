@@ -5,32 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from tandem.wire.errors import InternalError
 
-
-class _Timer(asyncio.TimerHandle):
-    """Those of one moment run in the order in which they were set. asyncio's own leave that to the heap that holds them."""
-
-    def __init__(self, number: int, when: float, *args: Any) -> None:
-        super().__init__(when, *args)
-        self._number = number
-
-    def __lt__(self, other: Any) -> bool:
-        return (self._when, self._number) < (other._when, other._number)  # type: ignore[attr-defined]
+# Cancelled timers are thrown away together when they are more than this, and more than those that are left.
+_MOST_CANCELLED = 100
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """Coroutines, timers and time-outs run on it as on any other loop. There are no sockets, no subprocesses and no threads: what is
-    given to an executor is done at once. The same run is the same again, timers of one moment included."""
+    given to an executor is done at once. The same run is the same again: timers of one moment run in the order in which they were set,
+    which asyncio's own loops leave to the heap that holds them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
         self._timers_set = 0
-        self._selector = self  # `_run_once` of the base class asks it to sleep
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # a heap; no two have one number
+        self._cancelled = 0  # of these
         self._failure: BaseException | None = None
         self.set_exception_handler(lambda _, context: self._on_failure(context))
 
@@ -45,23 +40,54 @@ class VirtualLoop(asyncio.BaseEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         self._timers_set += 1
-        timer = _Timer(self._timers_set, when, callback, args, self, context)
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, self._timers_set, timer))
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._cancelled += handle._scheduled  # type: ignore[attr-defined]
 
     def _on_failure(self, context: dict[str, Any]) -> None:
         self._failure = context.get("exception") or InternalError(str(context.get("message")))
 
-    def select(self, timeout: float | None) -> list[Any]:
+    def _run_once(self) -> None:
+        """In the place of the base class's, which would ask a selector to sleep until the next timer."""
         if self._failure is not None:
             raise self._failure  # a callback's: what follows from it would be wrong
-        if timeout is None:
-            raise InternalError("the simulation waits for something that never happens")
-        if timeout > 0:
-            timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-            self._now = timers[0].when()
-        return []
+        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
+        timers = self._timers
+        if self._cancelled > _MOST_CANCELLED and 2 * self._cancelled > len(timers):
+            timers[:] = [entry for entry in timers if not entry[2].cancelled()]
+            heapq.heapify(timers)
+            self._cancelled = 0
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+                self._cancelled -= 1
+            if not timers:
+                raise InternalError("the simulation waits for something that never happens")
+            self._now = max(self._now, timers[0][0])
+        # Together with those that come before a real clock would show another time, as in the base class.
+        end = self._now + self._clock_resolution  # type: ignore[attr-defined]
+        while timers and timers[0][0] < end:
+            timer = heapq.heappop(timers)[2]
+            timer._scheduled = False  # type: ignore[attr-defined]
+            if timer.cancelled():
+                self._cancelled -= 1
+            else:
+                ready.append(timer)
+        # What these add runs the next time.
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            try:
+                handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self._failure = error
 
     def _process_events(self, event_list: list[Any]) -> None:
         """There are none: nothing comes from outside."""

@@ -50,6 +50,13 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return max(at_below, LEAST_STEP_S)
         return max(at_below + share * (self._along(above, context) - at_below), LEAST_STEP_S)
 
+    def most(self, size: float, context: float) -> float:
+        """No step of up to such a size after up to such a context takes longer: between the corners of the grid and of what is asked for
+        all is straight."""
+        sizes = [1.0, size, *(value for value in self.sizes if 1.0 < value < size)]
+        contexts = [0.0, context, *(value for value in self.contexts if value < context)]
+        return max(self.at(one, other) for one in sizes for other in contexts)
+
     def _along(self, row: int, context: float) -> float:
         seconds = self.seconds[row]
         below, above, share = _between(self.contexts, context)

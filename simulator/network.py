@@ -31,8 +31,12 @@ class Port:
         self.receives_until = 0.0
         self.under_way = 0
 
-    def take(self) -> ConnectorOutput:
-        output, self.output = self.output, ConnectorOutput()
+    def take(self) -> ConnectorOutput | None:
+        """None: nothing has."""
+        output = self.output
+        if output.is_empty:
+            return None
+        self.output = ConnectorOutput()
         return output
 
 

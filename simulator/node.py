@@ -18,16 +18,18 @@ from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.stats import SchedulerStats
 from tandem.node.checks import RoleRules
 from tandem.node.status import node_counters, node_status
-from tandem.simulator.costs import CostModel, DecodeRun
+from tandem.simulator.costs import LEAST_STEP_S, CostModel, DecodeRun
 from tandem.simulator.network import Network, Port, SimulatedConnector
 from tandem.simulator.outcome import AnswerLog, NodeLoad
 from tandem.simulator.traffic import ANSWERS, NameHasher
-from tandem.wire.errors import RequestError
+from tandem.wire.errors import InternalError, RequestError
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import (
     Cancel,
+    NodeCounters,
     NodeStatus,
     Submit,
     TokenBatch,
@@ -40,6 +42,13 @@ from tandem.wire.sampling import FinishReason
 REPORT_S = 5.0
 # A scheduler that could do nothing although it has work is asked again after this time, as in life.
 ASK_AGAIN_S = 0.005
+
+
+@dataclasses.dataclass(slots=True)
+class NextLook:
+    """When nodes are asked next how they stand. Of a step that ends before then nothing has to be noted."""
+
+    at: float = -math.inf  # it is not known
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,6 +71,7 @@ class SimulatedNode:
         network: Network,
         outcome: AnswerLog,
         tell: Callable[[TokenBatch], None],
+        next_look: NextLook | None = None,
         *,
         by_steps: bool = False,
     ) -> None:
@@ -75,6 +85,7 @@ class SimulatedNode:
         self._outcome = outcome
         self._network = network
         self._tell = tell
+        self._next_look = next_look or NextLook()
         self._by_steps = by_steps
         self._port = Port(self._wake)
         self._connector = (
@@ -98,7 +109,12 @@ class SimulatedNode:
         self._run_began = 0.0
         self._plan_began = 0.0
         self._run_taken = 0
-        self._stats = self.scheduler.stats()  # as the step under way began
+        # As the step under way began; None where it ends before it is asked for.
+        self._stats: SchedulerStats | None = None
+        self._counters: NodeCounters | None = None  # of these, if they were asked for
+        self._longest = 1  # tokens of a request that came here, with its whole answer
+        self._budget = scheduler.max_num_batched_tokens
+        self._most_s: dict[tuple[int, int, bool], float] = {}
         self._timer: asyncio.Handle | None = None
         self._is_turning = False
         self._status: NodeStatus | None = None  # as long as nothing has happened since
@@ -134,8 +150,9 @@ class SimulatedNode:
                 self._timer.cancel()
             self._run = None
             began = self._run_began + run.seconds(over)
-            plan = self._planned()
-            self._begin(plan, began, run.seconds(over + 1) - run.seconds(over))
+            seconds = run.seconds(over + 1) - run.seconds(over)
+            plan = self._planned(began + seconds)
+            self._begin(plan, began, seconds)
 
     def _take_over_steps(self, run: DecodeRun) -> int:
         """Books those of the run's steps that have ended; returns how many that is."""
@@ -181,7 +198,7 @@ class SimulatedNode:
             if steps > 1:
                 self._begin_run(steps, now)
                 return False
-        plan = self._planned()
+        plan = self._planned(now + self._longest_step_s())
         if plan.total_num_scheduled_tokens:
             self._begin(plan, now, self._seconds_of(plan))
             return False
@@ -191,10 +208,26 @@ class SimulatedNode:
             return False
         return progressed or bool(self._inbox)
 
-    def _planned(self) -> SchedulerOutput:
+    def _planned(self, ends_by: float) -> SchedulerOutput:
         """Between two steps a node notes how it stands, which is what it answers to routers during the next."""
-        self._stats = self.scheduler.stats()
+        self._stats = self.scheduler.stats() if ends_by >= self._next_look.at else None
+        self._counters = None
         return self.scheduler.schedule()
+
+    def _longest_step_s(self) -> float:
+        """What is planned next takes no longer."""
+        requests = self.scheduler.requests
+        reads = any(request.num_tokens - request.num_computed_tokens > 1 for request in requests.values())
+        # Sizes and contexts are rounded up, so that few of them are ever looked up.
+        key = (len(requests).bit_length(), self._longest.bit_length(), reads)
+        most = self._most_s.get(key)
+        if most is None:
+            size, context = float(1 << key[0]), float(1 << key[1])
+            most = self._costs.decode.most(size, context)
+            if reads:
+                most += self._costs.prefill.most(float(self._budget), context)
+            self._most_s[key] = most = most + LEAST_STEP_S
+        return most
 
     def _begin_run(self, steps: int, now: float) -> None:
         requests = self.scheduler.running
@@ -260,7 +293,7 @@ class SimulatedNode:
         self._publish(updates)
         self._status = None
         return bool(
-            plan.total_num_scheduled_tokens or plan.preempted_req_ids or updates or not transfers.is_empty
+            plan.total_num_scheduled_tokens or plan.preempted_req_ids or updates or transfers is not None
         )
 
     def _sending_of(self, plan: SchedulerOutput) -> dict[str, tuple[str, int]]:
@@ -301,6 +334,7 @@ class SimulatedNode:
             self._send([chunk])
             return
         self._requests += 1
+        self._longest = max(self._longest, request.length_limit)
         self._live[submit.request_id] = _LiveRequest(
             request, submit, len(submit.output_token_ids), self._loop.time()
         )
@@ -390,6 +424,22 @@ class SimulatedNode:
             return self._status
         self._report_quiet()
         stats = self._stats if self._plan is not None else self.scheduler.stats()
+        if stats is None:
+            raise InternalError(
+                f"{self.info.node_id} was asked how it stands at a moment that it was not told of"
+            )
+        counters = self._counters if self._plan is not None else None
+        if counters is None:
+            counters = self._counters = node_counters(
+                stats,
+                None,
+                steps=self._steps,
+                step_seconds=self._busy_s,
+                malformed_frames=0,
+                line_gaps=0,
+                kv_checks=0,
+                wrong_kv={},
+            )
         self._status = status = node_status(
             self.info.node_id,
             self.info.role,
@@ -400,16 +450,7 @@ class SimulatedNode:
             now=self._loop.time(),
             step_age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
             age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
-            counters=node_counters(
-                stats,
-                None,
-                steps=self._steps,
-                step_seconds=self._busy_s,
-                malformed_frames=0,
-                line_gaps=0,
-                kv_checks=0,
-                wrong_kv={},
-            ),
+            counters=counters,
             detail="",
             tiers=[],
         )

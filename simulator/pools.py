@@ -17,7 +17,7 @@ from tandem.node.checks import RoleRules
 from tandem.prefill_node.node import PrefillRules
 from tandem.simulator.costs import CostModel
 from tandem.simulator.network import Network
-from tandem.simulator.node import SimulatedNode
+from tandem.simulator.node import NextLook, SimulatedNode
 from tandem.simulator.outcome import AnswerLog, NodeLoad, SizeChange
 from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeStatus, TokenBatch
@@ -74,6 +74,7 @@ class SimulatedPools:
         self.changes: list[SizeChange] = []
         self.role_changes = 0
         self.by_id: dict[str, SimulatedNode] = {}
+        self.next_look = NextLook()
         for pool in self._pools.values():
             for _ in range(pool.wanted):
                 self._take_machine(pool.role)
@@ -116,6 +117,7 @@ class SimulatedPools:
             self._network,
             self._outcome,
             self._tell,
+            self.next_look,
             by_steps=self._by_steps,
         )
         pool.nodes.append(node)

@@ -391,7 +391,8 @@ class Profiler:
     # --- both
 
     async def _measure_mixed(self, prefill: CostTable, decode: CostTable) -> tuple[float, FitError]:
-        """Prompts that come beside a stream, in pieces. What a step takes less than both would apart: weights are read once, say."""
+        """Prompts that come beside a stream, in pieces. What a step takes less than both would apart: weights are read once, say. Steps are
+        measured from one's beginning to the next one's, as those that write are: what lies between two belongs to both."""
         self._say("reads prompts beside an answer", 0.92)
         apart: list[tuple[float, float]] = []  # both apart, and the step
         for size in (256, 512, 1024, 2048):
@@ -404,13 +405,15 @@ class Profiler:
                 )
             )
             await begun.wait()
-            asked = await self._client.asked(self._prompt(size), 1)
+            # The second token's step says when the prompt's last one made room.
+            asked = await self._client.asked(self._prompt(size), 2)
             await stream
             context = 0
-            for step in (step for step in asked.steps if step.reads):
-                if step.beside and step.tokens >= FEWEST_TOKENS:
-                    apart.append((prefill.at(step.tokens, context) + decode.at(1, BESIDE), step.seconds))
-                context += step.tokens
+            for step, following in pairwise(asked.steps):
+                if step.reads and step.beside and step.tokens >= FEWEST_TOKENS:
+                    both = prefill.at(step.tokens, context) + decode.at(1, BESIDE)
+                    apart.append((both, following.began - step.began))
+                context += step.tokens if step.reads else 0
         saved = [both - seconds for both, seconds in apart]
         less = max(0.0, statistics.median(saved)) if saved else 0.0
         return less, FitError.of((max(both - less, 1e-9), seconds) for both, seconds in apart)

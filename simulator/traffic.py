@@ -36,12 +36,9 @@ class PlayedTraffic:
     def prompt(self, index: int) -> list[int]:
         """Its tokens: each the name of the block that it lies in."""
         row, size = self.rows[index], self.block_tokens
-        tokens: list[int] = []
-        for name in row.blocks:
-            tokens += [name] * size
-        if len(tokens) < row.input_tokens:
-            tokens += [OWN_TEXT + index] * (row.input_tokens - len(tokens))
-        del tokens[row.input_tokens :]
+        tokens = [OWN_TEXT + index] * row.input_tokens
+        for start, name in zip(range(0, row.input_tokens, size), row.blocks, strict=False):
+            tokens[start : start + size] = [name] * min(size, row.input_tokens - start)
         return tokens
 
 

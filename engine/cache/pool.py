@@ -18,10 +18,11 @@ taken of a share of the blocks, chosen by their numbers, so a step pays for next
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
 
 from tandem.engine.cache.events import CacheEvents
 from tandem.kvtransfer.base import NULL_BLOCK_ID
@@ -113,8 +114,7 @@ class FreeBlockQueue:
 TIMED_BLOCKS = 1024  # at most twice as many
 
 
-@dataclasses.dataclass(slots=True)
-class ResidencyTotals:
+class ResidencyTotals(msgspec.Struct):
     blocks_evicted: int = 0  # cached blocks that were taken for other tokens
     evictions_timed: int = 0  # of these, those of which the next two are the sums
     evicted_after_seconds: float = 0.0  # since they were cached
@@ -124,9 +124,15 @@ class ResidencyTotals:
 
 
 class Residency:
-    def __init__(self, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+        totals: ResidencyTotals | None = None,
+    ) -> None:
+        """`totals`: where it counts."""
         self.every = max(1, num_blocks // TIMED_BLOCKS)  # blocks whose number it divides are timed
-        self.totals = ResidencyTotals()
+        self.totals = totals if totals is not None else ResidencyTotals()
         self._clock = clock
         self._cached_at: dict[int, float] = {}
         self._idle_since: dict[int, float] = {}

@@ -194,7 +194,8 @@ class Lifecycle:
         if status in ANSWERED and request.pooling is None:
             state.answers.ended(request.num_output_tokens)
         if (reason := request.finish_reason) is not None:
-            state.totals.requests_finished[reason.value] += 1
+            finished = state.totals.requests_finished
+            finished[reason.value] = finished.get(reason.value, 0) + 1
         if state.connector is not None:
             state.cache.drop_skipped_blocks(request)
             if state.connector.request_finished(request, state.cache.block_ids(request_id)):

@@ -37,7 +37,7 @@ from tandem.engine.scheduling.state import (
     StepPlan,
     leave_open,
 )
-from tandem.engine.scheduling.stats import SchedulerStats
+from tandem.engine.scheduling.stats import SchedulerStats, Totals
 from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
 from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector
@@ -91,7 +91,8 @@ class Scheduler:
             checkpoint_tokens=checkpoint_tokens,
             gives_up_last_block=reads_hidden,
         )
-        kv_cache.pool.residency = Residency(num_blocks, clock)
+        totals = Totals()
+        kv_cache.pool.residency = Residency(num_blocks, clock, totals)
         if not config.chunked_prefill and config.max_num_batched_tokens < kv_cache.max_request_tokens - 1:
             raise ConfigurationError(
                 "without scheduler.chunked_prefill a whole request must fit into one step: set "
@@ -116,6 +117,7 @@ class Scheduler:
             load_failure_policy=load_failure_policy,
             clock=clock,
             waiting=WaitingRequests(policy),
+            totals=totals,
             pins=pins,
             encoded=EncoderCache(cache.encoder_tokens, config.max_encoder_tokens) if reads_images else None,
             judge=DraftJudge(

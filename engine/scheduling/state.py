@@ -93,15 +93,15 @@ class SchedulerState:
         """Costs a walk over all unfinished requests."""
         totals, pool = self.totals, self.cache.pool
         pinned = list(self.pins.by_job.values()) if self.pins is not None else []
-        uncomputed = sum(
-            max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in self.running
-        )
+        uncomputed = 0
+        for request in self.running:
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            if left > 0:
+                uncomputed += left
         if self.encoded is not None:
             totals.encoder_tokens = self.encoded.encoded_tokens
             totals.encoder_tokens_reused = self.encoded.reused_tokens
             totals.encoder_tokens_received = self.encoded.received_tokens
-        for name, value in dataclasses.asdict(pool.residency.totals).items():
-            setattr(totals, name, value)
         return SchedulerStats(
             **totals.values(),
             running=len(self.running),
@@ -116,7 +116,9 @@ class SchedulerState:
             pinned_requests=len(pinned),
             pinned_blocks=sum(self.cache.num_blocks_of_one(pin.request.request_id) for pin in pinned),
             wanted_blocks=self._wanted_blocks(),
-            oldest_arrival=min((request.arrival_time for request in self.waiting), default=None),
+            oldest_arrival=min((request.arrival_time for request in self.waiting), default=None)
+            if len(self.waiting)
+            else None,
             quarantined_blocks=len(pool.quarantined),
         )
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import bisect
-import copy
 import dataclasses
-from collections import Counter
 from typing import Any
 
 import msgspec
 
+from tandem.engine.cache.pool import ResidencyTotals
 from tandem.wire.requests import STEP_TOKEN_BOUNDS
 
 
-class Totals(msgspec.Struct):
+class Totals(ResidencyTotals):
     """What the scheduler has done since it started. A counter that has the name of a field of `NodeCounters` is reported to routers."""
 
     steps: int = 0
     requests_started: int = 0
-    requests_finished: dict[str, int] = msgspec.field(default_factory=Counter)  # by finish reason
+    requests_finished: dict[str, int] = msgspec.field(default_factory=dict)  # by finish reason
     queue_seconds: float = 0.0  # from arrival to first admission, summed over requests_admitted
     requests_admitted: int = 0
     preemptions: int = 0
@@ -34,21 +33,14 @@ class Totals(msgspec.Struct):
     speculative_steps: int = 0
     speculative_drafted: int = 0
     speculative_accepted: int = 0
-    speculative_accepted_at: list[int] = []  # by position in the draft
+    speculative_accepted_at: list[int] = msgspec.field(default_factory=list)  # by position in the draft
     loads_failed: int = 0
     encoder_tokens: int = 0  # tokens of images that the vision tower made
     encoder_tokens_reused: int = 0  # that were there from an earlier request
     encoder_tokens_received: int = 0  # that an encoder node made
     pins_made: int = 0
     pins_met: int = 0  # the next turn came in time, and began as expected
-    pins_ended: dict[str, int] = {}  # by why
-    # Those of engine.cache.pool.
-    blocks_evicted: int = 0
-    evictions_timed: int = 0
-    evicted_after_seconds: float = 0.0
-    evicted_idle_seconds: float = 0.0
-    reuses_timed: int = 0
-    reused_after_seconds: float = 0.0
+    pins_ended: dict[str, int] = msgspec.field(default_factory=dict)  # by why
     model_errors: int = 0  # requests that the model failed: its logits were no numbers
 
     def step_of(self, num_tokens: int, steps: int = 1) -> None:
@@ -66,7 +58,15 @@ class Totals(msgspec.Struct):
 
     def values(self) -> dict[str, Any]:
         """A copy that no later step changes."""
-        return {name: copy.copy(getattr(self, name)) for name in Totals.__struct_fields__}
+        values = msgspec.structs.asdict(self)
+        for name in _CONTAINERS:
+            values[name] = values[name].copy()
+        return values
+
+
+_CONTAINERS = [
+    name for name, value in msgspec.structs.asdict(Totals()).items() if isinstance(value, list | dict)
+]
 
 
 class SchedulerStats(Totals, kw_only=True):

@@ -113,7 +113,7 @@ class CachedPrefixes(Protocol):
 
     def tokens(self, node: NodeInfo) -> int: ...
     def longest(self) -> Iterator[int]: ...
-    def has_bit(self, node_id: str, nodes: int) -> bool: ...
+    def among(self, names: Iterable[str], nodes: int) -> Iterator[str]: ...
     def names(self, nodes: int, most: int, turn: int) -> Iterator[str]: ...
 
 
@@ -265,25 +265,31 @@ class Shortlist:
             roomiest = self.room.roomiest(request.prompt_tokens + request.max_new_tokens)
             if roomiest is not None and roomiest.node_id not in avoid:
                 chosen[roomiest.node_id] = None
+        looked_at: list[list[str]] | None = None
         for nodes in islice(cached.longest(), MOST_LENGTHS):
-            for name in self._with_prefix(lane, nodes, cached, request.turn):
+            if nodes.bit_count() <= 2 * MOST_CACHED:  # those of the other pool are among them
+                names = cached.names(nodes, 2 * MOST_CACHED, request.turn)
+            else:
+                if looked_at is None:
+                    looked_at = [list(islice(each, MOST_LOOKS)) for each in lane.least_busy()]
+                names = self._with_prefix(looked_at, nodes, cached, request.turn)
+            for name in names:
                 if name in lane.views and name not in avoid:
                     chosen[name] = None
         return lane.pick(chosen)
 
-    def _with_prefix(self, lane: Lane, nodes: int, cached: CachedPrefixes, turn: int) -> Iterator[str]:
-        """Those of `nodes` that have the least to do. With many more than are wanted, those among the least busy of the pool."""
-        if nodes.bit_count() <= 2 * MOST_CACHED:  # those of the other pool are among them
-            yield from cached.names(nodes, 2 * MOST_CACHED, turn)
-            return
+    @staticmethod
+    def _with_prefix(
+        looked_at: list[list[str]], nodes: int, cached: CachedPrefixes, turn: int
+    ) -> Iterator[str]:
+        """Of many more nodes than are wanted, those among the least busy of the pool."""
         found = 0
-        for names in lane.least_busy():
-            for name in islice(names, MOST_LOOKS):
-                if cached.has_bit(name, nodes):
-                    yield name
-                    found += 1
-                    if found % MOST_CACHED == 0:
-                        break
+        for names in looked_at:
+            for name in cached.among(names, nodes):
+                yield name
+                found += 1
+                if found % MOST_CACHED == 0:
+                    break
         if found < MOST_CACHED:
             yield from cached.names(nodes, 2 * MOST_CACHED, turn)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -47,8 +47,8 @@ class Nothing:
     def longest(self) -> Iterator[int]:
         return iter(())
 
-    def has_bit(self, node_id: str, nodes: int) -> bool:
-        return False
+    def among(self, names: Iterable[str], nodes: int) -> Iterator[str]:
+        return iter(())
 
     def names(self, nodes: int, most: int, turn: int) -> Iterator[str]:
         return iter(())

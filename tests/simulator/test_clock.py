@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.simulator.clock import VirtualLoop
+from tandem.wire.errors import InternalError
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
@@ -20,3 +22,23 @@ def test_timers_of_one_moment_run_in_the_order_in_which_they_were_set(timers: li
     loop.run_forever()
     loop.close()
     assert ran == sorted((when, index) for index, (when, cancelled) in enumerate(timers) if not cancelled)
+
+
+def test_a_callback_that_fails_ends_the_run_with_its_error() -> None:
+    loop = VirtualLoop()
+    ran: list[float] = []
+    loop.call_at(1.0, [].pop)
+    loop.call_at(2.0, ran.append, 2.0)
+    with pytest.raises(IndexError):
+        loop.run_forever()
+    loop.close()
+    assert ran == []
+
+
+def test_waiting_for_what_never_happens_is_an_error() -> None:
+    loop = VirtualLoop()
+    for _ in range(300):
+        loop.call_at(1.0, loop.stop).cancel()
+    with pytest.raises(InternalError, match="never happens"):
+        loop.run_until_complete(loop.create_future())
+    loop.close()

@@ -14,7 +14,7 @@ from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
-from tandem.simulator.costs import DecodeRun
+from tandem.simulator.costs import CostTable, DecodeRun
 from tandem.simulator.simulation import simulate
 from tandem.wire.sampling import SamplingParams
 from tests.simulator.worlds import TICK, a_setup, node_costs
@@ -141,6 +141,23 @@ SOME_ROWS = st.lists(
     min_size=1,
     max_size=12,
 )
+
+
+NUMBERS = st.floats(0.0, 100.0)
+SECONDS = st.floats(0.001, 1.0)
+
+
+@given(
+    st.lists(st.lists(SECONDS, min_size=3, max_size=3), min_size=1, max_size=3),
+    st.tuples(st.floats(1.0, 100.0), NUMBERS),
+    st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)),
+)
+def test_no_step_within_a_size_and_a_context_takes_longer_than_the_most(
+    seconds: list[list[float]], most: tuple[float, float], share: tuple[float, float]
+) -> None:
+    table = CostTable([2.0, 16.0, 64.0][: len(seconds)], [0.0, 10.0, 50.0], seconds)
+    size, context = 1.0 + share[0] * (most[0] - 1.0), share[1] * most[1]
+    assert table.at(size, context) <= table.most(*most) * (1 + 1e-9) + 1e-9
 
 
 @settings(max_examples=25, deadline=None)
