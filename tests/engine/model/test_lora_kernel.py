@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from ctypes import c_int32
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from tandem.engine.model.fused.cpu import CpuPieces, cpu_pieces
 from tandem.engine.model.fused.pieces import Activation, Matrix, Piece, activate
 from tandem.engine.model.lora.folder import LayerUpdate
 from tandem.engine.model.lora.rows import AdaptedLayer, StepRows
+from tandem.kernels import library
 from tandem.wire.errors import InternalError
+from tests.kernels import probes
 
 SIZES = [(64, 64), (576, 1536), (37, 5), (1, 1), (130, 259)]
 
@@ -21,6 +25,17 @@ def pieces(dtype: torch.dtype, threads: int = 2) -> CpuPieces:
     if found is None:
         pytest.skip("this processor has no vectors that the kernels use")
     return found
+
+
+def pieces_of(dtype: torch.dtype, unit: str) -> CpuPieces:
+    """As on a processor that has no better unit."""
+    kernels = pieces(dtype)
+    kernels.handle = kernels.native.tandem_operations_create(
+        library.DTYPES[dtype], (c_int32 * 2)(-1, -1), 2, unit.encode()
+    )
+    weakref.finalize(kernels, kernels.native.tandem_operations_destroy, kernels.handle)
+    kernels.lanes = kernels.native.tandem_lanes(kernels.handle)
+    return kernels
 
 
 def a_layer(
@@ -87,13 +102,13 @@ def test_each_row_gets_what_its_own_adapter_adds(
 PARTS = [((48, 16, 16), 64), ((37, 5, 70), 33), ((1, 1, 1), 1), ((576, 192, 192), 576)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "unit"), probes.available())
 @pytest.mark.parametrize(("outputs", "inputs"), PARTS)
 @pytest.mark.parametrize("rank", [3, 16])
 def test_a_joined_product_gets_the_updates_of_its_parts(
-    dtype: torch.dtype, outputs: tuple[int, ...], inputs: int, rank: int
+    dtype: torch.dtype, unit: str, outputs: tuple[int, ...], inputs: int, rank: int
 ) -> None:
-    kernels = pieces(dtype)
+    kernels = pieces_of(dtype, unit)
     rows = StepRows(2, rank, kernels)
     matrices, adapters = [], []
     for part, size in enumerate(outputs):
@@ -120,14 +135,14 @@ def test_a_joined_product_gets_the_updates_of_its_parts(
             at += size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "unit"), probes.available())
 @pytest.mark.parametrize("joined", [False, True], ids=["two layers", "one layer"])
 @pytest.mark.parametrize(("inputs", "width"), [(64, 96), (33, 37), (576, 1536)])
 def test_a_gated_activation_gets_the_updates_of_its_three_layers(
-    dtype: torch.dtype, joined: bool, inputs: int, width: int
+    dtype: torch.dtype, unit: str, joined: bool, inputs: int, width: int
 ) -> None:
     """Also where gate and up are halves of one layer, the second first."""
-    kernels, rank = pieces(dtype), 8
+    kernels, rank = pieces_of(dtype, unit), 8
     rows = StepRows(2, rank, kernels)
     generator = torch.Generator().manual_seed(inputs + width)
 
