@@ -3,7 +3,8 @@
     python -m benchmarks.adapters [--adapters 8] [--rank 16] [--threads N] [--dtype bfloat16] [--rounds 5] [--json FILE]
 
 SmolLM2's shape with random weights, computed by transformers (the general path), and adapters for all its linear layers, written as PEFT
-writes them. The engines take turns, and medians count, so that what else the machine does falls on all.
+writes them. The engines take turns, and medians count, so that what else the machine does falls on all. How often the kernels' threads meet
+in a step is counted beside, which no other work of the machine changes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import random
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.engine_tandem import EngineBench
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
+from tandem.engine.model.attention.cpu import CpuAttention
 from tandem.engine.model.loading import load_runner
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.machine.resources import usable_cores
@@ -65,25 +68,34 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         f"a{number}": str(write_adapter(folder / f"a{number}", made, options.rank, number))
         for number in range(options.adapters)
     }
-    alone, loras = engine_of(model, {}, 0, options)
+    alone, alone_met, loras = engine_of(model, {}, 0, options)
     assert not loras
-    both, loras = engine_of(model, adapters, options.adapters, options)
+    both, both_met, loras = engine_of(model, adapters, options.adapters, options)
     rng = random.Random(0)
     prompts = [[rng.randrange(49_152) for _ in range(CONTEXT)] for _ in range(options.adapters)]
-    times: dict[str, list[float]] = {
-        "the model alone": [],
-        "adapters served, none asked for": [],
-        "one adapter each": [],
+    kinds: dict[str, tuple[EngineBench, Callable[[], int], list[str]]] = {
+        "the model alone": (alone, alone_met, []),
+        "adapters served, none asked for": (both, both_met, []),
+        "one adapter each": (both, both_met, loras),
     }
+    times: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(options.rounds):
-        times["the model alone"].append(alone.decode(prompts, DECODES))
-        times["adapters served, none asked for"].append(both.decode(prompts, DECODES))
-        times["one adapter each"].append(both.decode(prompts, DECODES, loras))
+        for name, (bench, _met, wanted) in kinds.items():
+            times[name].append(bench.decode(prompts, DECODES, wanted))
+    meetings = {}
+    for name, (bench, met, wanted) in kinds.items():
+        before = met()
+        bench.decode(prompts, DECODES, wanted)
+        shorter = met()
+        bench.decode(prompts, DECODES + 10, wanted)
+        meetings[name] = (met() - shorter - (shorter - before)) // 10
     seconds = {name: statistics.median(taken) for name, taken in times.items()}
     base = seconds["the model alone"]
     return {
         "adapters": options.adapters, "rank": options.rank, "dtype": options.dtype, "threads": options.threads,
         "ms": {name: 1e3 * taken for name, taken in seconds.items()},
+        "least_ms": {name: 1e3 * min(taken) for name, taken in times.items()},
+        "meetings": meetings,
         "of_base": {name: taken / base for name, taken in seconds.items()},
         "ceiling": CEILING,
     }  # fmt: skip
@@ -91,7 +103,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def engine_of(
     model: Path, adapters: dict[str, str], max_loras: int, options: argparse.Namespace
-) -> tuple[EngineBench, list[str]]:
+) -> tuple[EngineBench, Callable[[], int], list[str]]:
+    """An engine, how often its kernels' threads have met, and the adapters that it serves."""
     cache = CacheConfig(memory_bytes=512 << 20, prefix_caching=False)
     scheduler = SchedulerConfig(max_model_len=1024, max_loras=max_loras)
     runner = load_runner(
@@ -109,7 +122,13 @@ def engine_of(
     info = runner.info
     made = Scheduler(scheduler, cache, info.groups, info.num_blocks, info.max_model_len)
     served = runner.adapters.served if runner.adapters is not None else {}
-    return EngineBench(Engine(made, runner, None)), [identity_of(*one) for one in served.items()]
+    attention = runner.forward.attention
+    if not isinstance(attention, CpuAttention):
+        raise SystemExit(
+            "this measures our CPU kernels, which do not run here: `python -m tandem.kernels.build` says why"
+        )
+    bench = EngineBench(Engine(made, runner, None))
+    return bench, lambda: attention.pieces.meetings, [identity_of(*one) for one in served.items()]
 
 
 def write_adapter(folder: Path, model: torch.nn.Module, rank: int, seed: int) -> Path:
@@ -131,11 +150,12 @@ def print_table(found: dict[str, Any]) -> None:
     table = Table(
         title=f"a decode step of {found['adapters']} requests, rank {found['rank']}, {found['dtype']}, {found['threads']} threads"
     )
-    for column in ("", "ms", "of the model alone", "at most"):
+    for column in ("", "ms", "the least", "of the model alone", "at most", "meetings of threads"):
         table.add_column(column)
     for name, taken in found["ms"].items():
         limit = f"{found['ceiling']}" if name == "one adapter each" else ""
-        table.add_row(name, f"{taken:.1f}", f"{found['of_base'][name]:.2f}", limit)
+        least, met = found["least_ms"][name], found["meetings"][name]
+        table.add_row(name, f"{taken:.1f}", f"{least:.1f}", f"{found['of_base'][name]:.2f}", limit, str(met))
     Console().print(table)
 
 

@@ -43,8 +43,13 @@ void gather(const void* from, void* to, int k, const int64_t* rows, int begin, i
 }
 
 void read_activation(const void* activation, int k, int row, float* out) {
-  for (int i = 0; i < k; i++)
-    out[i] = bf16_to_float(*activation_at(const_cast<void*>(activation), k, row, i));
+  const uint16_t* tile = activation_at(const_cast<void*>(activation), k, row, 0);
+  int i = 0;
+  for (; i + 32 <= k; i += 32, tile += 512) {
+    store(out + i, load_bf16(tile));
+    store(out + i + W, load_bf16(tile + W));
+  }
+  for (; i < k; i++) out[i] = bf16_to_float(tile[i & 31]);
 }
 
 }  // namespace

@@ -102,6 +102,10 @@ tandem_operations* tandem_operations_create(int32_t dtype, const int32_t* cores,
 
 void tandem_operations_destroy(tandem_operations* o) { delete o; }
 
+int32_t tandem_lanes(const tandem_operations* o) { return o->operations.lanes(); }
+
+int64_t tandem_meetings(const tandem_operations* o) { return o->operations.meetings(); }
+
 // A number from 0, or what guarded() returns for an error.
 template <typename F>
 static int numbered(F&& f) {
@@ -127,22 +131,23 @@ int tandem_operations_use_cache(tandem_operations* o, const tandem_cache* cache)
   return guarded([&] { o->operations.use_cache(*cache); });
 }
 
-int tandem_linear_rows(tandem_operations* o, int32_t matrix, const tandem_rows* x, const tandem_rows* out) {
-  return guarded([&] { o->operations.linear(matrix, *x, *out); });
+int tandem_linear_rows(tandem_operations* o, int32_t matrix, const tandem_rows* x, const tandem_rows* out,
+                       const tandem_updates* updates) {
+  return guarded([&] { o->operations.linear(matrix, *x, *out, updates); });
 }
 
 int tandem_gated_rows(tandem_operations* o, int32_t gate_up, int32_t down, int32_t activation, const tandem_rows* x,
-                      const tandem_rows* out) {
-  return guarded([&] { o->operations.gated(gate_up, down, activation, *x, *out); });
+                      const tandem_rows* out, const tandem_updates* of_gate_up, const tandem_updates* of_down) {
+  return guarded([&] { o->operations.gated(gate_up, down, activation, *x, *out, of_gate_up, of_down); });
 }
 
 int tandem_norm_rows(tandem_operations* o, int32_t norm, const tandem_rows* x, const tandem_rows* out) {
   return guarded([&] { o->operations.norm(norm, *x, *out); });
 }
 
-int tandem_update_rows(tandem_operations* o, const int64_t* slots, int32_t rank, const tandem_rows* down,
-                       const tandem_rows* up, const tandem_rows* x, const tandem_rows* out) {
-  return guarded([&] { o->operations.update(slots, rank, *down, *up, *x, *out); });
+int tandem_update_rows(tandem_operations* o, const tandem_updates* updates, const tandem_rows* x,
+                       const tandem_rows* out) {
+  return guarded([&] { o->operations.update(*updates, *x, *out); });
 }
 
 int tandem_operations_begin(tandem_operations* o, const tandem_batch* batch) {

@@ -112,6 +112,27 @@ struct tandem_attention_kind {
   float scale;
 };
 
+// What adapters add to some columns of a product: up · (down · x), with the matrices of each row's slot, of the operations' own dtype.
+struct tandem_update {
+  const void* down;  // [slots * rank, inputs]
+  // [slots, vectors, rank, lanes], zero-padded: its columns in vectors of tandem_lanes(). In bfloat16 two of a rank lie side by side:
+  // [slots, vectors, rank / 2, lanes, 2], and an odd rank is padded.
+  const void* up;
+  int32_t inputs;
+  int32_t vectors;
+  int32_t begin;  // of its columns those from here
+  int32_t end;    // to here,
+  int32_t first;  // which are added to the product's from this one on; its parts lie one below the other
+};
+
+struct tandem_updates {
+  const tandem_update* updates;
+  const int64_t* slots;  // of each row; below 0: it has none
+  int32_t count;
+  int32_t num_slots;
+  int32_t rank;  // of a slot
+};
+
 enum tandem_activation { TANDEM_SILU, TANDEM_GELU_TANH };
 
 TANDEM_API const char* tandem_error();
@@ -153,19 +174,24 @@ struct tandem_operations;
 TANDEM_API tandem_operations* tandem_operations_create(int32_t dtype, const int32_t* cores, int32_t threads,
                                                        const char* limit);
 TANDEM_API void tandem_operations_destroy(tandem_operations*);
+TANDEM_API int32_t tandem_lanes(const tandem_operations*);
+// How often threads have met so far: at the beginning and the end of each call, and in between.
+TANDEM_API int64_t tandem_meetings(const tandem_operations*);
 TANDEM_API int tandem_add_linear(tandem_operations*, const tandem_part* weights, const tandem_part* biases,
                                  int32_t count, int32_t inputs, int32_t interleave);
 TANDEM_API int tandem_add_norm(tandem_operations*, const tandem_part* weight, float offset, float eps);
 TANDEM_API int tandem_add_attention(tandem_operations*, const tandem_attention_kind*);
 TANDEM_API int tandem_operations_use_cache(tandem_operations*, const tandem_cache*);
-TANDEM_API int tandem_linear_rows(tandem_operations*, int32_t matrix, const tandem_rows* x, const tandem_rows* out);
+// Updates may be null. Those of a gated product are one for what makes the gate, and one for what follows it.
+TANDEM_API int tandem_linear_rows(tandem_operations*, int32_t matrix, const tandem_rows* x, const tandem_rows* out,
+                                  const tandem_updates*);
 TANDEM_API int tandem_gated_rows(tandem_operations*, int32_t gate_up, int32_t down, int32_t activation,
-                                 const tandem_rows* x, const tandem_rows* out);
+                                 const tandem_rows* x, const tandem_rows* out, const tandem_updates* of_gate_up,
+                                 const tandem_updates* of_down);
 TANDEM_API int tandem_norm_rows(tandem_operations*, int32_t norm, const tandem_rows* x, const tandem_rows* out);
-// Adds what each row's adapter adds: out += up · (down · x), with the matrices of slot s from row s * rank on, of the operations' own
-// dtype. Slots below 0: the row has none.
-TANDEM_API int tandem_update_rows(tandem_operations*, const int64_t* slots, int32_t rank, const tandem_rows* down,
-                                  const tandem_rows* up, const tandem_rows* x, const tandem_rows* out);
+// What adapters add to one matrix's rows alone: out += up · (down · x), by its only update.
+TANDEM_API int tandem_update_rows(tandem_operations*, const tandem_updates*, const tandem_rows* x,
+                                  const tandem_rows* out);
 TANDEM_API int tandem_operations_begin(tandem_operations*, const tandem_batch*);
 TANDEM_API int tandem_attend(tandem_operations*, int32_t kind, int32_t slot, const tandem_heads* q,
                              const tandem_heads* k, const tandem_heads* v, const tandem_rotary_rows* rotary,

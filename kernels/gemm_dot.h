@@ -28,9 +28,12 @@ class Finisher {
 };
 
 template <int R, typename Stream>
-TANDEM_INLINE void multiply_few(const char* x, int tiles, Stream& weights, float* out) {
+TANDEM_INLINE void multiply_few(const char* x, int tiles, Stream& weights, UpdatesAhead& ahead, float* out) {
   __m512 sums[R][2] = {};
-  for (int t = 0; t < tiles; t++, x += 1024) multiply_tile(sums, x, weights.next(), 1024);
+  for (int t = 0; t < tiles; t++, x += 1024) {
+    ahead.step();
+    multiply_tile(sums, x, weights.next(), 1024);
+  }
   for (int r = 0; r < R; r++) {
     _mm512_store_ps(out + r * kPanel, sums[r][0]);
     _mm512_store_ps(out + r * kPanel + 16, sums[r][1]);
@@ -52,14 +55,15 @@ TANDEM_INLINE void multiply_block(const Gemm& g, int row, int rows, int panel, c
                                   Finisher& finisher) {
   const int tiles = static_cast<int>(tiles_along(g.w.k));
   fetch_results(g, row, rows, panel);
+  UpdatesAhead ahead(g, row, rows, panel * kPanel, tiles);
   if (rows == 1)
-    multiply_few<1>(x, tiles, weights, finisher.sums());
+    multiply_few<1>(x, tiles, weights, ahead, finisher.sums());
   else if (rows == 2)
-    multiply_few<2>(x, tiles, weights, finisher.sums());
+    multiply_few<2>(x, tiles, weights, ahead, finisher.sums());
   else if (rows <= 4)
-    multiply_few<4>(x, tiles, weights, finisher.sums());
+    multiply_few<4>(x, tiles, weights, ahead, finisher.sums());
   else
-    multiply_few<8>(x, tiles, weights, finisher.sums());
+    multiply_few<8>(x, tiles, weights, ahead, finisher.sums());
   finisher.add(row, rows, panel);
 }
 

@@ -47,6 +47,21 @@ enum class GemmOut : int32_t {
   gelu_mul,  // the same with GELU, by its approximation with tanh
 };
 
+// What adapters add to some columns of a product's rows: each row's `low` times the matrix of its slot.
+struct Update {
+  // [slots, vectors, rank, lanes], zero-padded: its columns in vectors of so many lanes. In bfloat16 two of a rank lie side by side:
+  // [slots, vectors, rank / 2, lanes, 2].
+  const void* up;
+  Dtype dtype;          // of both
+  int64_t slot_stride;  // in elements
+  const void* low;       // [rows, rank]
+  const int64_t* slots;  // of each row; below 0: it has none
+  int rank;              // even in bfloat16
+  int begin, end;  // which of its columns are added
+  int first;       // the column of the product to which `begin` is added,
+  int half;        // counted in this half of it where two alternate (silu_mul); otherwise -1
+};
+
 struct Gemm {
   const void* x;  // an activation: rows as this unit's gemm reads them
   int m;
@@ -57,6 +72,8 @@ struct Gemm {
   void* activation;  // of w.n / 2 columns, with silu_mul
   int threads;       // a hint for the size of tasks
   char* scratch;     // of the calling thread, gemm_scratch(w.k) bytes
+  const Update* updates;  // added to each result before anything else is made of it
+  int num_updates;
 };
 
 // RMSNorm of rows of x into an activation.
@@ -152,10 +169,12 @@ struct Kernels {
   void (*norm)(const Norm&, int begin, int end);
   void (*norm_row)(float* x, const float* weight, int n, float eps);  // in place
   void (*rotary)(const Rotary&, int begin, int end);
-  // Plain matrices of this dtype, `n` rows of which lie `stride` elements apart. out[j] = x · row j, of k elements;
-  // and out[i] += the rows' elements i, each times its factor.
-  void (*dot_rows)(const float* x, const void* rows, int64_t stride, int n, int k, float* out);
-  void (*add_rows)(const float* factors, const void* rows, int64_t stride, int n, int k, float* out);
+  int lanes;  // of a vector
+  // out[j] = x · row j, of `n` rows of k elements, `stride` elements apart; all of this dtype. As many from `next` on, unless it is
+  // null, will soon be read, and are fetched meanwhile.
+  void (*dot_rows)(const void* x, const void* rows, const void* next, int64_t stride, int n, int k, void* out);
+  // Adds the columns [begin, end) of what an update adds to a row; `begin` is a multiple of `lanes`.
+  void (*add_update)(const Update&, int row, int begin, int end, float* out);
   size_t (*attention_scratch)(int head_dim);
   int64_t (*partial_floats)(int head_dim, int lanes);
   // `next` is a split task that will soon run, or null: its K and V are worth fetching.

@@ -106,6 +106,28 @@ class KernelAttentionKind(ctypes.Structure):
     )
 
 
+class RowUpdate(ctypes.Structure):
+    _fields_ = (
+        ("down", c_void_p),
+        ("up", c_void_p),
+        ("inputs", c_int32),
+        ("vectors", c_int32),
+        ("begin", c_int32),
+        ("end", c_int32),
+        ("first", c_int32),
+    )
+
+
+class RowUpdates(ctypes.Structure):
+    _fields_ = (
+        ("updates", POINTER(RowUpdate)),
+        ("slots", c_void_p),
+        ("count", c_int32),
+        ("num_slots", c_int32),
+        ("rank", c_int32),
+    )
+
+
 SILU, GELU_TANH = range(2)
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -129,6 +151,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tandem_profile": (c_int32, [c_void_p, c_int32, POINTER(c_int64)]),
     "tandem_operations_create": (c_void_p, [c_int32, POINTER(c_int32), c_int32, c_char_p]),
     "tandem_operations_destroy": (None, [c_void_p]),
+    "tandem_lanes": (c_int32, [c_void_p]),
+    "tandem_meetings": (c_int64, [c_void_p]),
     "tandem_add_linear": (
         c_int32,
         [c_void_p, POINTER(WeightRows), POINTER(WeightRows), c_int32, c_int32, c_int32],
@@ -136,23 +160,27 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tandem_add_norm": (c_int32, [c_void_p, POINTER(WeightRows), c_float, c_float]),
     "tandem_add_attention": (c_int32, [c_void_p, POINTER(KernelAttentionKind)]),
     "tandem_operations_use_cache": (c_int32, [c_void_p, POINTER(CacheLayout)]),
-    "tandem_linear_rows": (c_int32, [c_void_p, c_int32, POINTER(KernelRows), POINTER(KernelRows)]),
+    "tandem_linear_rows": (
+        c_int32,
+        [c_void_p, c_int32, POINTER(KernelRows), POINTER(KernelRows), POINTER(RowUpdates)],
+    ),
     "tandem_gated_rows": (
         c_int32,
-        [c_void_p, c_int32, c_int32, c_int32, POINTER(KernelRows), POINTER(KernelRows)],
+        [
+            c_void_p,
+            c_int32,
+            c_int32,
+            c_int32,
+            POINTER(KernelRows),
+            POINTER(KernelRows),
+            POINTER(RowUpdates),
+            POINTER(RowUpdates),
+        ],
     ),
     "tandem_norm_rows": (c_int32, [c_void_p, c_int32, POINTER(KernelRows), POINTER(KernelRows)]),
     "tandem_update_rows": (
         c_int32,
-        [
-            c_void_p,
-            c_void_p,
-            c_int32,
-            POINTER(KernelRows),
-            POINTER(KernelRows),
-            POINTER(KernelRows),
-            POINTER(KernelRows),
-        ],
+        [c_void_p, POINTER(RowUpdates), POINTER(KernelRows), POINTER(KernelRows)],
     ),
     "tandem_operations_begin": (c_int32, [c_void_p, POINTER(StepBatch)]),
     "tandem_attend": (

@@ -141,18 +141,47 @@ const Linear& Operations::matrix(int index) const {
   return matrices_[static_cast<size_t>(index)]->w;
 }
 
-// Rows as this unit's products read them. Ends at a barrier.
-void Operations::take(int thread, const tandem_rows& x, int k, void* activation) {
-  const Dtype dtype = dtype_of(x.dtype);
-  float* row_of = reinterpret_cast<float*>(scratch_of(thread));
-  team_.divide(thread, tasks_of(x.count), [&](int task) {
-    const int64_t end = std::min<int64_t>(x.count, static_cast<int64_t>(task + 1) * kRowsPerTask);
-    for (int64_t row = static_cast<int64_t>(task) * kRowsPerTask; row < end; row++) {
-      widen(x.data, row * x.stride, dtype, k, row_of);
-      kernels_->write_activation(activation, k, static_cast<int>(row), row_of);
+template <typename Work, typename Read>
+void Operations::divide_with(int thread, int count, Updates& updates, Work&& work, Read&& read) {
+  int64_t last = -1;
+  const void* row_of = nullptr;
+  team_.divide(thread, count + updates.tasks(), [&](int task) {
+    if (task < count) {
+      last = -1;  // it uses the same scratch
+      return work(task);
     }
+    task -= count;
+    if (updates.is_void(task)) return;
+    const int64_t row = updates.row_of(task);
+    if (last != row) row_of = read(row);
+    last = row;
+    updates.shrink(task, row_of);
   });
   team_.barrier();
+}
+
+const void* Operations::in_own_dtype(int thread, const tandem_rows& x, int64_t row) const {
+  const char* const at = static_cast<const char*>(x.data) + row * x.stride * (dtype_of(x.dtype) == Dtype::f32 ? 4 : 2);
+  if (dtype_of(x.dtype) == kernels_->dtype) return at;
+  char* const space = scratch_of(thread);
+  if (kernels_->dtype == Dtype::f32)
+    widen(x.data, row * x.stride, Dtype::bf16, static_cast<int>(x.width), reinterpret_cast<float*>(space));
+  else
+    narrow(reinterpret_cast<const float*>(at), static_cast<int>(x.width), Dtype::bf16, space, 0);
+  return space;
+}
+
+// Rows as this unit's products read them, and the first halves of what is added to these. Ends at a barrier.
+void Operations::take(int thread, const tandem_rows& x, int k, void* activation, Updates& updates) {
+  float* const space = reinterpret_cast<float*>(scratch_of(thread));
+  const auto write = [&](int task) {
+    const int64_t end = std::min<int64_t>(x.count, static_cast<int64_t>(task + 1) * kRowsPerTask);
+    for (int64_t row = static_cast<int64_t>(task) * kRowsPerTask; row < end; row++) {
+      widen(x.data, row * x.stride, dtype_of(x.dtype), k, space);
+      kernels_->write_activation(activation, k, static_cast<int>(row), space);
+    }
+  };
+  divide_with(thread, tasks_of(x.count), updates, write, [&](int64_t row) { return in_own_dtype(thread, x, row); });
 }
 
 void Operations::give(int thread, const float* from, int64_t stride, const tandem_rows& out) {
@@ -169,12 +198,13 @@ void Operations::multiply(int thread, Gemm gemm) {
   team_.barrier();
 }
 
-void Operations::linear(int index, const tandem_rows& x, const tandem_rows& out) {
+void Operations::linear(int index, const tandem_rows& x, const tandem_rows& out, const tandem_updates* updates) {
   const Linear& w = matrix(index);
   require_rows(x, w.k, "the input of a product");
   require_rows(out, w.n, "the result of a product");
   require(x.count == out.count, "as many rows go out as come in");
   if (x.count == 0) return;
+  updates_.prepare(updates, *kernels_, w.k, w.n, false, x.count);
   grow_scratch(static_cast<size_t>(w.k) * 4);
   in_.reserve(kernels_->activation_bytes(static_cast<int>(x.count), w.k));
   const bool direct = dtype_of(out.dtype) == Dtype::f32;
@@ -187,68 +217,46 @@ void Operations::linear(int index, const tandem_rows& x, const tandem_rows& out)
   g.threads = team_.size();
   g.out = direct ? static_cast<float*>(out.data) : reinterpret_cast<float*>(out_.data());
   g.out_stride = direct ? out.stride : w.n;
+  updates_.give(g);
   team_.run([&](int thread) {
     kernels_->enter();
-    take(thread, x, w.k, in_.data());
+    take(thread, x, w.k, in_.data(), updates_);
     multiply(thread, g);
     if (!direct) give(thread, g.out, w.n, out);
     kernels_->leave();
   });
 }
 
-void Operations::update(const int64_t* slots, int rank, const tandem_rows& down, const tandem_rows& up,
-                        const tandem_rows& x, const tandem_rows& out) {
-  require(rank > 0 && down.count == up.count && down.count % rank == 0, "the slots of an update have one rank");
-  require(dtype_of(down.dtype) == kernels_->dtype && dtype_of(up.dtype) == kernels_->dtype,
-          "an update's matrices are of the operations' dtype");
-  require_rows(x, static_cast<int>(down.width), "what an update reads");
-  require_rows(out, static_cast<int>(up.width), "what an update is added to");
+void Operations::update(const tandem_updates& updates, const tandem_rows& x, const tandem_rows& out) {
+  require(updates.count == 1, "rows that are there already get one update");
+  require_rows(x, updates.updates->inputs, "what an update reads");
+  require_rows(out, updates.updates->end - updates.updates->begin, "what an update is added to");
   require(x.count == out.count, "as many rows go out as come in");
-  for (int64_t row = 0; row < x.count; row++)
-    require(slots[row] < down.count / rank, "there is no slot " + std::to_string(slots[row]));
-  const int inputs = static_cast<int>(down.width), outputs = static_cast<int>(up.width);
-  const int element = kernels_->dtype == Dtype::f32 ? 4 : 2;
+  const int inputs = static_cast<int>(x.width), outputs = static_cast<int>(out.width), lanes = kernels_->lanes;
+  updates_.prepare(&updates, *kernels_, inputs, outputs, false, x.count);
   grow_scratch(static_cast<size_t>(std::max(inputs, outputs)) * 4);
-  middle_.reserve(static_cast<size_t>(x.count) * static_cast<size_t>(rank) * 4);
-  float* const low = reinterpret_cast<float*>(middle_.data());
-  // A row is divided, so that one alone keeps several threads busy: in parts that do not depend on how many threads there are.
+  // Parts of a row, so that one alone keeps several threads busy.
   constexpr int kParts = 4;
-  const auto part = [](int n, int index) { return static_cast<int>(static_cast<int64_t>(n) * index / kParts); };
-  const int tasks = static_cast<int>(x.count) * kParts;
-  const auto matrix_at = [&](const tandem_rows& matrix, int64_t slot, int row, int column) {
-    return static_cast<const char*>(matrix.data) + ((slot * rank + row) * matrix.stride + column) * element;
-  };
+  const int vectors = (outputs + lanes - 1) / lanes;
+  const auto part = [&](int index) { return std::min(outputs, vectors * index / kParts * lanes); };
+  const Update& added = updates_.all().front();
+  const Dtype dtype = dtype_of(out.dtype);
   team_.run([&](int thread) {
+    divide_with(thread, 0, updates_, [](int) {}, [&](int64_t row) { return in_own_dtype(thread, x, row); });
     float* const row_of = reinterpret_cast<float*>(scratch_of(thread));
-    int64_t widened = -1;
-    team_.divide(thread, tasks, [&](int task) {
-      const int64_t row = task / kParts, slot = slots[row];
-      const int begin = part(rank, task % kParts), end = part(rank, task % kParts + 1);
-      if (slot < 0 || begin == end) return;
-      if (widened != row) widen(x.data, row * x.stride, dtype_of(x.dtype), inputs, row_of);
-      widened = row;
-      // What the second half will read comes meanwhile.
-      for (int r = begin; r < end; r++) {
-        const char* const line = static_cast<const char*>(matrix_at(up, slot, r, 0));
-        for (int byte = 0; byte < outputs * element; byte += 64) __builtin_prefetch(line + byte, 0, 2);
-      }
-      kernels_->dot_rows(row_of, matrix_at(down, slot, begin, 0), down.stride, end - begin, inputs,
-                         low + row * rank + begin);
-    });
-    team_.barrier();
-    team_.divide(thread, tasks, [&](int task) {
-      const int64_t row = task / kParts, slot = slots[row];
-      const int begin = part(outputs, task % kParts), end = part(outputs, task % kParts + 1);
-      if (slot < 0 || begin == end) return;
-      const Dtype dtype = dtype_of(out.dtype);
+    team_.divide(thread, static_cast<int>(x.count) * kParts, [&](int task) {
+      const int64_t row = task / kParts;
+      const int begin = part(task % kParts), end = part(task % kParts + 1);
+      if (updates.slots[row] < 0 || begin == end) return;
       widen(out.data, row * out.stride + begin, dtype, end - begin, row_of);
-      kernels_->add_rows(low + row * rank, matrix_at(up, slot, 0, begin), up.stride, rank, end - begin, row_of);
+      kernels_->add_update(added, static_cast<int>(row), begin, end, row_of);
       narrow(row_of, end - begin, dtype, out.data, row * out.stride + begin);
     });
   });
 }
 
-void Operations::gated(int gate_up, int down, int activation, const tandem_rows& x, const tandem_rows& out) {
+void Operations::gated(int gate_up, int down, int activation, const tandem_rows& x, const tandem_rows& out,
+                       const tandem_updates* of_gate_up, const tandem_updates* of_down) {
   const Linear &first = matrix(gate_up), &second = matrix(down);
   require_rows(x, first.k, "the input of a gated product");
   require_rows(out, second.n, "the result of a gated product");
@@ -257,7 +265,9 @@ void Operations::gated(int gate_up, int down, int activation, const tandem_rows&
   require(x.count == out.count, "as many rows go out as come in");
   if (x.count == 0) return;
   const int rows = static_cast<int>(x.count);
-  grow_scratch(static_cast<size_t>(first.k) * 4);
+  updates_.prepare(of_gate_up, *kernels_, first.k, first.n, true, x.count);
+  second_updates_.prepare(of_down, *kernels_, second.k, second.n, false, x.count);
+  grow_scratch(static_cast<size_t>(std::max(first.k, second.k)) * 8);
   in_.reserve(kernels_->activation_bytes(rows, first.k));
   middle_.reserve(kernels_->activation_bytes(rows, second.k));
   const bool direct = dtype_of(out.dtype) == Dtype::f32;
@@ -274,10 +284,22 @@ void Operations::gated(int gate_up, int down, int activation, const tandem_rows&
   b.kind = GemmOut::store;
   b.out = direct ? static_cast<float*>(out.data) : reinterpret_cast<float*>(out_.data());
   b.out_stride = direct ? out.stride : second.n;
+  updates_.give(a);
+  second_updates_.give(b);
   team_.run([&](int thread) {
     kernels_->enter();
-    take(thread, x, first.k, in_.data());
+    take(thread, x, first.k, in_.data(), updates_);
     multiply(thread, a);
+    if (b.num_updates > 0) {
+      float* const wide = reinterpret_cast<float*>(scratch_of(thread));
+      const auto read = [&](int64_t row) {
+        kernels_->read_activation(middle_.data(), second.k, static_cast<int>(row), wide);
+        if (kernels_->dtype == Dtype::f32) return static_cast<const void*>(wide);
+        narrow(wide, second.k, Dtype::bf16, wide + second.k, 0);
+        return static_cast<const void*>(wide + second.k);
+      };
+      divide_with(thread, 0, second_updates_, [](int) {}, read);
+    }
     multiply(thread, b);
     if (!direct) give(thread, b.out, second.n, out);
     kernels_->leave();

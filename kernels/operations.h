@@ -13,6 +13,7 @@
 #include "plan.h"
 #include "region.h"
 #include "team.h"
+#include "updates.h"
 
 namespace tandem {
 
@@ -26,13 +27,17 @@ class Operations {
   int add_attention(const tandem_attention_kind& kind);
   void use_cache(const tandem_cache& cache);
 
-  void linear(int matrix, const tandem_rows& x, const tandem_rows& out);
-  void gated(int gate_up, int down, int activation, const tandem_rows& x, const tandem_rows& out);
+  // Updates may be null.
+  void linear(int matrix, const tandem_rows& x, const tandem_rows& out, const tandem_updates* updates);
+  void gated(int gate_up, int down, int activation, const tandem_rows& x, const tandem_rows& out,
+             const tandem_updates* of_gate_up, const tandem_updates* of_down);
   void norm(int norm, const tandem_rows& x, const tandem_rows& out);
 
   // Adds each row's low-rank update to `out`.
-  void update(const int64_t* slots, int rank, const tandem_rows& down, const tandem_rows& up, const tandem_rows& x,
-              const tandem_rows& out);
+  void update(const tandem_updates& updates, const tandem_rows& x, const tandem_rows& out);
+
+  int lanes() const { return kernels_->lanes; }
+  int64_t meetings() const { return team_.meetings(); }
 
   // What the batch points to must stay until the last `attend` of the step.
   void begin(const tandem_batch& batch);
@@ -55,7 +60,12 @@ class Operations {
   };
 
   const Linear& matrix(int index) const;
-  void take(int thread, const tandem_rows& x, int k, void* activation);
+  void take(int thread, const tandem_rows& x, int k, void* activation, Updates& updates);
+  // A row in the dtype of the matrices, where it lies or in the thread's scratch.
+  const void* in_own_dtype(int thread, const tandem_rows& x, int64_t row) const;
+  // A thread's share of `count` tasks and of the updates' first halves, for which read(row) gives a row. Ends at a barrier.
+  template <typename Work, typename Read>
+  void divide_with(int thread, int count, Updates& updates, Work&& work, Read&& read);
   void give(int thread, const float* from, int64_t stride, const tandem_rows& out);
   void multiply(int thread, Gemm gemm);
   void write_kv(int thread, const Kind& kind, const Cache& cache, const tandem_heads& q, const tandem_heads& k,
@@ -74,6 +84,7 @@ class Operations {
   tandem_batch batch_{};
   bool begun_ = false;
   std::vector<int64_t> numbers_;  // 0, 1, 2, ...: where a token's own rotary row is
+  Updates updates_, second_updates_;
   Region in_, middle_, out_, qkv_, table_, partials_, scratch_;
   int64_t scratch_stride_ = 0;
 };

@@ -3,6 +3,7 @@
 
 #include "simd.h"
 #include "unit_parts.h"
+#include "update_rows.h"
 
 namespace tandem {
 namespace {
@@ -97,56 +98,9 @@ void rotary(const Rotary& a, int begin, int end) {
   }
 }
 
-TANDEM_INLINE vf load_as(const float* p) { return load(p); }
-TANDEM_INLINE vf load_as(const uint16_t* p) { return load_bf16(p); }
-TANDEM_INLINE float widened(float x) { return x; }
-TANDEM_INLINE float widened(uint16_t x) { return bf16_to_float(x); }
-
-template <typename T>
-void dot_rows(const float* x, const void* rows, int64_t stride, int n, int k, float* out) {
-  constexpr int kTogether = 4;
-  const T* w = static_cast<const T*>(rows);
-  for (int j = 0; j < n; j += kTogether) {
-    const int count = min_int(kTogether, n - j);
-    const T* of[kTogether];
-    for (int r = 0; r < kTogether; r++) of[r] = w + (j + min_int(r, count - 1)) * stride;
-    vf total[kTogether] = {};
-    int i = 0;
-    for (; i + W <= k; i += W) {
-      const vf v = load(x + i);
-      for (int r = 0; r < kTogether; r++) total[r] += v * load_as(of[r] + i);
-    }
-    for (int r = 0; r < count; r++) {
-      float rest = sum(total[r]);
-      for (int at = i; at < k; at++) rest += x[at] * widened(of[r][at]);
-      out[j + r] = rest;
-    }
-  }
-}
-
-template <typename T>
-void add_rows(const float* factors, const void* rows, int64_t stride, int n, int k, float* out) {
-  const T* w = static_cast<const T*>(rows);
-  int i = 0;
-  for (; i + 2 * W <= k; i += 2 * W) {
-    vf a = load(out + i), b = load(out + i + W);
-    for (int j = 0; j < n; j++) {
-      const vf factor = splat(factors[j]);
-      a += factor * load_as(w + j * stride + i);
-      b += factor * load_as(w + j * stride + i + W);
-    }
-    store(out + i, a);
-    store(out + i + W, b);
-  }
-  for (; i < k; i++) {
-    float total = out[i];
-    for (int j = 0; j < n; j++) total += factors[j] * widened(w[j * stride + i]);
-    out[i] = total;
-  }
-}
-
 // Rows of a product, 2 W columns of it from packed column n0, in `block` with rows of `stride` floats.
-TANDEM_INLINE void finish_product(const Gemm& g, int row0, int rows, int n0, const float* block, int stride) {
+TANDEM_INLINE void finish_product(const Gemm& g, int row0, int rows, int n0, float* block, int stride) {
+  if (g.num_updates > 0) add_updates(g, row0, rows, n0, block, stride);
   const float* bias = g.w.bias ? g.w.bias + n0 : nullptr;
   const vf bias0 = bias ? load(bias) : vf{}, bias1 = bias ? load(bias + W) : vf{};
   if (g.kind == GemmOut::silu_mul || g.kind == GemmOut::gelu_mul) {

@@ -136,9 +136,11 @@ void Team::serve(int thread) {
 }
 
 void Team::run(const std::function<void(int)>& work) {
+  meetings_++;
   if (size() == 1) {
     counters_[0].taken.store(0, std::memory_order_relaxed);
-    return work(0);
+    work(0);
+    return barrier();
   }
   const Pin pin(cores_[0]);
   for (int i = 0; i < size(); i++) counters_[i].taken.store(0, std::memory_order_relaxed);
@@ -150,11 +152,13 @@ void Team::run(const std::function<void(int)>& work) {
 
 void Team::barrier() {
   if (size() == 1) {
+    meetings_++;
     counters_[0].taken.store(0, std::memory_order_relaxed);
     return;
   }
   const int phase = phase_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size()) return await_change(phase_, phase);
+  meetings_++;
   for (int i = 0; i < size(); i++) counters_[i].taken.store(0, std::memory_order_relaxed);
   arrived_.store(0, std::memory_order_relaxed);
   change(phase_);

@@ -21,6 +21,9 @@ class Team {
 
   int size() const { return static_cast<int>(cores_.size()); }
 
+  // How often threads have met so far: at the beginning and the end of each run(), and at each barrier.
+  int64_t meetings() const { return meetings_; }
+
   // Every thread runs work(thread). Returns when all have finished. `work` must not throw.
   void run(const std::function<void(int)>& work);
 
@@ -60,6 +63,7 @@ class Team {
   std::vector<std::thread> threads_;
   const std::function<void(int)>* work_ = nullptr;
   bool stopping_ = false;
+  int64_t meetings_ = 0;
   alignas(64) std::atomic<int> sleepers_{0};
   alignas(64) std::atomic<int> generation_{0};  // of run()
   alignas(64) std::atomic<int> arrived_{0};

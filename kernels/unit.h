@@ -31,8 +31,9 @@ constexpr Kernels table(const char* name, Dtype dtype) {
   Kernels k = {};
   k.name = name;
   k.dtype = dtype;
+  k.lanes = W;
   k.dot_rows = dtype == Dtype::f32 ? dot_rows<float> : dot_rows<uint16_t>;
-  k.add_rows = dtype == Dtype::f32 ? add_rows<float> : add_rows<uint16_t>;
+  k.add_update = add_update;
   k.padded_columns = padded_columns;
   k.panels = panels;
   k.pack_bias = pack_bias;

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tandem.engine.model.attention.interface import PagedAttention
     from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.hidden_states import ObservedLayers
+    from tandem.engine.model.lora.layers import AdaptedLayers
     from tandem.engine.model.lora.slots import AdapterSlots
     from tandem.engine.model.recurrent.layout import StateLayout
     from tandem.engine.model.transformers_forward import ModelParts
@@ -205,8 +206,9 @@ def load_general(
     fusable = not alone and shard is None and not observe and (mixers is None or device.type == "cpu")
     pieces = pieces_for(device, model.dtype, threads) if fusable else None
     mixing_threads = 0
+    adapted = _find_adapted(model, room, pieces)
     if pieces is not None:
-        fused = fuse(model, pieces, keeps_layers=room is not None)
+        fused = fuse(model, pieces, adapted)
         if fused is None:
             log.warning(
                 "%s is computed as it is, and slower for it: its parts do not fit together", source.name
@@ -214,6 +216,7 @@ def load_general(
             model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head)
             pieces, parts = None, probe_attention(model).parts
             mixers = parts.mixers
+            adapted = _find_adapted(model, room, pieces)
         elif pieces.copies and (fused.left - linear_weights_of_tower(model)) * 10 < sum(
             weight.numel() for weight in model.parameters()
         ):
@@ -221,19 +224,11 @@ def load_general(
             torch.set_num_threads(1)
             mixing_threads = threads if mixers is not None else 0
 
-    adapted = adapters = None
-    if room is not None:
-        from tandem.engine.model.fused.cpu import CpuPieces
-        from tandem.engine.model.lora.layers import find_layers
+    adapters = None
+    if adapted is not None:
         from tandem.engine.model.lora.slots import AdapterSlots
 
-        adapted = find_layers(
-            model,
-            lambda tokens: run_without_attention(model, tokens, 1, model.device),
-            slots=room.slots,
-            rank=room.rank,
-            kernels=pieces if isinstance(pieces, CpuPieces) else None,
-        )
+        adapted.take_place()
         adapters = AdapterSlots(adapted, model.dtype, device)
 
     def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
@@ -295,6 +290,25 @@ def load_general(
         observed=_observed(source, model, observe),
         heads=heads,
         of_stage=of_stage,
+    )
+
+
+def _find_adapted(
+    model: PreTrainedModel, room: AdapterRoom | None, pieces: Pieces | None
+) -> AdaptedLayers | None:
+    """Before anything takes the place of the model's layers."""
+    if room is None:
+        return None
+    from tandem.engine.model.fused.cpu import CpuPieces
+    from tandem.engine.model.lora.layers import find_layers
+    from tandem.engine.model.transformers_forward import run_without_attention
+
+    return find_layers(
+        model,
+        lambda tokens: run_without_attention(model, tokens, 1, model.device),
+        slots=room.slots,
+        rank=room.rank,
+        kernels=pieces if isinstance(pieces, CpuPieces) else None,
     )
 
 

@@ -15,7 +15,8 @@ from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
 from tandem.engine.model.lora.folder import Adapter
-from tandem.engine.model.lora.layers import AdaptedLayers, _StepRows
+from tandem.engine.model.lora.layers import AdaptedLayers
+from tandem.engine.model.lora.rows import StepRows
 from tandem.engine.model.lora.slots import AdapterSlots
 from tandem.engine.structured.grammars import Grammars
 from tandem.node.config import NodeConfig, NodeTimeouts
@@ -530,7 +531,7 @@ def test_hidden_states_are_refused_where_no_folder_is_for_them() -> None:
 
 def few_adapters() -> AdapterSlots:
     """A runner's adapters: one is served."""
-    slots = AdapterSlots(AdaptedLayers({}, {}, _StepRows(), 1, 1), torch.float32, torch.device("cpu"))
+    slots = AdapterSlots(AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"))
     slots.serve([Adapter("sql", "d" * 64, {})])
     return slots
 

@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import byref, c_int32
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +16,9 @@ from tandem.engine.model.native.forward import cores_for
 from tandem.engine.model.native.weights import checked, numbered
 from tandem.kernels import library
 from tandem.kernels.build import BuildFailed
+
+if TYPE_CHECKING:
+    from tandem.engine.model.lora.rows import AdaptedLayer
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _ACTIVATIONS = {Activation.SILU: library.SILU, Activation.GELU_TANH: library.GELU_TANH}
@@ -30,10 +34,45 @@ def cpu_pieces(dtype: torch.dtype, threads: int) -> CpuPieces | None:
     return None if found in (None, "portable") else CpuPieces(dtype, threads)
 
 
+class _Updates:
+    """What adapters add to a product's columns."""
+
+    def __init__(self, columns: list[tuple[AdaptedLayer, int, int, int]]) -> None:
+        """Layers, of each the columns from here to there, and where in the product they begin."""
+        self._columns = columns
+
+    @classmethod
+    def of(cls, matrices: Sequence[Matrix]) -> _Updates:
+        columns, start = [], 0
+        for matrix in matrices:
+            outputs = matrix.weight.shape[0]
+            if matrix.adapted is not None:
+                columns.append((matrix.adapted, matrix.first, matrix.first + outputs, start))
+            start += outputs
+        return cls(columns)
+
+    def now(self) -> tuple[library.RowUpdates | None, tuple[torch.Tensor, ...]]:
+        """In this step, and what of it must outlive a call besides the layers' stacks; None without."""
+        columns = [each for each in self._columns if each[0].down is not None]
+        if not columns or (slots := columns[0][0].rows.wanted) is None:
+            return None, ()
+        updates = (library.RowUpdate * len(columns))()
+        for update, (layer, begin, end, first) in zip(updates, columns, strict=True):
+            assert layer.down is not None
+            assert layer.up is not None
+            update.down, update.up = layer.down.data_ptr(), layer.up.data_ptr()
+            update.inputs, update.vectors = layer.inputs, layer.up.shape[1]
+            update.begin, update.end, update.first = begin, end, first
+        rows = columns[0][0].rows
+        found = library.RowUpdates(updates, slots.data_ptr(), len(columns), rows.slots, rows.rank)
+        return found, (slots,)
+
+
 class CpuPieces:
     """Owns packed weights and the threads that use them, and lives as long as its pieces do. One piece at a time."""
 
     copies = True
+    adds_updates = True
     turns_norms = False
 
     def __init__(self, dtype: torch.dtype, threads: int) -> None:
@@ -47,17 +86,24 @@ class CpuPieces:
         self._close = weakref.finalize(self, self.native.tandem_operations_destroy, made)
         self._close.atexit = False  # a step may be under way in another thread
         self.dtype = dtype
+        self.lanes: int = self.native.tandem_lanes(made)
+
+    @property
+    def meetings(self) -> int:
+        """How often the threads have met so far."""
+        met: int = self.native.tandem_meetings(self.handle)
+        return met
 
     def product(self, matrices: Sequence[Matrix]) -> Piece:
         number, outputs, inputs = self._add(matrices, interleave=False)
-        native = self.native.tandem_linear_rows
+        native, added = self.native.tandem_linear_rows, _Updates.of(matrices)
 
         def run(x: torch.Tensor) -> torch.Tensor:
             rows = in_rows(x, inputs)
             out = rows.new_empty((rows.shape[0], outputs))
-            tape.call(
-                native, (self.handle, number, byref(described(rows)), byref(described(out))), (rows, out)
-            )
+            updates, kept = added.now()
+            pointers = byref(described(rows)), byref(described(out)), _pointer(updates)
+            tape.call(native, (self.handle, number, *pointers), (rows, out, *kept))
             return out.view(*x.shape[:-1], outputs)
 
         return run
@@ -66,12 +112,14 @@ class CpuPieces:
         first, _, inputs = self._add((gate, up), interleave=True)
         second, outputs, _ = self._add((down,), interleave=False)
         native, kind = self.native.tandem_gated_rows, _ACTIVATIONS[activation]
+        added, then_added = _Updates.of((gate, up)), _Updates.of((down,))
 
         def run(x: torch.Tensor) -> torch.Tensor:
             rows = in_rows(x, inputs)
             out = rows.new_empty((rows.shape[0], outputs))
-            pointers = byref(described(rows)), byref(described(out))
-            tape.call(native, (self.handle, first, second, kind, *pointers), (rows, out))
+            (updates, kept), (then, also_kept) = added.now(), then_added.now()
+            pointers = byref(described(rows)), byref(described(out)), _pointer(updates), _pointer(then)
+            tape.call(native, (self.handle, first, second, kind, *pointers), (rows, out, *kept, *also_kept))
             return out.view(*x.shape[:-1], outputs)
 
         return run
@@ -92,27 +140,12 @@ class CpuPieces:
 
         return run
 
-    def update(
-        self,
-        slots: torch.Tensor,
-        rank: int,
-        down: torch.Tensor,
-        up: torch.Tensor,
-        x: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Adds to each row of `out` what the adapter in its slot makes of the row of `x`. `down`: [slots * rank, inputs]; `up`: [slots * rank,
-        outputs]."""
-        rows, into = in_rows(x, down.shape[1]), in_rows(out, up.shape[1])
-        pointers = (
-            byref(described(down)),
-            byref(described(up)),
-            byref(described(rows)),
-            byref(described(into)),
-        )
-        arguments = (self.handle, slots.data_ptr(), rank, *pointers)
-        # The matrices are the layer's, and stay as long as it does.
-        tape.call(self.native.tandem_update_rows, arguments, (slots, rows, into))
+    def update(self, layer: AdaptedLayer, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Adds to each row of `out` what the adapter in its slot makes of the row of `x`."""
+        rows, into = in_rows(x, layer.inputs), in_rows(out, layer.outputs)
+        updates, kept = _Updates([(layer, 0, layer.outputs, 0)]).now()
+        arguments = (self.handle, _pointer(updates), byref(described(rows)), byref(described(into)))
+        tape.call(self.native.tandem_update_rows, arguments, (rows, into, *kept))
 
     def _add(self, matrices: Sequence[Matrix], *, interleave: bool) -> tuple[int, int, int]:
         """Its number, outputs and inputs."""
@@ -142,6 +175,10 @@ def described(rows: torch.Tensor) -> library.KernelRows:
     """Points into the tensor, which must outlive the call."""
     count, width = rows.shape
     return library.KernelRows(rows.data_ptr(), count, rows.stride(0), width, library.DTYPES[rows.dtype])
+
+
+def _pointer(updates: library.RowUpdates | None) -> Any:
+    return None if updates is None else byref(updates)
 
 
 def _parts(tensors: Sequence[torch.Tensor] | None) -> ctypes.Array[library.WeightRows] | None:

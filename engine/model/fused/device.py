@@ -15,6 +15,7 @@ class DevicePieces:
     """Matrices that are merged lie side by side from then on, and their modules' own weights are views of that."""
 
     copies = False
+    adds_updates = False
     turns_norms = True
 
     def product(self, matrices: Sequence[Matrix]) -> Piece:

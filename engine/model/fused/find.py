@@ -18,7 +18,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -44,6 +44,9 @@ from tandem.engine.model.fused.pieces import (
 )
 from tandem.engine.model.fused.rotary import RotaryWatch, replace_forward, take_rotary
 from tandem.engine.model.quantized.kernels import KernelLinear
+
+if TYPE_CHECKING:
+    from tandem.engine.model.lora.layers import AdaptedLayers
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +74,11 @@ class Fused(msgspec.Struct):
         return ", ".join(f"{count} {what}" for what, count in found.items() if count) or "nothing"
 
 
-def fuse(model: PreTrainedModel, pieces: Pieces, *, keeps_layers: bool = False) -> Fused | None:
-    """Changes the model. With `keeps_layers` each linear layer is still called by itself, so that adapters can change what it returns. None: what came out of it is not what the model computes, and it must be loaded again."""
+def fuse(model: PreTrainedModel, pieces: Pieces, adapted: AdaptedLayers | None = None) -> Fused | None:
+    """Changes the model. Layers that are `adapted` are left to pieces that add updates; without such pieces each is still called by
+    itself. None: what came out of it is not what the model computes, and it must be loaded again."""
     fused = Fused()
+    left_to = adapted if pieces.adds_updates else None
     with torch.inference_mode():
         rotary = RotaryWatch(model)
         seen = _Seen(model)
@@ -84,19 +89,20 @@ def fuse(model: PreTrainedModel, pieces: Pieces, *, keeps_layers: bool = False) 
         for module, given in seen.modules():
             if isinstance(module, _LINEAR):
                 continue
-            gated = None if keeps_layers else _gated_in(module, given, seen, known)
+            keeps_layers = adapted is not None and left_to is None
+            gated = None if keeps_layers else _gated_in(module, given, seen, known, left_to)
             found = gated or _norm_in(module, given)
             piece = _made(found, pieces)
             if found is None or piece is None or not agrees(piece(given.x), given.out):
                 continue
             replace_forward(module, piece)
             consumed.update(found.uses)
-            _give_up(found.uses)
+            _give_up(found.uses, left_to)
             if found.norm is not None:
                 norms[given.made_at] = module, found.norm
             fused.gated += bool(found.uses)
             fused.norms += not found.uses
-        _take_products(seen, pieces, consumed, fused)
+        _take_products(seen, pieces, consumed, fused, left_to)
         fused.rotary = rotary.put_off(norms if pieces.turns_norms else {})
         if pieces.copies:
             _release(model, consumed)
@@ -195,7 +201,11 @@ def _made(found: _Found | None, pieces: Pieces) -> Piece | None:
 
 
 def _gated_in(
-    module: nn.Module, given: _Given, seen: _Seen, known: dict[type[nn.Module], int | None]
+    module: nn.Module,
+    given: _Given,
+    seen: _Seen,
+    known: dict[type[nn.Module], int | None],
+    adapted: AdaptedLayers | None,
 ) -> _Found | None:
     linears = [child for child in module.children() if isinstance(child, _LINEAR)]
     if len(linears) not in (2, 3) or any(seen.of(linear) is None for linear in linears):
@@ -204,7 +214,7 @@ def _gated_in(
         return None  # it has weights of another kind
     ways = [
         (gate, up, down, activation)
-        for gate, up, down in _as_gated(linears, given.x.shape[-1])
+        for gate, up, down in _as_gated(linears, given.x.shape[-1], adapted)
         for activation in Activation
     ]
     if type(module) not in known:
@@ -241,21 +251,23 @@ def _by_formula(
     return _apply(down, activate(_apply(gate, x), activation) * _apply(up, x))
 
 
-def _as_gated(linears: list[nn.Linear | KernelLinear], width: int) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
+def _as_gated(
+    linears: list[nn.Linear | KernelLinear], width: int, adapted: AdaptedLayers | None
+) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
     if len(linears) == 3:
         for gate, up, down in itertools.permutations(linears):
             if (gate.in_features, up.in_features) == (width, width) and (
                 gate.out_features == up.out_features == down.in_features
             ):
-                yield _matrix(gate), _matrix(up), _matrix(down)
+                yield _matrix(gate, adapted), _matrix(up, adapted), _matrix(down, adapted)
         return
     for both, down in itertools.permutations(linears):
         if not isinstance(both, nn.Linear):
             continue
         if both.in_features == width and both.out_features == 2 * down.in_features:
-            halves = _halves(both)
-            yield halves[0], halves[1], _matrix(down)
-            yield halves[1], halves[0], _matrix(down)
+            halves = _halves(both, adapted)
+            yield halves[0], halves[1], _matrix(down, adapted)
+            yield halves[1], halves[0], _matrix(down, adapted)
 
 
 def _norm_in(module: nn.Module, given: _Given) -> _Found | None:
@@ -284,7 +296,9 @@ def _as_norm(norm: Norm) -> _Found:
     return _Found((), lambda pieces: pieces.norm(norm.weight, norm.offset, norm.eps), norm)
 
 
-def _take_products(seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused: Fused) -> None:
+def _take_products(
+    seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused: Fused, adapted: AdaptedLayers | None
+) -> None:
     parents: dict[nn.Module, nn.Module] = {}
     for parent in seen._model.modules():
         parents.update(dict.fromkeys(parent.children(), parent))
@@ -298,7 +312,7 @@ def _take_products(seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused:
         if len(linears) == 1 and not pieces.copies:
             continue
         try:
-            piece = pieces.product([_matrix(linear) for linear in linears])
+            piece = pieces.product([_matrix(linear, adapted) for linear in linears])
         except NotOneMatrix:
             continue
         shared = SharedProduct(piece, [linear.out_features for linear in linears])
@@ -309,7 +323,7 @@ def _take_products(seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused:
         for linear, part in zip(linears, parts, strict=True):
             replace_forward(linear, part)
         consumed.update(linears)
-        _give_up(linears)
+        _give_up(linears, adapted)
         fused.merged += len(linears) > 1
         fused.products += len(linears) == 1
 
@@ -354,24 +368,32 @@ def _release(model: nn.Module, consumed: Iterable[nn.Module]) -> None:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-def _give_up(modules: Iterable[nn.Module]) -> None:
-    """Joined kernels have copies of their own."""
+def _give_up(modules: Iterable[nn.Module], adapted: AdaptedLayers | None) -> None:
+    """Joined kernels have copies of their own, and what computes a layer adds its updates."""
     for module in modules:
+        if adapted is not None:
+            adapted.leave(module)
         if isinstance(module, KernelLinear):
             for parameter in module.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-def _matrix(linear: nn.Linear | KernelLinear) -> Matrix:
+def _matrix(linear: nn.Linear | KernelLinear, adapted: AdaptedLayers | None) -> Matrix:
+    layer = adapted.of(linear) if adapted is not None else None
     if isinstance(linear, KernelLinear):
-        return Matrix(torch.empty(0), None, linear)
-    return Matrix(linear.weight, linear.bias)
+        return Matrix(torch.empty(0), None, linear, layer)
+    return Matrix(linear.weight, linear.bias, adapted=layer)
 
 
-def _halves(linear: nn.Linear) -> list[Matrix]:
+def _halves(linear: nn.Linear, adapted: AdaptedLayers | None) -> list[Matrix]:
+    layer = adapted.of(linear) if adapted is not None else None
     weights = linear.weight.chunk(2)
     biases = (None, None) if linear.bias is None else linear.bias.chunk(2)
-    return [Matrix(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    starts = 0, weights[0].shape[0]
+    return [
+        Matrix(weight, bias, adapted=layer, first=start)
+        for weight, bias, start in zip(weights, biases, starts, strict=True)
+    ]
 
 
 def _apply(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:

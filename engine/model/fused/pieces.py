@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from tandem.engine.model.lora.rows import AdaptedLayer
 
 Piece = Callable[[torch.Tensor], torch.Tensor]
 """Rows [..., inputs] to rows [..., outputs]."""
@@ -33,6 +36,8 @@ class Matrix(msgspec.Struct, frozen=True):
     weight: torch.Tensor  # [outputs, inputs]
     bias: torch.Tensor | None
     kernel: JoinableKernel | None = None  # computes it instead, from a quantized matrix
+    adapted: AdaptedLayer | None = None  # what adapters add to its rows, where a piece is to add that
+    first: int = 0  # of the layer's outputs, where it has some of them
 
 
 class NotOneMatrix(Exception):
@@ -62,6 +67,8 @@ class Pieces(Protocol):
 
     # Whether matrices are copied, so that a model may give its own up.
     copies: bool
+    # Whether they add what adapters add to the matrices' rows. Else each linear layer's result must be there by itself.
+    adds_updates: bool
     # Whether norms of queries and keys can wait with their turning.
     turns_norms: bool
 

@@ -77,11 +77,5 @@ class AdapterSlots:
             slot = self._slots.pop(oldest)
         adapter = self._adapters[identity]
         for name, layer in self._layers.layers.items():
-            layer.put(
-                slot,
-                adapter.updates.get(name),
-                slots=self._layers.slots,
-                rank=self._layers.rank,
-                like=self._like,
-            )
+            layer.put(slot, adapter.updates.get(name), self._like)
         return slot

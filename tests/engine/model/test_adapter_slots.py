@@ -10,7 +10,8 @@ import torch
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.engine.model.lora.folder import Adapter, LayerUpdate
-from tandem.engine.model.lora.layers import AdaptedLayer, AdaptedLayers, _StepRows
+from tandem.engine.model.lora.layers import AdaptedLayers
+from tandem.engine.model.lora.rows import AdaptedLayer, StepRows
 from tandem.engine.model.lora.slots import AdapterSlots
 from tandem.wire.errors import ConfigurationError
 
@@ -33,9 +34,9 @@ def number_of(one: Adapter) -> float:
 class ComingAndGoing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        rows = _StepRows()
-        self.layer = AdaptedLayer(torch.zeros_like, (SIZE, SIZE), rows)
-        self.layers = AdaptedLayers({"layer": self.layer}, {}, rows, SLOTS, RANK)
+        rows = StepRows(SLOTS, RANK)
+        self.layer = AdaptedLayer((SIZE, SIZE), rows)
+        self.layers = AdaptedLayers({"layer": self.layer}, {}, rows)
         self.slots = AdapterSlots(self.layers, torch.float32, torch.device("cpu"))
         self.wanted: dict[str, Adapter] = {}
         self.running: list[Adapter] = []
@@ -67,7 +68,7 @@ class ComingAndGoing(RuleBasedStateMachine):
         assert len(set(slots.values())) == len(slots)
         of_rows = torch.tensor([slots[one.identity] for one in rows])
         with self.layers.step(of_rows, max(slots.values()) + 1):
-            added = self.layer(torch.ones(len(rows), SIZE))
+            added = self.layer.add_to(torch.zeros(len(rows), SIZE), torch.ones(len(rows), SIZE))
         assert added[:, 0].tolist() == [number_of(one) for one in rows]
 
     @rule()

@@ -112,6 +112,36 @@ def test_adapters_change_what_is_said(llama: Case) -> None:
     assert len({json.dumps(answers) for answers in llama.answers.values()}) == len(llama.answers)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_without_an_adapter_are_the_models_own_to_the_bit(llama: Case, dtype: str) -> None:
+    """Where adapters are served as where none are, and also beside rows that have one."""
+    folders = {name: str(folder) for name, folder in llama.folders.items()}
+    scores: list[torch.Tensor] = []
+    for adapters, max_loras in (({}, 0), (folders, 3)):
+        runner = load_runner(
+            ModelConfig(path=str(llama.path), dtype=dtype, device="cpu", threads=2, adapters=adapters),
+            CacheConfig(block_size=4, memory_bytes=8 << 20),
+            SchedulerConfig(max_num_seqs=8, max_loras=max_loras),
+            native=False,
+        )
+        driver = Driver(runner)
+        driver.add("own", llama.prompts[1])
+        if adapters:
+            driver.add("beside", llama.prompts[2], lora=identities(runner)["all"])
+        seen: list[torch.Tensor] = []
+        forward = runner._forward
+
+        def noting(batch: Any, hooks: Any, forward: Any = forward, seen: Any = seen) -> torch.Tensor:
+            logits: torch.Tensor = forward(batch, hooks)
+            seen.append(logits.clone())
+            return logits
+
+        runner._forward = noting  # type: ignore[assignment]
+        driver.step({"own": LENGTHS[1], **({"beside": LENGTHS[2]} if adapters else {})})
+        scores.append(seen[0])
+    assert torch.equal(scores[0][0], scores[1][0])
+
+
 def test_each_alone_says_what_the_merged_model_says(llama: Case) -> None:
     driver = Driver(llama.runner)
     for name, identity in identities(llama.runner).items():
