@@ -3,15 +3,20 @@
 A tokenizer looks for its added tokens first, in the text as it is, and tokenizes what lies between them piece by piece. So a text's ids are those
 of its segments, one after the other, when each segment but the first begins with such a token. In a chat each message is a
 segment: only what is new in a turn has to be tokenized.
+
+What is new has words that came before. Byte-level tokenizers of the usual kinds never look beyond a space that follows something else, so
+there a text's ids are those of its words, which are looked up (`WordCache`).
 """
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tokenizers
 
@@ -35,6 +40,118 @@ def boundaries_of(backend: tokenizers.Tokenizer) -> tuple[re.Pattern[str], froze
     cuts = frozenset(in_text) - strips
     # The longest first, and the leftmost: as the tokenizer finds them.
     return (re.compile("|".join(map(re.escape, in_text))), cuts) if cuts else None
+
+
+# What cuts a text into pieces before byte-level BPE: the patterns of GPT-2 (`ByteLevel` has its own), Llama 3, Qwen 2 and GPT-4o. None of
+# their pieces has a space after another character, unless that is white space, too; and none of them looks back.
+_PATTERNS = frozenset(
+    {
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+# Characters that are white space in no table, at the end of what stands before a space.
+_ENDS_WORD = re.compile("[!-~\u00c0-\u02ff\u0370-\u058f\uac00-\ud7a3]\\Z")
+# Words are many and short; a longer one is seldom met again.
+WORD_CHARACTERS = 32
+MOST_WORDS = 32_768
+# A text with more words that are new is tokenized as a whole, which takes less, and these are learned for the next.
+MOST_NEW_WORDS = 48
+
+
+def keeps_words(backend: tokenizers.Tokenizer) -> bool:
+    """Whether a text's ids are those of its words, wherever it is cut before a space that follows no white space."""
+    if any(
+        token.single_word or token.lstrip or token.rstrip or re.search(r"\s", token.content)
+        for token in backend.get_added_tokens_decoder().values()
+    ):
+        return False
+    made = json.loads(backend.to_str())
+    model, normalizer, cutting = made["model"], made["normalizer"], made["pre_tokenizer"]
+    if model["type"] != "BPE" or model.get("dropout") or (normalizer and normalizer["type"] != "NFC"):
+        return False
+    steps = cutting["pretokenizers"] if cutting and cutting["type"] == "Sequence" else [cutting]
+    return len(steps) in (1, 2) and all(steps) and _is_byte_level(steps[-1]) and _cuts(*steps)
+
+
+def _is_byte_level(step: dict[str, Any]) -> bool:
+    return step["type"] == "ByteLevel" and step["add_prefix_space"] is False
+
+
+def _cuts(first: dict[str, Any], last: dict[str, Any] | None = None) -> bool:
+    """At every such place."""
+    if last is None or first["type"] == "Digits":
+        return bool((last or first)["use_regex"])
+    return (
+        first["type"] == "Split"
+        and first["pattern"].get("Regex") in _PATTERNS
+        and first["behavior"] == "Isolated"
+        and not first["invert"]
+        and not last["use_regex"]
+    )
+
+
+class WordCache:
+    """The ids of words, each with the space before it. Safe to use from several threads: what two of them find out at once is the same."""
+
+    def __init__(self, encode: Callable[[list[str]], Sequence[Sequence[int]]]) -> None:
+        self._encode = encode
+        self._ids: dict[str, Sequence[int]] = {}  # the word's, without its space
+        self._first_ids: dict[str, Sequence[int]] = {}  # of what a text begins with
+
+    def encode(self, text: str) -> list[int]:
+        words = text.split(" ")
+        first, known = words[0], self._ids
+        found = [known.get(word) for word in words]
+        found[0] = self._first_ids.get(first)
+        if None in found:
+            return self._learn(text, words)
+        ids: list[int] = []
+        for one in found:
+            ids += one  # type: ignore[arg-type]  # none of them is None
+        return ids
+
+    def _learn(self, text: str, words: list[str]) -> list[int]:
+        words = _joined(words)
+        first, known = words[0], self._ids
+        new = list(dict.fromkeys(word for word in words[1:] if word not in known))
+        few = len(new) <= MOST_NEW_WORDS
+        of_first, *of_new = self._encode(
+            [first if few else text, *(f" {word}" for word in new[:MOST_NEW_WORDS])]
+        )
+        here = dict(zip(new, of_new, strict=False))
+        self._ids = _kept(self._ids, here)
+        if not few:
+            return list(of_first)
+        self._first_ids = _kept(self._first_ids, {first: of_first})
+        ids = list(of_first)
+        for word in words[1:]:
+            ids += here[word] if word in here else known[word]
+        return ids
+
+
+def _kept(known: dict[str, Sequence[int]], found: dict[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """With what was found. When there are too many it begins again: what is in use is soon there."""
+    if len(known) + len(found) > MOST_WORDS:
+        known = {}
+    for word, ids in found.items():
+        if len(word) <= WORD_CHARACTERS and _ENDS_WORD.search(word):
+            known[word] = ids
+    return known
+
+
+def _joined(words: list[str]) -> list[str]:
+    """With what follows them, those after which the text must not be cut."""
+    joined: list[str] = []
+    open_ended = False
+    for word in words:
+        if open_ended:
+            joined[-1] += f" {word}"
+        else:
+            joined.append(word)
+        open_ended = _ENDS_WORD.search(word) is None
+    return joined
 
 
 class SegmentCache:

@@ -21,7 +21,7 @@ from tandem.router.text.detokenizer import (
     byte_of_fallback,
     bytes_of_piece,
 )
-from tandem.router.text.segments import SegmentCache
+from tandem.router.text.segments import SegmentCache, WordCache, keeps_words
 from tandem.wire.errors import ConfigurationError
 
 # Above this an encoding takes over a millisecond, and is worth a hop to a thread.
@@ -50,13 +50,16 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._longest_piece = max(map(len, vocabulary), default=1)
-        self._segments = SegmentCache(
-            backend, lambda texts: self._encode_all(texts, special=False), KEPT_BYTES
+        self._words = (
+            WordCache(lambda words: self._encode_all(words, special=False)) if keeps_words(backend) else None
         )
+        self._segments = SegmentCache(backend, self._encode_parts, KEPT_BYTES)
         # What the tokenizer adds stands at a text's ends, so such a text is not cut.
-        self._wholes = SegmentCache(
-            None, lambda texts: self._encode_all(texts, special=True), KEPT_BYTES // 4
-        )
+        self._wholes = self._segments
+        if backend.num_special_tokens_to_add(is_pair=False):
+            self._wholes = SegmentCache(
+                None, lambda texts: self._encode_all(texts, special=True), KEPT_BYTES // 4
+            )
         self._bytes: list[bytes] | None = None
         self._byte_tokens: dict[int, bytes] = {}  # of a tokenizer of another kind
         kinds = _decoder_kinds(backend)
@@ -133,6 +136,12 @@ class Tokenizer:
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return self._encode_all(texts, special)
         return await asyncio.to_thread(self._encode_all, texts, special)
+
+    def _encode_parts(self, parts: list[str]) -> list[list[int]]:
+        words = self._words
+        if words is None or max(map(len, parts)) > INLINE_CHARACTERS:
+            return self._encode_all(parts, special=False)
+        return [words.encode(part) for part in parts]
 
     def _encode_all(self, texts: list[str], special: bool) -> list[list[int]]:
         # Never the library's way for a single text: it keeps the interpreter to itself until it is done.
