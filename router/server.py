@@ -232,6 +232,7 @@ class RouterServer:
             dispatcher.on_holding,
             dispatcher.recalls.on_recalled,
             dispatcher.on_cache_news,
+            lambda node, why: self.services.pool.suspect(node.node_id, node.epoch, why),
         )
 
     async def _serve(self, listener: socket.socket, tally: Tally) -> None:

@@ -126,5 +126,5 @@ def make_app(services: Services) -> ASGIApp:
         Route(path, _Endpoint(path, handler, services), methods=methods) for path, handler, methods in table
     ]
     # Without Starlette's application around them: its layers turn errors into answers, which is what the gate is for.
-    gate = HttpGate(_Routes(routes), services.config.limits, services.keys, services.metrics)
+    gate = HttpGate(_Routes(routes), services.keys, services.metrics)
     return _with_cors(gate, services.config.cors_origins)

@@ -242,7 +242,7 @@ def _request_of(body: bytes | bytearray, request_type: type[R], config: RouterCo
 
 def _check_type(exchange: HttpExchange) -> None:
     declared = exchange.header(b"content-type")
-    if declared is None:
+    if declared is None or (declared == b"application/json" and exchange.header(b"content-encoding") is None):
         return
     kind, _, parameters = declared.decode("latin-1").partition(";")
     if kind.strip().lower() != "application/json":

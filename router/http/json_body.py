@@ -3,6 +3,9 @@
 Stricter than the standard library's parser where the difference would be a different question answered: a key
 given twice, NaN, numbers beyond a double, half a surrogate pair, nesting that only serves to exhaust something.
 
+msgspec reads a short body in a twentieth of the time. It says less of what is wrong, and takes the last of a key given twice: where it finds fault, or
+a member is missing, the standard library's decoder has the word.
+
 The standard library's decoder runs no other thread while it reads one string, however long that is. So long strings are cut out first,
 decoded a piece at a time, and put where they were: the rest is short, or is many values.
 """
@@ -15,6 +18,8 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
+
+import msgspec
 
 from tandem.router.config import Limits
 from tandem.wire.errors import InvalidRequest
@@ -142,10 +147,18 @@ _OPENS, _CLOSES, _ITEM, _MEMBER, _STRING = 1, 2, 3, 4, 5
 _IN_STRING = re.compile(rb"""[^"\\]*+(?:\\.[^"\\]*+)*+""", re.DOTALL)
 # One match does not let other threads run, so none is over more than this.
 _WINDOW_BYTES = 256 << 10
+# msgspec reads as much within a millisecond, and lets no other thread run meanwhile.
+_AT_ONCE_BYTES = 64 << 10
 
 
 def parse_object(body: bytes | bytearray, limits: Limits) -> dict[str, Any]:
     max_depth = limits.json_depth
+    if (
+        len(body) <= _AT_ONCE_BYTES
+        and _has_few_marks(body, limits)
+        and (plain := _faultless(body, max_depth)) is not None
+    ):
+        return plain
     if not body or body.isspace():
         raise InvalidRequest("the body is empty; it must be a JSON object")
     try:
@@ -167,16 +180,51 @@ def parse_object(body: bytes | bytearray, limits: Limits) -> dict[str, Any]:
     return value
 
 
+_read_at_once = msgspec.json.Decoder().decode
+
+
+def _faultless(body: bytes | bytearray, max_depth: int) -> dict[str, Any] | None:
+    """The object, if it is certain that there is no fault in it. Each of its members has one colon."""
+    if b"\\u" in body:
+        return None
+    try:
+        value = _read_at_once(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if type(value) is not dict:
+        return None
+    members, depth = 0, 0
+    level: list[Any] = [value]
+    while level:
+        depth += 1
+        deeper: list[Any] = []
+        for each in level:
+            is_object = type(each) is dict
+            members += len(each) if is_object else 0
+            for child in each.values() if is_object else each:
+                kind = type(child)
+                if kind is dict or kind is list:
+                    deeper.append(child)
+                elif kind is int and child.bit_length() > 64:
+                    return None
+        level = deeper
+    return value if depth <= max_depth and members == body.count(b":") else None
+
+
+def _has_few_marks(body: bytes | bytearray, limits: Limits) -> bool:
+    return (
+        body.count(b"[") + body.count(b"{") <= limits.json_containers
+        and body.count(b",") <= limits.json_items
+        and body.count(b":") <= limits.json_members
+    )
+
+
 def _check_counts(body: bytes | bytearray, limits: Limits) -> None:
     """Before anything is made of it: two bytes of an empty array are thirty times as many in memory.
 
     Marks in strings are told apart from others only when there are so many that it matters.
     """
-    if (
-        body.count(b"[") + body.count(b"{") <= limits.json_containers
-        and body.count(b",") <= limits.json_items
-        and body.count(b":") <= limits.json_members
-    ):
+    if _has_few_marks(body, limits):
         return
     depth = containers = items = members = 0
     for kind in _marks(body):

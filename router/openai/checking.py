@@ -28,6 +28,10 @@ def read_request(
     body: Mapping[str, Any], request_type: type[R], unknown_fields: UnknownFields
 ) -> tuple[R, list[str]]:
     """The request, and the fields that were ignored because this server does not know them."""
+    try:
+        return msgspec.convert(body, request_type), []
+    except msgspec.ValidationError:
+        pass  # a field that it has not, which may be ignored or not, or a mistake that is to be explained
     fields = _fields_of(request_type)
     known: dict[str, Any] = {}
     ignored: list[str] = []

@@ -87,6 +87,13 @@ def _offered(tool: Tool) -> OfferedTool:
 def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | None, str]:
     """`structured_outputs`, which older clients know as one field for each of its kinds; and the field's name."""
     schema = request.guided_json
+    if (
+        schema is None
+        and request.guided_regex is None
+        and request.guided_choice is None
+        and request.guided_grammar is None
+    ):
+        return request.structured_outputs, "structured_outputs"
     older = {
         "json": _object_in(schema) if isinstance(schema, str) else schema,
         "regex": request.guided_regex,
@@ -99,8 +106,6 @@ def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | None, s
         names.append("structured_outputs")
     if len(names) > 1:
         raise InvalidRequest(f"{names[0]}: contradicts {names[1]}; set one", names[0])
-    if not given:
-        return request.structured_outputs, "structured_outputs"
     return msgspec.convert(given, StructuredOutputs), names[0]
 
 

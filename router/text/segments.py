@@ -102,32 +102,31 @@ class WordCache:
 
     def encode(self, text: str) -> list[int]:
         words = text.split(" ")
-        first, known = words[0], self._ids
-        found = [known.get(word) for word in words]
-        found[0] = self._first_ids.get(first)
+        found = [*map(self._ids.get, words)]
+        found[0] = self._first_ids.get(words[0])
         if None in found:
-            return self._learn(text, words)
+            return self._learn(text, words, found)
         ids: list[int] = []
         for one in found:
             ids += one  # type: ignore[arg-type]  # none of them is None
         return ids
 
-    def _learn(self, text: str, words: list[str]) -> list[int]:
-        words = _joined(words)
-        first, known = words[0], self._ids
-        new = list(dict.fromkeys(word for word in words[1:] if word not in known))
+    def _learn(self, text: str, words: list[str], found: list[Sequence[int] | None]) -> list[int]:
+        if not all(_ENDS_WORD.search(words[i]) for i, one in enumerate(found[:-1]) if one is None):
+            words = _joined(words)
+            found = [None, *map(self._ids.get, words[1:])]
+        new = list(dict.fromkeys(word for word, one in zip(words[1:], found[1:], strict=True) if one is None))
         few = len(new) <= MOST_NEW_WORDS
-        of_first, *of_new = self._encode(
-            [first if few else text, *(f" {word}" for word in new[:MOST_NEW_WORDS])]
-        )
+        first = words[0] if few else text
+        of_first, *of_new = self._encode([first, *(f" {word}" for word in new[:MOST_NEW_WORDS])])
         here = dict(zip(new, of_new, strict=False))
         self._ids = _kept(self._ids, here)
         if not few:
             return list(of_first)
         self._first_ids = _kept(self._first_ids, {first: of_first})
         ids = list(of_first)
-        for word in words[1:]:
-            ids += here[word] if word in here else known[word]
+        for word, one in zip(words[1:], found[1:], strict=True):
+            ids += here[word] if one is None else one
         return ids
 
 
@@ -183,19 +182,19 @@ class SegmentCache:
     def encode(self, text: str) -> list[int]:
         # The first is at the text's beginning, where some tokenizers put a space.
         keys = [(i == 0, segment) for i, segment in enumerate(self.segments(text))]
-        parts: list[Sequence[int] | None] = [None] * len(keys)
+        parts: list[Sequence[int] | None] = []
         with self._lock:
-            for i, key in enumerate(keys):
+            for key in keys:
                 found = self._known.get(key)
                 if found is not None:
                     self._known.move_to_end(key)
-                    parts[i] = found
-        missing = [i for i, part in enumerate(parts) if part is None]
-        encoded = self._encode([keys[i][1] for i in missing]) if missing else ()
-        for i, ids in zip(missing, encoded, strict=True):
-            parts[i] = ids
-            if len(keys[i][1]) >= LEAST_CHARACTERS:
-                self._keep(keys[i], array("I", ids))
+                parts.append(found)
+        if None in parts:
+            missing = [i for i, part in enumerate(parts) if part is None]
+            for i, ids in zip(missing, self._encode([keys[i][1] for i in missing]), strict=True):
+                parts[i] = ids
+                if len(keys[i][1]) >= LEAST_CHARACTERS:
+                    self._keep(keys[i], array("I", ids))
         together: list[int] = []
         for part in parts:
             together += part or ()

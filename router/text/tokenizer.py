@@ -7,6 +7,7 @@ Importing transformers' AutoTokenizer takes seconds and a quarter of a gigabyte;
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -102,6 +103,12 @@ class Tokenizer:
         normalizer = self._backend.normalizer
         return normalizer.normalize_str if self._finds_normalized and normalizer is not None else None
 
+    @functools.lru_cache(maxsize=16)  # noqa: B019 (a router has one tokenizer, to its end)
+    def _skipped_beside(self, shown: tuple[str, ...]) -> frozenset[int]:
+        return self.special_ids - {
+            token_id for text in shown if (token_id := self.token_id(text)) is not None
+        }
+
     def is_special(self, text: str) -> bool:
         return self._backend.token_to_id(text) in self.special_ids
 
@@ -173,9 +180,7 @@ class Tokenizer:
 
     def detokenizer(self, *, skip_special: bool = True, shown: Collection[str] = ()) -> Detokenizer:
         """`shown` are special tokens that are text all the same."""
-        skipped = self.special_ids if skip_special else frozenset[int]()
-        if skipped and shown:
-            skipped -= {token_id for text in shown if (token_id := self.token_id(text)) is not None}
+        skipped = self._skipped_beside(tuple(shown)) if skip_special else frozenset[int]()
         if self._bytes is not None:
             return ByteDetokenizer(self._bytes, skipped)
         return StreamDetokenizer(self._backend, skipped, self._byte_tokens)
