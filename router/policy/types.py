@@ -12,7 +12,7 @@ from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import NodeStatus
 
 
-class NodeView(msgspec.Struct):
+class NodeView(msgspec.Struct, gc=False):
     """A node that may be chosen: its last status, and what this router has sent it since. There is one for as long as requests may go to
     the node, and the pool writes it with every status and every request; policies read it."""
 
