@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tandem.router.text.segments import (
+from tandem.router.text.tokenizer import (
     _PATTERNS,
+    INLINE_CHARACTERS,
     LEAST_CHARACTERS,
     MOST_NEW_WORDS,
     SegmentCache,
+    Tokenizer,
     WordCache,
     keeps_words,
 )
-from tandem.router.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 from tests.router.conftest import CORPUS
 
 MARKS = ["<|start|>", "<|start|>user", "<|end|>", "<s>", " <tool>", "</think>"]
@@ -246,7 +247,7 @@ def test_a_text_of_new_words_is_tokenized_as_a_whole_and_some_of_them_are_learne
 
 
 def test_words_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.router.text.segments.MOST_WORDS", 20)
+    monkeypatch.setattr("tandem.router.text.tokenizer.MOST_WORDS", 20)
     made = kept_by_words()[0]
     known = WordCache(lambda words: whole(made, words))
     for index in range(30):
