@@ -19,10 +19,9 @@ from typing import Protocol, cast
 from starlette.types import ASGIApp
 
 from tandem.router.config import Limits, Timeouts
-from tandem.router.http.call import STATUS_LINES, HttpCall, LengthBody
+from tandem.router.http.call import END_OF_HEAD, STATUS_LINES, HttpCall, LengthBody, RequestHead
 from tandem.router.http.chunked import ChunkedBody, FramingError
 from tandem.router.http.errors import error_body
-from tandem.router.http.head import END_OF_HEAD, RequestHead
 
 logger = logging.getLogger(__name__)
 
