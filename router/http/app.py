@@ -20,8 +20,7 @@ from tandem.router.http import (
     ui_routes,
     vector_routes,
 )
-from tandem.router.http.exchange import HttpExchange, exchange_of
-from tandem.router.http.gate import HttpGate
+from tandem.router.http.exchange import HttpExchange, HttpGate, exchange_of
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
 from tandem.router.openai.served_model import ModelElsewhere
