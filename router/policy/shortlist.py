@@ -17,8 +17,15 @@ from math import log2
 from typing import Protocol
 
 from tandem.router.config import PolicyName
-from tandem.router.policy.costs import ASSUMED_PREFILL_TOKENS_PER_S, ASSUMED_STEP_S, line_wait_s
-from tandem.router.policy.types import NodeView, PoolSnapshot, RoutingRequest, first_by_rendezvous
+from tandem.router.policy.views import (
+    ASSUMED_PREFILL_TOKENS_PER_S,
+    ASSUMED_STEP_S,
+    NodeView,
+    PoolSnapshot,
+    RoutingRequest,
+    first_by_rendezvous,
+    line_wait_s,
+)
 from tandem.wire.nodes import NodeInfo, Role
 
 # Every status of every node is filed, and a member of an enumeration takes longer to look up than a number to add.
