@@ -17,8 +17,7 @@ from tandem.router.config import Limits, RouterConfig, Timeouts
 from tandem.router.dispatch import ReadableLives
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.json_body import parse_object
-from tandem.router.openai.checking import read_request
+from tandem.router.http.json_body import parse_object, read_request
 from tandem.router.openai.fields import StreamOptions
 from tandem.router.openai.plan import GenerationPlan
 from tandem.wire.errors import Cancelled, InvalidRequest, Overloaded, TandemError

@@ -3,7 +3,7 @@
 fields, chat_request, vector_request, prompts (with the completions' request)
                what may be asked
 prompt_embeds  prompts as tensors, read from their files without torch or an unpickler
-checking, sampling, grammar, chat_prompt   from JSON to a checked request, and what crosses several fields
+sampling, grammar, chat_prompt   from a request to a checked one, and what crosses several fields
 constraint     the one grammar that a request's fields add up to
 served_model   what this router serves, and what the checks need to know of it
 plan           a checked request, tokenized: what is to be generated
