@@ -1,9 +1,10 @@
 """The OpenAI API: its request types and their checks, sampling, and the answers, streamed or whole.
 
-fields, chat_request, vector_request, prompts (with the completions' request)
+fields, chat_request, vector_request; prompts has the completions' request
                what may be asked
 prompt_embeds  prompts as tensors, read from their files without torch or an unpickler
-sampling, grammar, chat_prompt   from a request to a checked one, and what crosses several fields
+prompts        what requests' prompts come to, a chat's messages too
+sampling, grammar   from a request to a checked one, and what crosses several fields
 constraint     the one grammar that a request's fields add up to
 served_model   what this router serves, and what the checks need to know of it
 plan           a checked request, tokenized: what is to be generated
