@@ -12,8 +12,8 @@ from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice
-from tandem.router.openai.constraint import chat_grammar, completion_grammar, grammar_of_tokens
 from tandem.router.openai.fields import SamplingFields
+from tandem.router.openai.grammar import chat_grammar, completion_grammar, grammar_of_tokens
 from tandem.router.openai.prompt_embeds import embeds_of
 from tandem.router.openai.prompts import (
     CompletionRequest,
