@@ -106,9 +106,14 @@ def measure(tokens: int, profile: str | None) -> dict[str, Any]:
                 row["added_us_per_token"] = row["cpu_us_per_token"] - row["relay_us_per_token"]
                 figures["streams"].append(row)
             each = 40
-            for name, new_prompts in (("", False), ("_of_a_new_prompt", True)):
+            for name, prompt, new_prompts, chats in (
+                ("", PROMPT, False, False),
+                ("_of_a_new_prompt", PROMPT, True, False),
+                ("_of_a_new_chat", PROMPT, True, True),
+                ("_of_a_short_new_chat", PROMPT[:90], True, True),
+            ):
                 before = cpu_s()
-                rate = asyncio.run(requests(url, 32, each, PROMPT, 1, new_prompts=new_prompts))
+                rate = asyncio.run(requests(url, 32, each, prompt, 1, new_prompts=new_prompts, chats=chats))
                 figures[f"requests_per_s{name}"] = rate
                 figures[f"cpu_us_per_request{name}"] = (cpu_s() - before) / (32 * each) * 1e6
     return figures
@@ -364,7 +369,8 @@ def show(figures: dict[str, Any]) -> None:
         f"so {figures['added_ttft_ms']:.2f} ms added (floor {FLOOR_TTFT_MS:g} ms); "
         f"floor per token {FLOOR_TOKEN_US:g} µs; {figures['idle_ms_per_s']:.2f} ms of CPU per second when idle; "
         f"{figures['requests_per_s']:.0f} requests/s of one token, {figures['cpu_us_per_request']:.0f} µs of CPU each; with prompts "
-        f"that are new {figures['requests_per_s_of_a_new_prompt']:.0f} and {figures['cpu_us_per_request_of_a_new_prompt']:.0f}"
+        f"that are new {figures['requests_per_s_of_a_new_prompt']:.0f} and {figures['cpu_us_per_request_of_a_new_prompt']:.0f}, "
+        f"with new chats {figures['cpu_us_per_request_of_a_new_chat']:.0f}, short ones {figures['cpu_us_per_request_of_a_short_new_chat']:.0f} µs"
     )
 
 

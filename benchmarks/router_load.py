@@ -78,15 +78,28 @@ async def streams(url: str, count: int, tokens: int, prompt: str) -> list[Router
 
 
 async def requests(
-    url: str, connections: int, each: int, prompt: str, tokens: int, *, new_prompts: bool = False
+    url: str,
+    connections: int,
+    each: int,
+    prompt: str,
+    tokens: int,
+    *,
+    new_prompts: bool = False,
+    chats: bool = False,
 ) -> float:
-    """Whole answers as fast as they come over so many connections: requests per second. `new_prompts`: no two are alike."""
+    """Whole answers as fast as they come over so many connections: requests per second. `new_prompts`: no two are alike. `chats`: each is a
+    user's message."""
 
     async def one() -> None:
         client = RouterClient(url)
         for _ in range(each):
             asked = f"{secrets.token_hex(8)} {prompt}" if new_prompts else prompt
-            await client.ask("/v1/completions", {"model": "instant", "prompt": asked, "max_tokens": tokens})
+            body: dict[str, object] = {"model": "instant", "max_tokens": tokens}
+            if chats:
+                body["messages"] = [{"role": "user", "content": asked}]
+            else:
+                body["prompt"] = asked
+            await client.ask("/v1/chat/completions" if chats else "/v1/completions", body)
         client.close()
 
     began = time.perf_counter()

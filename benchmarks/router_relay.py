@@ -33,9 +33,9 @@ class Relay:
         self._links.meet(decode)
 
     async def listen(self) -> None:
-        def ignore(message: object) -> None: ...
+        def ignore(*message: object) -> None: ...
 
-        self._links.listen(self._on_tokens, ignore, ignore, ignore, ignore, ignore)
+        self._links.listen(self._on_tokens, *[ignore] * 7)
 
     def add(self, transport: asyncio.Transport) -> None:
         request_id = f"relay-{id(transport)}"

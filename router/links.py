@@ -39,6 +39,9 @@ from tandem.wire.versions import WIRE_VERSION, needed_version
 
 logger = logging.getLogger(__name__)
 
+# What leaves alone wakes up ZMQ's thread. So what is sent in one turn of the loop leaves together, but no later than this.
+TOGETHER_S = 0.001
+
 
 class Links(Protocol):
     """What a request's life needs of the way to the nodes: `NodeLinks` says what each means."""
@@ -68,9 +71,13 @@ class NodeLinks:
         self._loop = asyncio.get_running_loop()
         self._cancels: dict[NodeInfo, list[str]] = {}
         self._outbox = Outbox()
+        self._leaving: list[tuple[str, bytes]] = []  # frames, and where to
+        self._leave_by = 0.0
+        self._members: dict[str, NodeInfo] = {}  # by their endpoints
+        self._reached: set[str] = set()  # endpoints with which there is a connection
         self._answered: dict[tuple[str, int], float] = {}  # when the last ping was sent that a node answered
         self.lines: Lines[ToRouter] = Lines(
-            new_epoch(), self._outbox.send_frame, self._receive, meets_strangers=False
+            new_epoch(), self._send_frame, self._receive, meets_strangers=False
         )
         self._inbox: LoopInbox[LetterToRouter] = LoopInbox(
             host, LetterToRouter, self.lines.receive, name="router-inbox"
@@ -86,7 +93,9 @@ class NodeLinks:
         on_holding: Callable[[Holding], None],
         on_recalled: Callable[[Recalled], None],
         on_cache_news: Callable[[CacheNews], None],
+        on_unsent: Callable[[NodeInfo, str], None],
     ) -> None:
+        """`on_unsent`: what was to leave together with others cannot be sent to the node, and why."""
         self._on_tokens = on_tokens
         self._on_status = on_status
         self._on_trace = on_trace
@@ -94,7 +103,38 @@ class NodeLinks:
         self._on_holding = on_holding
         self._on_recalled = on_recalled
         self._on_cache_news = on_cache_news
+        self._on_unsent = on_unsent
         self._inbox.listen()
+
+    def _send_frame(self, endpoint: str, frame: bytes) -> None:
+        """Raises NodeLost where there can be no connection."""
+        if endpoint not in self._reached:
+            self._send_together()
+            self._outbox.send_frame(endpoint, frame)
+            self._reached.add(endpoint)
+            return
+        if not self._leaving:
+            self._leave_by = time.monotonic() + TOGETHER_S
+            self._loop.call_soon(self._send_together)
+        self._leaving.append((endpoint, frame))
+        if len(self._leaving) > 1 and time.monotonic() > self._leave_by:
+            self._send_together()
+
+    def _send_together(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for endpoint, frame in leaving:
+            if endpoint not in self._reached:  # what was before it could not be sent
+                continue
+            try:
+                self._outbox.send_frame(endpoint, frame)
+            except NodeLost as error:
+                self._reached.discard(endpoint)
+                if (node := self._members.get(endpoint)) is not None:
+                    self._on_unsent(node, str(error))
+
+    def _drop_leaving(self, endpoint: str) -> None:
+        self._leaving = [(to, frame) for to, frame in self._leaving if to != endpoint]
+        self._reached.discard(endpoint)
 
     def _receive(self, message: ToRouter) -> None:
         if isinstance(message, TokenBatch):
@@ -132,6 +172,7 @@ class NodeLinks:
 
     def meet(self, node: NodeInfo) -> None:
         """It is a member from now on: what it says is heard."""
+        self._members[node.request_endpoint] = node
         self.lines.meet(node.request_endpoint, node.epoch)
 
     def submit(self, node: NodeInfo, submit: Submit) -> Position:
@@ -206,18 +247,23 @@ class NodeLinks:
 
     def begin_anew(self, node: NodeInfo) -> None:
         """What was sent to the node and has not arrived is dropped. What the node says is still heard."""
+        self._drop_leaving(node.request_endpoint)
         self._outbox.forget(node.request_endpoint)
         self.lines.begin_anew(node.request_endpoint)
 
     def forget(self, node: NodeInfo) -> None:
         """It is no member any more."""
         self._answered.pop((node.node_id, node.epoch), None)
+        self._drop_leaving(node.request_endpoint)
+        if self._members.get(node.request_endpoint) == node:
+            del self._members[node.request_endpoint]
         self._outbox.forget(node.request_endpoint)
         self.lines.forget(node.request_endpoint)
 
     async def close(self) -> None:
         """Idempotent. What was sent just before still leaves, to nodes that read it."""
         self._send_cancels()
+        self._send_together()
         self._inbox.close()
         await asyncio.to_thread(self._outbox.close)
 

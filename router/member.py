@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from tandem.router.policy.shortlist import Shortlist
-from tandem.router.policy.types import NodeView
+from tandem.router.policy.views import NodeView
 from tandem.router.rates import NodeRateMeter
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import NodeStatus
@@ -24,6 +24,7 @@ class Member:
     status: NodeStatus | None = None
     status_at: float = 0.0
     heard_at: float | None = None
+    lists_any: bool = False  # its status: nodes from which it takes nothing, or adapters
     lost: str | None = None  # why
     accepted_at: float | None = None  # when its machine last accepted a connection for it
     is_starved: bool = False  # silent, and neither lost nor in view
@@ -68,8 +69,9 @@ class Member:
         if view is None:
             return
         view.status = status
-        view.pending_requests = len(self.pending)
-        view.pending_tokens = self.pending_tokens
-        view.pending_blocks = self.pending_blocks
+        if self.pending or view.pending_requests:
+            view.pending_requests = len(self.pending)
+            view.pending_tokens = self.pending_tokens
+            view.pending_blocks = self.pending_blocks
         if self.shortlist is not None:
             self.shortlist.put(view)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from tandem.router.config import Heartbeat
 from tandem.router.member import Member
 from tandem.router.policy.shortlist import Shortlist
-from tandem.router.policy.types import NodeView, PoolSnapshot, first_by_rendezvous
+from tandem.router.policy.views import NodeView, PoolSnapshot, first_by_rendezvous
 from tandem.router.rates import Average
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeSighting, NodeState, Role
@@ -169,15 +169,15 @@ class NodePool:
         ]
 
     def on_status(self, status: NodeStatus) -> None:
-        member = self._member_of(status.node_id, status.epoch)
-        if member is None:
+        member = self._members.get(status.node_id)
+        if member is None or member.info.epoch != status.epoch:
+            self.foreign_messages += 1
             return
         now = self._clock()
-        before = member.status
+        if member.lists_any or status.left_out or status.adapters:
+            self._note_lists(member, status)
         member.status = status
         member.status_at = member.heard_at = now
-        if before is None or status.left_out != before.left_out or status.adapters != before.adapters:
-            self._note_lists(before, status)
         member.meter.on_status(status)
         if member.pending:
             member.forget_sent_before(now - STATUS_LAG_S - status.age_s)
@@ -193,7 +193,10 @@ class NodePool:
             self._look_at(member)
         self._on_change()
 
-    def _note_lists(self, before: NodeStatus | None, latest: NodeStatus) -> None:
+    def _note_lists(self, member: Member, latest: NodeStatus) -> None:
+        """Before it is the member's status."""
+        before, member.status = member.status, latest
+        member.lists_any = bool(latest.left_out or latest.adapters)
         if latest.left_out != (before.left_out if before is not None else []):
             self._note_accusers(latest)
         if latest.adapters != (before.adapters if before is not None else {}):

@@ -145,8 +145,10 @@ class PrefixRecord:
     def __init__(self, bits: NodeBits | None = None, marked: Sequence[int] = MARKED_PLACES) -> None:
         self.bits = bits if bits is not None else NodeBits()
         self._marked = marked
+        # The blocks that each stands for: those since the one before it.
+        self._weights = [place - before for place, before in zip(marked, (0, *marked), strict=False)]
         self._nodes_of: dict[int, int] = {}  # hash -> the nodes that it was sent to
-        # By node: hash -> the blocks that it stands for, those since the mark before it.
+        # By node: hash -> the blocks that it stands for.
         self._marks: dict[str, OrderedDict[int, int]] = {}
         self._held: dict[str, int] = {}  # their sum
         self._capacity: dict[str, int] = {}
@@ -169,29 +171,28 @@ class PrefixRecord:
         if marks is None:
             marks = self._marks[node_id] = OrderedDict()
         nodes_of, held = self._nodes_of, self._held.get(node_id, 0)
-        marked = self._marked
+        known, move_to_end = nodes_of.get, marks.move_to_end
         # The last first: it is the first that is forgotten.
-        for i in range(min(len(values), len(marked)) - 1, -1, -1):
-            value = values[i]
+        for value, weight in reversed([*zip(values, self._weights, strict=False)]):
             if value in marks:
-                marks.move_to_end(value)
+                move_to_end(value)
             else:
-                marks[value] = weight = marked[i] - marked[i - 1] if i else marked[i]
+                marks[value] = weight
                 held += weight
-                nodes_of[value] = nodes_of.get(value, 0) | bit
+                nodes_of[value] = known(value, 0) | bit
         most = self._capacity.get(node_id, DEFAULT_BLOCKS)
         while held > most:
             value, weight = marks.popitem(last=False)
             held -= weight
-            self._remove(value, bit)
+            left = nodes_of.pop(value) & ~bit
+            if left:
+                nodes_of[value] = left
         self._held[node_id] = held
 
     def _remove(self, value: int, bit: int) -> None:
-        left = self._nodes_of[value] & ~bit
+        left = self._nodes_of.pop(value) & ~bit
         if left:
             self._nodes_of[value] = left
-        else:
-            del self._nodes_of[value]
 
     def evicted(self, node_id: str, hashes: Iterable[int]) -> None:
         """The node says that it has these no more."""

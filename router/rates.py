@@ -13,7 +13,7 @@ MIN_STEPS = 4
 WEIGHT = 0.3  # of the newest observation
 
 
-class NodeRates(msgspec.Struct):
+class NodeRates(msgspec.Struct, gc=False):
     """None until it has been seen. Its meter writes it."""
 
     prefill_tokens_per_s: float | None = None

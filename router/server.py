@@ -19,13 +19,12 @@ from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
 from tandem.router.figures import SharedFigures
-from tandem.router.http.accepting import Tally
 from tandem.router.http.app import make_app
 from tandem.router.http.body import BodyBudget, KeptMemory
 from tandem.router.http.door import Door, Listener, take_listeners
 from tandem.router.http.other_models import OtherModels
 from tandem.router.http.services import ClusterControl, Services
-from tandem.router.http.serving import HttpServer, is_at, listen_beside
+from tandem.router.http.serving import HttpServer, Tally, is_at, listen_beside
 from tandem.router.http.sibling_desk import answer_siblings
 from tandem.router.images.reader import ImageReader
 from tandem.router.keys import KeyRing, load_keys
@@ -232,6 +231,7 @@ class RouterServer:
             dispatcher.on_holding,
             dispatcher.recalls.on_recalled,
             dispatcher.on_cache_news,
+            lambda node, why: self.services.pool.suspect(node.node_id, node.epoch, why),
         )
 
     async def _serve(self, listener: socket.socket, tally: Tally) -> None:

@@ -228,7 +228,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     mirrored_bytes: int = 0  # copied from a node whose mirror this one is
 
 
-class NodeCounters(msgspec.Struct, frozen=True):
+class NodeCounters(msgspec.Struct, frozen=True, gc=False):
     """Totals since the node's epoch began. Only ever grow."""
 
     requests_started: int = 0
@@ -287,7 +287,7 @@ class NodeCounters(msgspec.Struct, frozen=True):
     model_errors: int = 0  # requests ended because the model computed something that is no number
 
 
-class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
+class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False):
     """A node's own account of itself, a few times a second. `step_age_s` betrays a wedged engine."""
 
     node_id: str

@@ -21,8 +21,15 @@ from tandem.router.openai.chat_request import (
     Tool,
     ToolCall,
 )
-from tandem.router.openai.fields import MaxTokens, StopString, Temperature, TopK, TopP
-from tandem.router.openai.grammar import JsonSchemaFormat, ResponseFormat
+from tandem.router.openai.fields import (
+    JsonSchemaFormat,
+    MaxTokens,
+    ResponseFormat,
+    StopString,
+    Temperature,
+    TopK,
+    TopP,
+)
 from tandem.wire.errors import InvalidRequest
 
 

@@ -1,9 +1,9 @@
 """A request's whole life: a place in the queue, both nodes told, tokens merged, deadlines, failover, the one end.
 
 admission    how many at once, who waits, whose turn is next
-ledger       tokens by index from two nodes, merged into one sequence, with their log-probabilities
+ledger       tokens by index from two nodes, merged into one sequence, with their log-probabilities; when each thing happened to it, and the metrics of it
 attempt      what is asked for, once checked, and one try of it on one pair of nodes
-life         from the first submission to the one end, across attempts; timings: when, and the metrics of it
+life         from the first submission to the one end, across attempts
 placement    which nodes an attempt goes to, what they are told, and who runs where
 dispatcher   starts lives, and finds the life that a message belongs to
 recall       background answers that other routers began, found on the nodes that keep them

@@ -7,11 +7,10 @@ other_models   requests for other deployments' models, passed on
 realtime_routes   a conversation over a WebSocket, read ahead while it arrives; websocket: its messages, pings and end
 sibling_desk   what router processes on one port tell each other of requests
 response_desk  what is done with responses: begun, written, found on the nodes, cancelled
-serving        the server's socket and its end; certificate: its TLS; door: the socket goes to other routers; accepting: who of them takes a connection
+serving        the server's socket, who takes a connection from it, and its end; certificate: its TLS; door: the socket goes to other routers
 protocol       one connection: its requests one after the other, its limits and its timers
-call           one request and its answer there; head and chunked: what is read of it
-exchange       one request and its answer, until its client goes away
-gate           what every request passes on its way in and out
+call           one request, from its head on, and its answer there; chunked: a body in pieces
+exchange       one request and its answer, until its client goes away; the gate that each passes on its way in and out
 body, json_body    a request's body, from bytes to a checked type; what all of them take together
 event_stream   an answer in one piece or as a stream; errors: as an error
 """

@@ -20,8 +20,7 @@ from tandem.router.http import (
     ui_routes,
     vector_routes,
 )
-from tandem.router.http.exchange import HttpExchange, exchange_of
-from tandem.router.http.gate import HttpGate
+from tandem.router.http.exchange import HttpExchange, HttpGate, exchange_of
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
 from tandem.router.openai.served_model import ModelElsewhere
@@ -126,5 +125,5 @@ def make_app(services: Services) -> ASGIApp:
         Route(path, _Endpoint(path, handler, services), methods=methods) for path, handler, methods in table
     ]
     # Without Starlette's application around them: its layers turn errors into answers, which is what the gate is for.
-    gate = HttpGate(_Routes(routes), services.config.limits, services.keys, services.metrics)
+    gate = HttpGate(_Routes(routes), services.keys, services.metrics)
     return _with_cors(gate, services.config.cors_origins)

@@ -17,8 +17,7 @@ from tandem.router.config import Limits, RouterConfig, Timeouts
 from tandem.router.dispatch import ReadableLives
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.json_body import parse_object
-from tandem.router.openai.checking import read_request
+from tandem.router.http.json_body import parse_object, read_request
 from tandem.router.openai.fields import StreamOptions
 from tandem.router.openai.plan import GenerationPlan
 from tandem.wire.errors import Cancelled, InvalidRequest, Overloaded, TandemError
@@ -242,7 +241,7 @@ def _request_of(body: bytes | bytearray, request_type: type[R], config: RouterCo
 
 def _check_type(exchange: HttpExchange) -> None:
     declared = exchange.header(b"content-type")
-    if declared is None:
+    if declared is None or (declared == b"application/json" and exchange.header(b"content-encoding") is None):
         return
     kind, _, parameters = declared.decode("latin-1").partition(";")
     if kind.strip().lower() != "application/json":

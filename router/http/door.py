@@ -16,7 +16,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from tandem.router.http.accepting import Tally
+from tandem.router.http.serving import Tally
 
 logger = logging.getLogger(__name__)
 

@@ -47,11 +47,6 @@ class UnsupportedContentType(RequestError):
     http_status = 415
 
 
-class HeaderTooLarge(RequestError):
-    code = "header_too_large"
-    http_status = 431
-
-
 class RouterDraining(Unavailable):
     """The router finishes what it has; another one, or the same after its restart, takes new requests."""
 
@@ -117,7 +112,7 @@ def headers_of(error: TandemError) -> dict[str, str]:
         headers["retry-after"] = str(DEFAULT_RETRY_AFTER_S)
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, BodyTimeout | BodyTooLarge | HeaderTooLarge | RouterDraining):
+    if isinstance(error, BodyTimeout | BodyTooLarge | RouterDraining):
         headers["connection"] = (
             "close"  # what follows on this connection cannot be told from the rest of the body
         )

@@ -1,7 +1,10 @@
-"""JSON from a stranger: an object, or an InvalidRequest that says what is wrong with it.
+"""A body's JSON, from a stranger: from bytes to a typed request, or an InvalidRequest that says what is wrong, names the field, and says what it must be.
 
 Stricter than the standard library's parser where the difference would be a different question answered: a key
 given twice, NaN, numbers beyond a double, half a surrogate pair, nesting that only serves to exhaust something.
+
+msgspec reads a short body in a twentieth of the time. It says less of what is wrong, and takes the last of a key given twice: where it finds fault, or
+a member is missing, the standard library's decoder has the word.
 
 The standard library's decoder runs no other thread while it reads one string, however long that is. So long strings are cut out first,
 decoded a piece at a time, and put where they were: the rest is short, or is many values.
@@ -9,14 +12,18 @@ decoded a piece at a time, and put where they were: the rest is short, or is man
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
 
-from tandem.router.config import Limits
+import msgspec
+
+from tandem.router.config import Limits, UnknownFields
+from tandem.router.openai.fields import ACCEPTED, INTERNAL, REFUSED
 from tandem.wire.errors import InvalidRequest
 
 # One match, or one piece, is no longer than this.
@@ -33,6 +40,15 @@ _UNITS = re.compile(
 )
 
 Decode = Callable[[str], Any]
+R = TypeVar("R", bound=msgspec.Struct)
+
+_UNKNOWN = re.compile(
+    r"^Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
+)
+_MISSING = re.compile(
+    r"^Object missing required field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
+)
+_AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
 
 
 def decode_in_pieces(text: str, decode: Decode, window: int = WINDOW) -> Any:
@@ -142,10 +158,18 @@ _OPENS, _CLOSES, _ITEM, _MEMBER, _STRING = 1, 2, 3, 4, 5
 _IN_STRING = re.compile(rb"""[^"\\]*+(?:\\.[^"\\]*+)*+""", re.DOTALL)
 # One match does not let other threads run, so none is over more than this.
 _WINDOW_BYTES = 256 << 10
+# msgspec reads as much within a millisecond, and lets no other thread run meanwhile.
+_AT_ONCE_BYTES = 64 << 10
 
 
 def parse_object(body: bytes | bytearray, limits: Limits) -> dict[str, Any]:
     max_depth = limits.json_depth
+    if (
+        len(body) <= _AT_ONCE_BYTES
+        and _has_few_marks(body, limits)
+        and (plain := _faultless(body, max_depth)) is not None
+    ):
+        return plain
     if not body or body.isspace():
         raise InvalidRequest("the body is empty; it must be a JSON object")
     try:
@@ -167,16 +191,51 @@ def parse_object(body: bytes | bytearray, limits: Limits) -> dict[str, Any]:
     return value
 
 
+_read_at_once = msgspec.json.Decoder().decode
+
+
+def _faultless(body: bytes | bytearray, max_depth: int) -> dict[str, Any] | None:
+    """The object, if it is certain that there is no fault in it. Each of its members has one colon."""
+    if b"\\u" in body:
+        return None
+    try:
+        value = _read_at_once(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if type(value) is not dict:
+        return None
+    members, depth = 0, 0
+    level: list[Any] = [value]
+    while level:
+        depth += 1
+        deeper: list[Any] = []
+        for each in level:
+            is_object = type(each) is dict
+            members += len(each) if is_object else 0
+            for child in each.values() if is_object else each:
+                kind = type(child)
+                if kind is dict or kind is list:
+                    deeper.append(child)
+                elif kind is int and child.bit_length() > 64:
+                    return None
+        level = deeper
+    return value if depth <= max_depth and members == body.count(b":") else None
+
+
+def _has_few_marks(body: bytes | bytearray, limits: Limits) -> bool:
+    return (
+        body.count(b"[") + body.count(b"{") <= limits.json_containers
+        and body.count(b",") <= limits.json_items
+        and body.count(b":") <= limits.json_members
+    )
+
+
 def _check_counts(body: bytes | bytearray, limits: Limits) -> None:
     """Before anything is made of it: two bytes of an empty array are thirty times as many in memory.
 
     Marks in strings are told apart from others only when there are so many that it matters.
     """
-    if (
-        body.count(b"[") + body.count(b"{") <= limits.json_containers
-        and body.count(b",") <= limits.json_items
-        and body.count(b":") <= limits.json_members
-    ):
+    if _has_few_marks(body, limits):
         return
     depth = containers = items = members = 0
     for kind in _marks(body):
@@ -294,3 +353,53 @@ _decode = json.JSONDecoder(
 
 def _printable(key: str) -> str:
     return key[:100].encode("utf-8", "backslashreplace").decode()
+
+
+def read_request(
+    body: Mapping[str, Any], request_type: type[R], unknown_fields: UnknownFields
+) -> tuple[R, list[str]]:
+    """The request, and the fields that were ignored because this server does not know them."""
+    try:
+        return msgspec.convert(body, request_type), []
+    except msgspec.ValidationError:
+        pass  # a field that it has not, which may be ignored or not, or a mistake that is to be explained
+    fields = _fields_of(request_type)
+    known: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in body.items():
+        if name in INTERNAL:
+            raise InvalidRequest(f"{name}: internal to the server, not accepted from a client", name)
+        if name in fields:
+            known[name] = value
+        elif name in REFUSED and value not in (None, False):
+            raise InvalidRequest(f"{name}: not supported; {REFUSED[name]}", name)
+        elif name not in ACCEPTED and name not in REFUSED:
+            if unknown_fields is UnknownFields.REFUSE:
+                raise InvalidRequest(f"{name}: unknown field", name)
+            ignored.append(name)
+    try:
+        return msgspec.convert(known, request_type), ignored
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+
+
+@functools.cache
+def _fields_of(request_type: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(request_type.__struct_encode_fields__)
+
+
+def _explain(text: str) -> InvalidRequest:
+    if match := _UNKNOWN.match(text):
+        name = _join(match["path"], match["field"])
+        return InvalidRequest(f"{name}: unknown field", name)
+    if match := _MISSING.match(text):
+        name = _join(match["path"], match["field"])
+        return InvalidRequest(f"{name}: is required", name)
+    if match := _AT.match(text):
+        what = match["what"]
+        return InvalidRequest(f"{match['path']}: {what[0].lower()}{what[1:]}", match["path"])
+    return InvalidRequest(text)
+
+
+def _join(path: str | None, field: str) -> str:
+    return f"{path}.{field}" if path else field

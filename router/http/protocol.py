@@ -19,16 +19,16 @@ from typing import Protocol, cast
 from starlette.types import ASGIApp
 
 from tandem.router.config import Limits, Timeouts
-from tandem.router.http.call import STATUS_LINES, HttpCall, LengthBody
+from tandem.router.http.call import END_OF_HEAD, STATUS_LINES, HttpCall, LengthBody, RequestHead
 from tandem.router.http.chunked import ChunkedBody, FramingError
 from tandem.router.http.errors import error_body
-from tandem.router.http.head import END_OF_HEAD, RequestHead
 
 logger = logging.getLogger(__name__)
 
 # A client that is still sending when it is refused does not read the refusal yet. What it sends is dropped, within these.
 LINGER_BYTES = 64 << 20
 LINGER_S = 2.0
+CLOCK_STEP_S = 0.001  # of uvloop
 
 _CODES = {408: "request_timeout", 431: "header_too_large", 503: "overloaded"}
 
@@ -72,7 +72,11 @@ class HttpConnection(asyncio.Protocol):
         self._closing = False
         self._lingers = False
         self._dropped_bytes = 0  # while it lingers
-        # While it waits for a head, for the rest of a body that is not read, and idle. Never two of them.
+        # What happens if nothing does: while it waits for a head, for the rest of a body that is not read, and idle. Never two of them. The
+        # timer may be set for earlier, and is set again when it rings: most are stopped, request by request.
+        self._on_time: Callable[[], None] | None = None
+        self._time_is_idle = False
+        self._due = self._rings_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._unsent_timer: asyncio.TimerHandle | None = None
 
@@ -111,6 +115,9 @@ class HttpConnection(asyncio.Protocol):
         self.server.on_closed(self)
         self._closing = True
         self._stop_timer()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._stop_unsent_timer()
         self._buffer.clear()
         if self._call is not None:
@@ -150,7 +157,7 @@ class HttpConnection(asyncio.Protocol):
             return False
         if found is None:
             self._searched = len(self._buffer)
-            if self._timer is None or self._timer_is_idle:
+            if self._on_time is None or self._time_is_idle:
                 self._set_timer(self.server.timeouts.header, self._on_slow_header)
             return False
         self._stop_timer()
@@ -252,7 +259,7 @@ class HttpConnection(asyncio.Protocol):
         """Answers one more request, if it comes within that time, and closes the connection with the answer."""
         if self._call is not None:
             self._call.end_upgraded()
-        elif self._timer is not None and self._timer_is_idle:
+        elif self._on_time is not None and self._time_is_idle:
             self._set_timer(idle_s, self._on_idle, idle=True)
 
     def close(self) -> None:
@@ -287,7 +294,7 @@ class HttpConnection(asyncio.Protocol):
         if self.transport.can_write_eof():  # TLS cannot
             self.transport.write_eof()
         self.resume_reading()
-        self._timer = self._loop.call_later(LINGER_S, self.transport.close)
+        self._set_timer(LINGER_S, self.transport.close)
 
     def _drop(self, data: bytes) -> None:
         self._dropped_bytes += len(data)
@@ -318,18 +325,33 @@ class HttpConnection(asyncio.Protocol):
     # --- timers
 
     def _set_timer(self, seconds: float, then: Callable[[], None], *, idle: bool = False) -> None:
+        self._on_time, self._time_is_idle = then, idle
+        self._due = self._loop.time() + seconds
         if self._timer is not None:
+            if self._rings_at <= self._due:
+                return
             self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, then)
-        self._timer_is_idle = idle
+        self._set_to_ring()
+
+    def _set_to_ring(self) -> None:
+        self._rings_at = self._due
+        self._timer = self._loop.call_at(self._due, self._ring)
 
     def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._on_time = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        then = self._on_time
+        if then is None:
+            return
+        if self._due - self._loop.time() > CLOCK_STEP_S:
+            self._set_to_ring()
+            return
+        self._on_time = None
+        then()
 
     def _on_slow_header(self) -> None:
-        self._timer = None
         if not self._heard:
             self.close()
             return

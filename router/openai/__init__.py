@@ -1,10 +1,11 @@
 """The OpenAI API: its request types and their checks, sampling, and the answers, streamed or whole.
 
-fields, chat_request, vector_request, prompts (with the completions' request)
+fields, chat_request, vector_request; prompts has the completions' request
                what may be asked
 prompt_embeds  prompts as tensors, read from their files without torch or an unpickler
-checking, sampling, grammar, chat_prompt   from JSON to a checked request, and what crosses several fields
-constraint     the one grammar that a request's fields add up to
+prompts        what requests' prompts come to, a chat's messages too
+sampling       from a request to what nodes are told, and what crosses several fields
+grammar        the one grammar that a request's fields add up to, checked
 served_model   what this router serves, and what the checks need to know of it
 plan           a checked request, tokenized: what is to be generated
 choice, reading    one choice as its tokens come; a generation read to its end

@@ -36,6 +36,11 @@ class RawPieces:
         return msgspec.Raw(b"".join(self.pieces))
 
 
+def json_at_once(value: Any) -> Iterator[bytes]:
+    """In one piece: `value` is known to be short."""
+    yield _encode(value)
+
+
 def json_pieces(value: Any) -> Iterator[bytes]:
     """`value` as msgspec would encode it. An iterator in it is a list whose items are made as they are written;
     objects are looked into, lists are not, except for their length."""

@@ -18,7 +18,7 @@ from tandem.router.formats.pieces import (
     Text,
     new_call_id,
 )
-from tandem.router.openai.answer import AnswerHead, StreamedUsage, event, json_pieces, usage
+from tandem.router.openai.answer import AnswerHead, StreamedUsage, event, json_at_once, json_pieces, usage
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -104,9 +104,10 @@ def whole_chat(
 ) -> Iterator[bytes]:
     """In pieces: an answer may be larger than what may be made at once. A short one, as most are, is made at once."""
     choices = (_choice(plan, request, one, tokenizer) for one in read)
+    is_short = are_short(plan, read)
     body = {
         **head.fields(OBJECT),
-        "choices": list(choices) if are_short(plan, read) else choices,
+        "choices": list(choices) if is_short else choices,
         "usage": usage(plan, [one.choice for one in read]),
     }
     if plan.return_token_ids:
@@ -114,7 +115,7 @@ def whole_chat(
     if plan.prompt_logprobs is not None:
         found = read[0].choice.life.prompt_logprobs or []
         body["prompt_logprobs"] = prompt_logprobs(plan.prompts[0], found, tokenizer, plan.prompt_logprobs)
-    return json_pieces(body)
+    return json_at_once(body) if is_short else json_pieces(body)
 
 
 def _choice(

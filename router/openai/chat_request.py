@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.router.formats.lark import JsonObject
-from tandem.router.openai.fields import MaxTokens, SamplingFields, TopLogprobs
-from tandem.router.openai.grammar import ResponseFormat
+from tandem.router.openai.fields import MaxTokens, ResponseFormat, SamplingFields, TopLogprobs
 from tandem.wire.errors import InvalidRequest
 
 ReasoningEffort = Annotated[

@@ -7,7 +7,15 @@ from typing import Any
 
 import msgspec
 
-from tandem.router.openai.answer import AnswerHead, RawPieces, StreamedUsage, event, json_pieces, usage
+from tandem.router.openai.answer import (
+    AnswerHead,
+    RawPieces,
+    StreamedUsage,
+    event,
+    json_at_once,
+    json_pieces,
+    usage,
+)
 from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.logprobs import completion_logprobs, prompt_logprobs
 from tandem.router.openai.plan import GenerationPlan
@@ -29,13 +37,13 @@ def whole_completion(
     """In pieces: an answer may be larger than what may be made at once. A short one, as most are, is made at once."""
     kept = keep_best(read, plan.choices_per_prompt, plan.keep)
     choices = (_choice(plan, request, index, one, tokenizer) for index, one in enumerate(kept))
-    return json_pieces(
-        {
-            **head.fields(OBJECT),
-            "choices": list(choices) if are_short(plan, read) else choices,
-            "usage": usage(plan, [one.choice for one in read]),
-        }
-    )
+    is_short = are_short(plan, read)
+    body = {
+        **head.fields(OBJECT),
+        "choices": list(choices) if is_short else choices,
+        "usage": usage(plan, [one.choice for one in read]),
+    }
+    return json_at_once(body) if is_short else json_pieces(body)
 
 
 def _choice(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from tandem.router.formats.lark import JsonObject
-from tandem.router.openai.grammar import StructuredOutputs, Text, TextChoice
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -43,9 +42,31 @@ AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=4096)]
 TruncatePromptTokens = Annotated[
     int, Meta(ge=-1, le=2**31 - 1, description="keeps this many of the prompt's last tokens; -1: what fits")
 ]
-
-
+Text = Annotated[str, Meta(min_length=1)]
+TextChoice = Annotated[list[Text], Meta(min_length=1, max_length=1024)]
+SchemaName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 PatternSize = Annotated[int, Meta(ge=1, le=512)]
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: SchemaName
+    schema: JsonObject
+    description: str | None = None
+    strict: bool | None = None  # the answer follows the schema either way
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of them. `grammar` is Lark, as llguidance reads it."""
+
+    json: JsonObject | None = None
+    regex: Text | None = None
+    choice: TextChoice | None = None
+    grammar: Text | None = None
 
 
 class RepetitionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

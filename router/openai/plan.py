@@ -10,18 +10,19 @@ from tandem.router.config import RouterConfig
 from tandem.router.dispatch import ReadableLives, SequenceSpec
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
-from tandem.router.openai.chat_prompt import chat_prompt, tools_to_call
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice
-from tandem.router.openai.constraint import chat_grammar, completion_grammar, grammar_of_tokens
 from tandem.router.openai.fields import SamplingFields
+from tandem.router.openai.grammar import chat_grammar, completion_grammar, grammar_of_tokens
 from tandem.router.openai.prompt_embeds import embeds_of
 from tandem.router.openai.prompts import (
     CompletionRequest,
     PromptTooLong,
+    chat_prompt,
     encoded,
     prompt_ids,
     prompts_of,
+    tools_to_call,
     truncated,
 )
 from tandem.router.openai.sampling import bad_word_ids, of_choice, sampling_params, stop_strings

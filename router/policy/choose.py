@@ -15,19 +15,17 @@ from typing import Protocol
 import msgspec
 
 from tandem.router.config import LocalPrefill, PolicyName
-from tandem.router.policy.costs import (
-    best_prefill_rate,
-    decode_wait_s,
-    prefill_cost_s,
-    prefill_wait_s,
-    reason_to_prefill_locally,
-)
-from tandem.router.policy.types import (
+from tandem.router.policy.views import (
     NodeView,
     PoolSnapshot,
     RoutingDecision,
     RoutingRequest,
+    best_prefill_rate,
+    decode_wait_s,
     first_by_rendezvous,
+    prefill_cost_s,
+    prefill_wait_s,
+    reason_to_prefill_locally,
 )
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo, Role

@@ -17,8 +17,15 @@ from math import log2
 from typing import Protocol
 
 from tandem.router.config import PolicyName
-from tandem.router.policy.costs import ASSUMED_PREFILL_TOKENS_PER_S, ASSUMED_STEP_S, line_wait_s
-from tandem.router.policy.types import NodeView, PoolSnapshot, RoutingRequest, first_by_rendezvous
+from tandem.router.policy.views import (
+    ASSUMED_PREFILL_TOKENS_PER_S,
+    ASSUMED_STEP_S,
+    NodeView,
+    PoolSnapshot,
+    RoutingRequest,
+    first_by_rendezvous,
+    line_wait_s,
+)
 from tandem.wire.nodes import NodeInfo, Role
 
 # Every status of every node is filed, and a member of an enumeration takes longer to look up than a number to add.
@@ -57,9 +64,11 @@ class Room:
     def add(self, view: NodeView) -> None:
         self._alike.setdefault(_geometry(view.info), _Alike()).views[view.node_id] = view
 
-    def note(self, view: NodeView, *, is_idle: bool, blocks: int) -> None:
+    def note(self, view: NodeView, is_idle: bool, blocks: int) -> None:
         """It was written."""
-        alike = self._alike[_geometry(view.info)]
+        all_alike = self._alike
+        # Nearly always there is one kind, and no node's has to be looked for.
+        alike = all_alike[_geometry(view.info)] if len(all_alike) > 1 else next(iter(all_alike.values()))
         if blocks >= alike.most:
             alike.most, alike.roomiest = blocks, view
         if is_idle is not view.is_idle:
@@ -127,9 +136,10 @@ class Lane:
         self._by_name: list[str] | None = None
 
     def put(self, view: NodeView, place: int) -> None:
-        old, node_id = view.place, view.info.node_id
+        old = view.place
         if old == place:
             return
+        node_id = view.info.node_id
         if old is None:
             self.views[node_id] = view
             self._by_name = None
@@ -196,17 +206,17 @@ class Shortlist:
         role, rate = info.role, rates.prefill_tokens_per_s
         wait = (status.waiting_tokens + view.pending_tokens) / (rate or ASSUMED_PREFILL_TOKENS_PER_S)
         # A decode node reads no prompts that others could read faster.
-        speed = 0 if rate is None or role is _DECODE else int(_SPEED_STEPS * log2(rate)) + 1
+        first = 0 if rate is None or role is _DECODE else (int(_SPEED_STEPS * log2(rate)) + 1) * _WAITS
         if role is _PREFILL:
-            self.prefill.put(view, speed * _WAITS + _place_of(wait))
+            self.prefill.put(view, first + _place_of(wait) if wait else first)
             return
         load = status.running + status.waiting + view.pending_requests
         wait += load * (rates.step_s or ASSUMED_STEP_S)
         if view.place is None:
             self.room.add(view)
-        self.decode.put(view, speed * _WAITS + _place_of(wait))
+        self.decode.put(view, first + _place_of(wait) if wait else first)
         blocks = status.free_blocks + status.pinned_blocks - status.wanted_blocks - view.pending_blocks
-        self.room.note(view, is_idle=load == 0, blocks=blocks)
+        self.room.note(view, load == 0, blocks)
 
     def drop(self, view: NodeView) -> None:
         """It gets no new requests."""

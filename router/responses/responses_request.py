@@ -28,6 +28,7 @@ from tandem.router.openai.fields import (
     Bias,
     CacheSalt,
     JobId,
+    JsonSchemaFormat,
     MaxTokens,
     MinP,
     MinTokens,
@@ -35,16 +36,18 @@ from tandem.router.openai.fields import (
     Priority,
     RepetitionFields,
     RepetitionPenalty,
+    ResponseFormat,
+    SchemaName,
     Seed,
     Stop,
     StopTokenIds,
     StreamOptions,
+    StructuredOutputs,
     Temperature,
     TopK,
     TopP,
     TruncatePromptTokens,
 )
-from tandem.router.openai.grammar import JsonSchemaFormat, ResponseFormat, SchemaName, StructuredOutputs
 from tandem.wire.errors import InvalidRequest
 
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]

@@ -147,6 +147,7 @@ class ChatTemplate:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             raise ConfigurationError(f"the chat template does not compile: {error}") from error
+        self._globals = dict(environment.globals)
         self._variables = dict(variables)
         self._sources = tuple(sources.values())
         self.mentions_tools = self.mentions("tools")
@@ -223,16 +224,20 @@ class ChatTemplate:
         if mark:
             messages = [*messages[:-1], _marked(messages[-1], mark)]
         try:
-            text = template.render(
+            # As `template.render`, which would walk through all that a template may use, and copy it.
+            context = template.new_context(
                 {
+                    **self._globals,
                     **(extra or {}),
                     **self._variables,  # the model's special tokens, whatever a client calls its own
                     "messages": messages,
                     "tools": tools,
                     "documents": documents,
                     "add_generation_prompt": add_generation_prompt,
-                }
+                },
+                shared=True,
             )
+            text = "".join(template.root_render_func(context))
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"messages: the model's chat template refuses them: {error}", "messages"

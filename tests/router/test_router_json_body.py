@@ -6,7 +6,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.router.config import Limits
@@ -151,3 +151,29 @@ def test_what_is_counted_is_what_stands_outside_of_strings(value: dict[str, Any]
 def test_marks_in_strings_do_not_count() -> None:
     text = ",:[{" * 10_000
     assert parse_object(json.dumps({"a": text}).encode(), LIMITS) == {"a": text}
+
+
+def outcome(body: bytes) -> tuple[str, Any]:
+    try:
+        return "", parse_object(body, Limits(json_depth=4))
+    except InvalidRequest as error:
+        return str(error), None
+
+
+PIECES = ["{", "}", "[", "]", ",", ":", '"a"', '"b"', '"a":', '"a":1', "1", "-0", "1e400", "1.5", "9" * 41, "9" * 20, "null", "NaN", '"\\\\u0041"', '"\\\\ud800"', '":"', " ", "\n", '"\u00e9"', '"\x00"']  # fmt: skip
+
+
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=9).map(lambda parts: "{" + "".join(parts) + "}")
+    | st.dictionaries(st.text(max_size=3), JSON, max_size=4).map(
+        lambda value: json.dumps(value, ensure_ascii=False)
+    )
+)
+@settings(max_examples=500)
+def test_a_short_body_is_read_as_the_strict_decoder_reads_it(text: str) -> None:
+    body = text.encode("utf-8", "surrogatepass")
+    found = outcome(body)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "_AT_ONCE_BYTES", -1)
+        strict = outcome(body)
+    assert repr(found) == repr(strict)  # 1 and 1.0 are two answers

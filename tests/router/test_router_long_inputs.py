@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from tandem.router.openai.chat_prompt import INLINE_ITEMS, render_chat
 from tandem.router.openai.chat_request import ChatMessage
+from tandem.router.openai.prompts import INLINE_ITEMS, render_chat
 from tandem.router.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.nodes import Role

@@ -7,12 +7,19 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
 from tandem.router.config import RouterConfig, SamplingDefaults
+from tandem.router.http.text_routes import DetokenizeRequest, TokenizeRequest
+from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.fields import INTERNAL
+from tandem.router.openai.prompts import CompletionRequest
 from tandem.router.openai.sampling import Defaults, defaults_of
+from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
+from tandem.router.responses.responses_request import ResponsesRequest
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
@@ -62,6 +69,14 @@ def test_internals_are_refused_whatever_they_hold(router: RunningRouter, name: s
         answer = router.complete(**{name: value})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    "kind", [ChatRequest, CompletionRequest, MessagesRequest, CountRequest, ResponsesRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest, DetokenizeRequest]
+)  # fmt: skip
+def test_what_fits_a_request_at_once_has_no_field_that_is_to_be_looked_at(kind: type[msgspec.Struct]) -> None:
+    assert kind.__struct_config__.forbid_unknown_fields
+    assert INTERNAL.isdisjoint(kind.__struct_encode_fields__)
 
 
 def test_the_model_need_not_be_named(start_router: StartRouter) -> None:

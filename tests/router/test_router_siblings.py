@@ -16,7 +16,7 @@ from tandem.router import siblings
 from tandem.router.choosing import Chooser
 from tandem.router.config import ApiKey, LocalPrefill, PolicyName
 from tandem.router.http import serving
-from tandem.router.http.accepting import Tally
+from tandem.router.http.serving import Tally
 from tandem.router.policy import RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.router.siblings import SentReports, Siblings

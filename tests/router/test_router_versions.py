@@ -73,7 +73,7 @@ def test_where_no_node_knows_it_the_request_is_refused_in_a_sentence(router: Run
 def test_no_link_carries_what_its_node_could_not_read() -> None:
     async def work() -> None:
         links = NodeLinks("127.0.0.1")
-        links.listen(*[lambda message: None] * 7)
+        links.listen(*[lambda *message: None] * 8)
         node = NodeInfo("d0", Role.DECODE, 7, endpoint_at(9), "", "m", 10, 4, wire_version=OLD)
         links.meet(node)
         first = links.submit(node, submit())

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tandem.router.text.segments import LEAST_CHARACTERS, SegmentCache
-from tandem.router.text.tokenizer import INLINE_CHARACTERS, Tokenizer
+from tandem.router.text.tokenizer import (
+    _PATTERNS,
+    INLINE_CHARACTERS,
+    LEAST_CHARACTERS,
+    MOST_NEW_WORDS,
+    SegmentCache,
+    Tokenizer,
+    WordCache,
+    keeps_words,
+)
 from tests.router.conftest import CORPUS
 
 MARKS = ["<|start|>", "<|start|>user", "<|end|>", "<s>", " <tool>", "</think>"]
@@ -149,3 +158,129 @@ def test_a_short_prompt_that_was_tokenized_is_not_again(tokenizer: Tokenizer, sp
     assert kept > before
     asyncio.run(tokenizer.encode_async(text, special=special))
     assert known._bytes == kept
+
+
+# --- words
+
+
+def byte_level(cutting: pre_tokenizers.PreTokenizer, *, normalizer: str = "none") -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = cutting
+    if (normal := NORMALIZERS[normalizer]()) is not None:
+        made.normalizer = normal
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator([*CORPUS, "user assistant's 12 345 tool. think, the  fox\n can't"], trainer)
+    made.add_tokens([AddedToken("<|start|>", special=True, normalized=False), AddedToken("</think>")])
+    return made
+
+
+def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+@cache
+def kept_by_words() -> list[tokenizers.Tokenizer]:
+    """One of each kind that is cut into words."""
+    return [
+        byte_level(KINDS["byte level"]()),
+        byte_level(KINDS["digits"]()),
+        byte_level(KINDS["byte level"](), normalizer="NFC"),
+        *(byte_level(split_by(pattern)) for pattern in sorted(_PATTERNS)),
+        *(byte_level(split_by(pattern), normalizer="NFC") for pattern in sorted(_PATTERNS)),
+    ]
+
+
+SPACES = ["  ", "\n", "\n ", " \n", "\r\n", "\t", "\u00a0", "\u2003", "\u3000", "\u1680", "\u180e", "\x1c", "\x85", "\u200b"]  # fmt: skip
+WORDS = ["the", "fox", "can't", "'S", "I'LL", "12", "3456", "a.b", "...", "x)", "é", "e\u0301", "\u0301", "ж", "한국", "日本", "🦊", "ſ", "²", "<|start|>", "<|st", "</think>", "</", "nothing-that-is-short-enough-to-be-kept"]  # fmt: skip
+WORDY = st.lists(
+    st.one_of(
+        st.just(" "),
+        st.sampled_from(SPACES),
+        st.sampled_from(WORDS),
+        st.text(max_size=3),
+        st.just("the quick brown fox, jumps over "),
+    ),
+    max_size=24,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", range(9))
+@settings(max_examples=150, deadline=None)
+@given(texts=st.lists(WORDY, min_size=1, max_size=3))
+def test_the_ids_of_words_are_those_of_the_whole_text(kind: int, texts: list[str]) -> None:
+    made = kept_by_words()[kind]
+    assert keeps_words(made)
+    known = WordCache(lambda words: whole(made, words))
+    for text in [*texts, *texts, " ".join(texts)]:
+        assert known.encode(text) == whole(made, [text])[0]
+
+
+def test_words_that_came_before_are_not_tokenized_again() -> None:
+    made = kept_by_words()[0]
+    asked: list[str] = []
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        asked.extend(texts)
+        return whole(made, texts)
+
+    known = WordCache(encode)
+    known.encode("the lazy fox sleeps")
+    asked.clear()
+    assert known.encode("the fox sleeps, the lazy one") == whole(made, ["the fox sleeps, the lazy one"])[0]
+    assert asked == ["the", " sleeps,", " the", " one"]
+
+
+def test_a_text_of_new_words_is_tokenized_as_a_whole_and_some_of_them_are_learned() -> None:
+    made = kept_by_words()[0]
+    known = WordCache(lambda words: whole(made, words))
+    text = "the " + " ".join(f"word{index}" for index in range(3 * MOST_NEW_WORDS))
+    for kept in (1, 2, 3):
+        assert known.encode(text) == whole(made, [text])[0]
+        assert len(known._ids) == kept * MOST_NEW_WORDS
+
+
+def test_words_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.router.text.tokenizer.MOST_WORDS", 20)
+    made = kept_by_words()[0]
+    known = WordCache(lambda words: whole(made, words))
+    for index in range(30):
+        text = f"a fox{index} and a dog{index} jump"
+        assert known.encode(text) == whole(made, [text])[0]
+        assert max(len(known._ids), len(known._first_ids)) <= 20
+
+
+@pytest.mark.parametrize(
+    "cutting",
+    [
+        KINDS["byte level, a space in front"],
+        KINDS["metaspace, first"],
+        KINDS["words"],
+        lambda: split_by(r"[^ ]+ ?"),  # a piece ends with the space
+        lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        lambda: None,
+    ],
+)
+def test_other_tokenizers_keep_no_words(cutting: Callable[[], pre_tokenizers.PreTokenizer]) -> None:
+    assert not keeps_words(byte_level(cutting()))
+
+
+@pytest.mark.parametrize(
+    "token",
+    [AddedToken("lazy dog"), AddedToken("<s>", lstrip=True), AddedToken("<s>", rstrip=True), AddedToken("yes", single_word=True)],
+)  # fmt: skip
+def test_an_added_token_that_looks_at_spaces_forbids_words(token: AddedToken) -> None:
+    made = byte_level(KINDS["byte level"]())
+    made.add_tokens([token])
+    assert not keeps_words(made)
+
+
+def test_a_normalizer_that_may_make_spaces_forbids_words() -> None:
+    assert not keeps_words(byte_level(KINDS["byte level"](), normalizer="lower"))
+    assert not keeps_words(byte_level(KINDS["byte level"](), normalizer="strip"))
