@@ -24,11 +24,11 @@ from transformers import AutoConfig
 from benchmarks.machine import measure_limits
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.native.architecture import Architecture, describe
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.native.weights import Checkpoint
+from tandem.engine.model.runner import Batch
 
 BLOCK_SIZE = 16
 PREFILLS = (128, 512, 2048)

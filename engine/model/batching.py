@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.pooler import PooledRows, Pooler
-from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.runner import Batch, HostBatch, LayerHooks
 from tandem.engine.model.staging import to_device, to_device_together
 from tandem.engine.model.states import RequestRows
 from tandem.wire.errors import InternalError

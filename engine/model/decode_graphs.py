@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 
 from tandem.engine.model.attention.interface import AttentionStep, FixedAttention, PagedAttention
-from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs, as_rows, bucket_of, table_width, token_buckets
-from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.runner import Batch, HostBatch, LayerHooks
 
 log = logging.getLogger(__name__)
 

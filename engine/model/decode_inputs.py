@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tandem.engine.model.batch import HostBatch
+from tandem.engine.model.runner import HostBatch
 from tandem.engine.model.staging import to_device_together
 
 _FEWEST_COLUMNS = 8

@@ -22,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.batching import ScheduledTokens, build_batch
 from tandem.engine.model.draft_model import Drafts
-from tandem.engine.model.runner import Forward
+from tandem.engine.model.runner import Batch, Forward
 from tandem.engine.model.staging import on
 from tandem.engine.model.states import RequestRows
 

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.batching import ScheduledTokens
+from tandem.engine.model.runner import Batch
 from tandem.engine.model.states import RequestRows
 from tandem.wire.errors import ConfigurationError, InternalError
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tandem.engine.model.attention.cpu import CpuAttention
-from tandem.engine.model.batch import Batch
-from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.engine.model.tape import Tape
 from tandem.engine.model.transformers_forward import TransformersForward
 

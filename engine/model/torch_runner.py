@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.batching import (
     ScheduledTokens,
     UnreadTokens,
@@ -22,7 +21,7 @@ from tandem.engine.model.batching import (
 from tandem.engine.model.draft_model import DraftModel, propose_from_text
 from tandem.engine.model.eagle import EagleHead
 from tandem.engine.model.pooler import PooledVector, Pooler, read_vector
-from tandem.engine.model.runner import Forward, LayerHooks, ModelInfo
+from tandem.engine.model.runner import Batch, Forward, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.sampling.table import SamplingTable

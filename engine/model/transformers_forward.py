@@ -22,13 +22,12 @@ from tandem.engine.model.attention.interface import (
 from tandem.engine.model.attention.latents import Expansion, without_expanding
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.attention.own import OwnLayer, OwnStep, among_picked, own_attention_through
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.caches import OwnCache, StepCache, attending_layer, cache_parameter
 from tandem.engine.model.fused.rotary import take_rotary
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.recurrent.mixers import Mixers, RecurrentStep, mixing_through
-from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.wire.errors import InternalError
 
 # A step of at most so many tokens is short: each of torch's operations is too small for two threads.

@@ -15,8 +15,8 @@ from tandem.engine.model.attention.gathered import GatheredCache, GroupReads
 from tandem.engine.model.attention.latents import Expansion, LatentStep
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.attention.pages import Pages, padded, pages_of
-from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.staging import page_locked, to_device
 from tandem.wire.errors import InternalError
 

@@ -14,9 +14,9 @@ import torch
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import CachePlan
-from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.fused.pieces import Rotary, to_fp8, turned
+from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.staging import to_device
 
 # A prompt's chunk is attended in tiles of rows, so that each sees only the keys up to its own last position.

@@ -22,9 +22,9 @@ from tandem.wire.errors import InternalError
 if TYPE_CHECKING:
     import torch
 
-    from tandem.engine.model.batch import Batch, HostBatch
     from tandem.engine.model.decode_inputs import DecodeInputs
     from tandem.engine.model.fused.pieces import Rotary
+    from tandem.engine.model.runner import Batch, HostBatch
 
 
 PAGED = "tandem_paged"

@@ -18,9 +18,8 @@ import msgspec
 import torch
 
 from tandem.engine.model.attention.gathered import GatheredCache, Reads
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.caches import RowsOf, StepCache
-from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.wire.errors import InternalError
 
 MASK = "attention_mask"

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.model.batch import HostBatch
+from tandem.engine.model.runner import HostBatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from tandem.engine.cache.group_manager import KVCacheGroup
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.native.architecture import describe, head_size, refusal, rope_parameters
 from tandem.engine.model.native.weights import Checkpoint, Take, checked, load_weights
-from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.kernels import library
 from tandem.kernels.build import BuildFailed
 from tandem.wire.errors import ConfigurationError, InternalError

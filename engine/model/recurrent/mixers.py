@@ -24,7 +24,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.caches import OwnCache, RowsOf, StepCache
 from tandem.engine.model.recurrent.layout import (
     CONV,
@@ -35,7 +34,7 @@ from tandem.engine.model.recurrent.layout import (
     StateKey,
     StateLayout,
 )
-from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.wire.errors import ConfigurationError
 
 

@@ -23,8 +23,8 @@ from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.images import MediaFeature
 
 if TYPE_CHECKING:
-    from tandem.engine.model.batch import Batch
     from tandem.engine.model.batching import ScheduledTokens
+    from tandem.engine.model.runner import Batch
     from tandem.engine.model.vision.tower import VisionTower
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from tandem.engine.model.batch import Batch, HostBatch
-from tandem.engine.model.runner import Forward, LayerHooks
+from tandem.engine.model.runner import Batch, Forward, HostBatch, LayerHooks
 from tandem.engine.model.staging import on, to_device_together
 from tandem.engine.model.wide.shard import Lead, Shard, exchange_logits
 from tandem.wire.errors import InternalError

@@ -18,8 +18,8 @@ from tandem.engine.model.attention import flashinfer_latents, prebuild
 from tandem.engine.model.attention.flashinfer import FlashInferAttention
 from tandem.engine.model.attention.latents import Expansion
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
-from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.runner import Batch, HostBatch
 from tests.engine.model.fake_device import CUDA, FakeDevice
 
 pytestmark = [

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.wire.errors import InvalidLogits
 from tandem.wire.sampling import SamplingParams

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import batching
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.wire.sampling import SamplingParams

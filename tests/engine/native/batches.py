@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
-from tandem.engine.model.batch import Batch
 from tandem.engine.model.native.forward import NativeLlamaForward
+from tandem.engine.model.runner import Batch
 
 BLOCK_SIZE = 4
 
