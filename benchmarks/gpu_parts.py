@@ -11,8 +11,7 @@ import torch
 
 from tandem.engine.core import Engine
 from tandem.engine.model.sampling.sampler import Sampler
-from tandem.engine.model.sampling.table import SamplingTable
-from tandem.engine.model.states import RequestRows
+from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.engine.request import Request
 from tandem.wire.sampling import SamplingParams
 

@@ -24,10 +24,9 @@ from tandem.engine.model.pooler import PooledVector, Pooler, read_vector
 from tandem.engine.model.runner import Batch, Forward, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
-from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
 from tandem.engine.model.started import PromptPiece, SampledTokens, StepOnDevice
-from tandem.engine.model.states import RequestRows
+from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.engine.model.vision.rows import ImageRows, rows_of
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.structured.grammars import Grammars

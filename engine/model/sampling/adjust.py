@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.staging import to_device
-from tandem.engine.model.states import RequestRows
+from tandem.engine.model.states import RequestRows, SamplingTable
 
 _BANNED = float("-inf")
 

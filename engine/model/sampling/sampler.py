@@ -22,9 +22,8 @@ import numpy.typing as npt
 import torch
 
 from tandem.engine.model.sampling.adjust import edit_logits, penalize
-from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.staging import to_device
-from tandem.engine.model.states import RequestRows
+from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.errors import TandemError
 

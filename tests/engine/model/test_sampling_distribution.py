@@ -19,8 +19,7 @@ from tandem.engine.model.sampling.sampler import (
     log_exponential,
     noise_keys,
 )
-from tandem.engine.model.sampling.table import SamplingTable
-from tandem.engine.model.states import RequestRows
+from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.fake_device import CUDA, FakeDevice
 
