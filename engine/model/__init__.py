@@ -3,7 +3,7 @@
 loading         from configuration to a runner: source, content, checkpoint, plain_config, gguf, leftovers, paths, memory,
                 prefault
 runner          the contracts of runner and forward pass, and the batch that the pass gets: rows, no requests; torch_runner keeps
-                it: states, batching, started, staging, sampling/
+                it: states, batching, staging, sampling/
 eagle           guesses by a head that reads the model's hidden states; eagle_loading loads it
 draft_model     guesses by a small model beside the other, or from the text itself; draft_loading loads it, or says why it cannot guess
 pooling, pooler which vectors the model makes, and how chunks come to one; hidden_states writes them to files, whole

@@ -1,4 +1,5 @@
-"""From the requests' rows to one flattened batch, and from a batch to the passes that it is computed in.
+"""A step on its way to the device: its requests' rows as one flattened batch, the passes that the batch is computed in, and what of it
+the host does not know yet.
 
 A step whose prompts want logits at every position is cut into several: a row of logits is as long as the vocabulary, and a whole chunk of
 such rows would take more memory than the model.
@@ -7,16 +8,19 @@ such rows would take more memory than the model.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.engine.model.pooler import PooledRows, Pooler
+from tandem.engine.model.pooler import PooledRows, PooledVector, Pooler
 from tandem.engine.model.runner import Batch, HostBatch, LayerHooks
-from tandem.engine.model.staging import to_device, to_device_together
+from tandem.engine.model.sampling.logprobs import ComputedLogprobs
+from tandem.engine.model.staging import DeviceMark, HostCopy, to_device, to_device_together
 from tandem.engine.model.states import RequestRows
-from tandem.wire.errors import InternalError
+from tandem.engine.scheduling.output import ModelOutput
+from tandem.wire.errors import InternalError, TandemError
 
 # Rows of logits in one pass, beyond those that are sampled from.
 LOGIT_ROWS = 256
@@ -225,3 +229,47 @@ def _places_of_unread(
 
 def _members(rows: npt.NDArray[np.int64], wanted: set[int]) -> list[int]:
     return [index for index, row in enumerate(rows.tolist()) if row in wanted] if wanted else []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Tokens of one request after the other: of each its next, or with drafts its next few."""
+
+    req_ids: list[str]
+    rows: npt.NDArray[np.int64]  # of RequestRows
+    tenancies: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    tokens: HostCopy  # below 0 where there could be none
+    failed: dict[int, TandemError]  # rows that can have none, and why
+    logprobs: dict[int, ComputedLogprobs]  # of rows that want them, for all their tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """Log-probabilities of some tokens of a prompt."""
+
+    req_id: str
+    first: int  # the first of those tokens
+    num_prompt: int
+    is_last: bool
+    logprobs: ComputedLogprobs | None  # None where the piece has none but the prompt's first token
+
+
+@dataclasses.dataclass(slots=True)
+class StepOnDevice:
+    """See engine.model.runner.StartedStep."""
+
+    read: Callable[[StepOnDevice], ModelOutput]
+    sampled: SampledTokens | None = None
+    unread: UnreadTokens | None = None  # the same tokens, for the next step
+    pieces: list[PromptPiece] = dataclasses.field(default_factory=list)
+    vectors: list[PooledVector] = dataclasses.field(default_factory=list)
+    errors: dict[str, TandemError] = dataclasses.field(
+        default_factory=dict
+    )  # requests that were computed in vain
+    # Where the step ends on the device, if reading its tokens does not wait for that: it has none to read.
+    end: DeviceMark | None = None
+    draft_limits: dict[str, int] | None = None  # see SchedulerOutput
+
+    def finish(self) -> ModelOutput:
+        return self.read(self)

@@ -12,7 +12,10 @@ import numpy.typing as npt
 import torch
 
 from tandem.engine.model.batching import (
+    PromptPiece,
+    SampledTokens,
     ScheduledTokens,
+    StepOnDevice,
     UnreadTokens,
     build_batch,
     cut_for_logits,
@@ -25,7 +28,6 @@ from tandem.engine.model.runner import Batch, Forward, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
-from tandem.engine.model.started import PromptPiece, SampledTokens, StepOnDevice
 from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.engine.model.vision.rows import ImageRows, rows_of
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
