@@ -26,8 +26,7 @@ from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.native.architecture import Architecture, describe
-from tandem.engine.model.native.forward import NativeLlamaForward
-from tandem.engine.model.native.weights import Checkpoint
+from tandem.engine.model.native.forward import Checkpoint, NativeLlamaForward
 from tandem.engine.model.runner import Batch
 
 BLOCK_SIZE = 16

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tandem.engine.model.native.weights import checked
+from tandem.engine.model.native.forward import checked
 
 # What they return depends on values, in its shape or altogether.
 LOOKS = frozenset(

@@ -14,8 +14,7 @@ from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.fused.cpu import CpuPieces, described
 from tandem.engine.model.fused.pieces import Rotary
-from tandem.engine.model.native.forward import step_batch
-from tandem.engine.model.native.weights import checked, numbered
+from tandem.engine.model.native.forward import checked, numbered, step_batch
 from tandem.engine.model.runner import Batch
 from tandem.kernels import library
 from tandem.wire.errors import InternalError

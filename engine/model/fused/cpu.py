@@ -12,8 +12,7 @@ import torch
 
 from tandem.engine.model import tape
 from tandem.engine.model.fused.pieces import Activation, Matrix, Piece
-from tandem.engine.model.native.forward import cores_for
-from tandem.engine.model.native.weights import checked, numbered
+from tandem.engine.model.native.forward import checked, cores_for, numbered
 from tandem.kernels import library
 from tandem.kernels.build import BuildFailed
 
