@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.policies import BLOCK, TRACES, Simulation, words
-from tandem.engine.cache.events import CacheEvents
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.cache.pool import CacheEvents
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
 from tandem.loadgen.metrics import percentile

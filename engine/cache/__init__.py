@@ -1,8 +1,8 @@
 """The KV cache's bookkeeping: which request holds which block, and what is in it. It touches no tensor.
 
-pool            all blocks: owners, hashes, those that no request uses in order of eviction; how long what is cached stays
+pool            all blocks: owners, hashes, those that no request uses in order of eviction; how long what is cached stays; for routers, which
+                hashes appeared and vanished
 hashing         hashes of full blocks
-events          which hashes appeared and vanished, for routers
 group_manager   which layers share a block table; the tables of one group: full, with a sliding window, chunked
 state_slots     the same for recurrent states; checkpoints says which of them are kept
 coordinator     one answer from several groups

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.engine.cache.events import CacheEvents
-from tandem.engine.cache.pool import BlockPool
+from tandem.engine.cache.pool import BlockPool, CacheEvents
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import ConfigurationError, InternalError

@@ -9,7 +9,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.cache.events import CacheEvents
+from tandem.engine.cache.pool import CacheEvents
 from tandem.engine.request import Request
 from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
 from tandem.router.prefixes import CachedBlocks, NodeBits, PromptHashes

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.cache.events import CacheEvents
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.cache.pool import CacheEvents
 from tandem.engine.request import Request
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.engine.cache.tables import BLOCK, FULL, HASHER, admit, decode, manager, request, sliding
