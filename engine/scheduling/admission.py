@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from tandem.engine.cache.coordinator import Tables
+from tandem.engine.cache.manager import Tables
 from tandem.engine.config import Reserve
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.lifecycle import Lifecycle

@@ -11,11 +11,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from tandem.engine.cache.coordinator import Tables, hash_block_size
 from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
-from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.cache.manager import KVCacheManager, Tables, hash_block_size
 from tandem.engine.cache.pool import CacheEvents, Residency
 from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.config import CacheConfig, SchedulerConfig

@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from tandem.engine.cache.coordinator import Tables
 from tandem.engine.cache.encoder_cache import EncoderCache
-from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.cache.manager import KVCacheManager, Tables
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.drafting import DraftJudge

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.cache.coordinator import (
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
+from tandem.engine.cache.manager import (
     HybridCoordinator,
     NoCacheCoordinator,
     UnitaryCoordinator,
     hash_block_size,
     make_coordinator,
 )
-from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
 from tests.engine.cache.tables import FULL, admit, check, manager, request, sliding
 
