@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from tandem.engine.canary import Canary
 from tandem.engine.core import Engine
 from tandem.engine.request import RequestStatus
-from tandem.engine.scheduling.stats import SchedulerStats
+from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer

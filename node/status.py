@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tandem.engine.scheduling.stats import SchedulerStats, Totals
+from tandem.engine.scheduling.state import SchedulerStats, Totals
 from tandem.kvtransfer.base import TransferStats
 from tandem.wire.errors import InternalError, NodeLost, TandemError
 from tandem.wire.nodes import NodeState, Role

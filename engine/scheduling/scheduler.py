@@ -32,10 +32,11 @@ from tandem.engine.scheduling.state import (
     Pace,
     PauseState,
     SchedulerState,
+    SchedulerStats,
     StepPlan,
+    Totals,
     leave_open,
 )
-from tandem.engine.scheduling.stats import SchedulerStats, Totals
 from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
 from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from tandem.engine.config import AsyncScheduling, CacheConfig, ModelConfig, Reserve, SchedulerConfig
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.scheduling.stats import SchedulerStats
+from tandem.engine.scheduling.state import SchedulerStats
 from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
