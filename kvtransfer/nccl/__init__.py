@@ -17,7 +17,7 @@ from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerC
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
-from tandem.kvtransfer.protocol.settings import parse_direction
+from tandem.kvtransfer.protocol.side import parse_direction
 from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 
 

@@ -20,7 +20,7 @@ from tandem.kvtransfer.nixl.sharded import ShardedTransport
 from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
-from tandem.kvtransfer.protocol.settings import parse_direction
+from tandem.kvtransfer.protocol.side import parse_direction
 from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 from tandem.wire.errors import ConfigurationError

@@ -20,8 +20,7 @@ from tandem.kvtransfer.protocol.commands import Command
 from tandem.kvtransfer.protocol.consumer import Consumer
 from tandem.kvtransfer.protocol.identity import Clock
 from tandem.kvtransfer.protocol.producer import Producer
-from tandem.kvtransfer.protocol.settings import ProtocolSettings
-from tandem.kvtransfer.protocol.side import Answers, NodeSide
+from tandem.kvtransfer.protocol.side import Answers, NodeSide, ProtocolSettings
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.wire.errors import InternalError
 from tandem.wire.handoff import (

@@ -25,8 +25,7 @@ from tandem.kvtransfer.protocol.commands import BeginReceive
 from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, Identity, PeerKey
 from tandem.kvtransfer.protocol.links import ProducerLinks
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.settings import ProtocolSettings
-from tandem.kvtransfer.protocol.side import NodeSide
+from tandem.kvtransfer.protocol.side import NodeSide, ProtocolSettings
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import TransferError

@@ -16,8 +16,7 @@ from tandem.kvtransfer.protocol.checksums import every_of
 from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, PeerKey, key_of
 from tandem.kvtransfer.protocol.pace import LinkMeter, LinkPace
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.settings import ProtocolSettings
-from tandem.kvtransfer.protocol.side import Forget, NodeSide
+from tandem.kvtransfer.protocol.side import Forget, NodeSide, ProtocolSettings
 from tandem.kvtransfer.protocol.transport import RemoteId, Transport
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, PeerKey
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.sending import DestinationBlocks, MissingBlocks, OutgoingTransfer, SendPhase
-from tandem.kvtransfer.protocol.settings import ProtocolSettings
-from tandem.kvtransfer.protocol.side import Answers, NodeSide, TransferEnd
+from tandem.kvtransfer.protocol.side import Answers, NodeSide, ProtocolSettings, TransferEnd
 from tandem.kvtransfer.protocol.statistics import Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import TransferError

@@ -12,8 +12,7 @@ from tandem.kvtransfer.protocol.incoming import IncomingTransfers
 from tandem.kvtransfer.protocol.links import ProducerLinks
 from tandem.kvtransfer.protocol.pace import LinkMeter, LinkPace
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.settings import ProtocolSettings
-from tandem.kvtransfer.protocol.side import NodeSide
+from tandem.kvtransfer.protocol.side import NodeSide, ProtocolSettings
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError

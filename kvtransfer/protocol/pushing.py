@@ -20,8 +20,7 @@ from tandem.kvtransfer.protocol.sending import (
     SendPhase,
     Write,
 )
-from tandem.kvtransfer.protocol.settings import ProtocolSettings
-from tandem.kvtransfer.protocol.side import NodeSide
+from tandem.kvtransfer.protocol.side import NodeSide, ProtocolSettings
 from tandem.kvtransfer.protocol.statistics import Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
 from tandem.wire.errors import TransferError

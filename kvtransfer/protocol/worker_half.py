@@ -27,8 +27,7 @@ from tandem.kvtransfer.protocol.commands import (
 )
 from tandem.kvtransfer.protocol.endpoint import Outcomes, ProtocolLoop, TransferEndpoint
 from tandem.kvtransfer.protocol.identity import Identity, has_ended, this_process
-from tandem.kvtransfer.protocol.settings import ProtocolOptions, ProtocolSettings
-from tandem.kvtransfer.protocol.side import NodeSide
+from tandem.kvtransfer.protocol.side import NodeSide, ProtocolOptions, ProtocolSettings
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.wire.errors import InternalError

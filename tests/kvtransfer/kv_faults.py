@@ -19,7 +19,7 @@ from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
-from tandem.kvtransfer.protocol.settings import ProtocolOptions
+from tandem.kvtransfer.protocol.side import ProtocolOptions
 from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
 from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 from tandem.wire.errors import TransferError
