@@ -12,8 +12,8 @@ What both sides know:
     checksums   what blocks are compared by, and which of them
     transport   what must be able to move blocks
     commands    what the scheduler half plans and the worker half carries out
-    pace        how fast a link moves and a node computes, and whether a transfer is worth its wait
-    statistics  how transfers ended, and what they moved
+    statistics  what is measured: how fast a link moves and a node computes, whether a transfer is worth its wait; how transfers
+                ended, and what they moved
     side        what both sides of one node have in common: durations and limits, what an operator may say of every connector under this
                 protocol, and what is said to a message that cannot be acted on
     links       the nodes on the other side, as each side knows them: handshake, stamps, silence; how a consumer registers its

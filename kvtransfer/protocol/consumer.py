@@ -17,11 +17,10 @@ from tandem.kvtransfer.protocol.incoming import (
     Verifier,
 )
 from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks, Registrar
-from tandem.kvtransfer.protocol.pace import LinkPace, Patience
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.side import Answers, NodeSide
-from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.statistics import LinkPace, Outcome, Patience
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (

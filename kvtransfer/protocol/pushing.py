@@ -12,7 +12,6 @@ from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.identity import Clock
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
-from tandem.kvtransfer.protocol.pace import LinkPace
 from tandem.kvtransfer.protocol.sending import (
     DestinationBlocks,
     MissingBlocks,
@@ -21,7 +20,7 @@ from tandem.kvtransfer.protocol.sending import (
     Write,
 )
 from tandem.kvtransfer.protocol.side import NodeSide, ProtocolSettings
-from tandem.kvtransfer.protocol.statistics import Outcome, Recorder
+from tandem.kvtransfer.protocol.statistics import LinkPace, Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import TransferPace

@@ -27,7 +27,7 @@ from tandem.kvtransfer.protocol.commands import (
     StepCommands,
 )
 from tandem.kvtransfer.protocol.identity import token_hash
-from tandem.kvtransfer.protocol.pace import ComputeRate
+from tandem.kvtransfer.protocol.statistics import ComputeRate
 from tandem.wire.requests import KVTransferParams, TransferRole
 
 

@@ -1,16 +1,148 @@
-"""Counters that the protocol's thread keeps and any thread may read."""
+"""What is measured of transfers: how fast links move bytes and nodes compute prompts, whether one is still worth its wait, how each ended.
+
+The producer of a push measures its link, and tells the consumer when that is slow (`TransferPace`); the consumer of a pull
+measures its own reads. The consumer decides: only it knows what computing the rest itself would take. Counters are
+kept by the protocol's thread, and any thread may read them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import math
 import threading
 import time
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 
 from tandem.kvtransfer.base import TransferStats
 from tandem.kvtransfer.protocol.identity import Clock
 from tandem.wire.requests import WaitHistogram
 from tandem.wire.tracing import TransferRecord, TransferTrace
+
+_PAUSE_S = 0.005  # a shorter one between two moves is our own
+_KEPT_OF_STEPS = 0.9  # an earlier step counts that much less with each later one
+
+
+class LinkMeter:
+    """Bytes a second through one link, lately.
+
+    All that is seen of a move is its end, so it is counted from one end to another, at least `over_s` apart. While nothing is in
+    flight nothing is known: the link may have become another meanwhile.
+    """
+
+    def __init__(self, over_s: float) -> None:
+        self.in_flight = 0
+        self.last_measured: float | None = None  # also while nothing is in flight
+        self._over_s = over_s
+        self._since = self._last_end = -math.inf  # counted from one to the other
+        self._moved: deque[tuple[float, int]] = deque()  # when, and how many bytes
+
+    def posted(self, num_bytes: int, now: float) -> None:
+        if not self.in_flight and now > self._last_end + _PAUSE_S:
+            self._since = self._last_end = now
+            self._moved.clear()
+        self.in_flight += num_bytes
+
+    def withdrawn(self, num_bytes: int) -> None:
+        """These will not arrive."""
+        self.in_flight -= num_bytes
+
+    def moved(self, num_bytes: int, now: float) -> None:
+        self.in_flight -= num_bytes
+        self._last_end = now
+        self._moved.append((now, num_bytes))
+        self._forget_before(now - self._over_s)
+        if self.last_measured is not None and not self.in_flight and now > self._since:
+            # Too short to be measured, and yet it moved so much: a link that was slow once is not taken for slow for ever.
+            self.last_measured = max(self.last_measured, self._bytes_moved / (now - self._since))
+
+    @property
+    def _bytes_moved(self) -> int:
+        return sum(num_bytes for _, num_bytes in self._moved)
+
+    def bytes_per_s(self, now: float) -> float | None:
+        """None: not known yet. If no move has ended for a while, all that is in flight may be about to arrive: the rate is
+        not higher than that, and a link that stands still seems slower with each look."""
+        self._forget_before(now - self._over_s)
+        if not self.in_flight or now - self._since < self._over_s:
+            return None
+        moved = self._bytes_moved
+        self.last_measured = (moved + self.in_flight) / (now - self._since)
+        if moved and self._last_end > self._since:
+            self.last_measured = min(self.last_measured, moved / (self._last_end - self._since))
+        return self.last_measured
+
+    def _forget_before(self, when: float) -> None:
+        while self._moved and self._moved[0][0] <= when:
+            self._since, _ = self._moved.popleft()
+
+
+@dataclasses.dataclass(slots=True)
+class LinkPace:
+    """A slow link as it was `at` some moment: what it moves, and what it has to move."""
+
+    bytes_per_s: float
+    in_flight: int  # goes first, and cannot be taken back
+    waiting: dict[str, int]  # the rest of each transfer, which are served in turn
+    at: float
+
+    def leave(self, now: float, is_over: Callable[[str, float], bool]) -> list[str]:
+        """Transfers that leave the link to the others, the largest first. `is_over` is asked about each, with the seconds until
+        its last byte has arrived: a part of every larger one that stays, and all of every smaller one, goes through the link
+        before that."""
+        rest, larger, left = sum(self.waiting.values()), 0, []
+        for transfer_id, mine in sorted(self.waiting.items(), key=lambda item: item[1], reverse=True):
+            ahead = self.in_flight + rest + larger * mine
+            rest -= mine
+            if is_over(transfer_id, ahead / self.bytes_per_s - (now - self.at)):
+                del self.waiting[transfer_id]
+                left.append(transfer_id)
+            else:
+                larger += 1
+        return left
+
+    @property
+    def longest_s(self) -> float:
+        return (self.in_flight + sum(self.waiting.values())) / self.bytes_per_s if self.waiting else 0.0
+
+
+class ComputeRate:
+    """Prompt tokens a second, from this engine's steps. The longer ones weigh more: a short one tells of a step's fixed cost."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        self._tokens = _KEPT_OF_STEPS * self._tokens + num_tokens
+        self._seconds = _KEPT_OF_STEPS * self._seconds + seconds
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds > 0 else None
+
+
+class Patience:
+    """Gives a transfer up when waiting for it takes `patience_s` longer than computing what is missing here would. What was
+    given up before is computed first, so that of many transfers over one slow link some stay on it."""
+
+    def __init__(self, patience_s: float, clock: Clock) -> None:
+        self._patience_s = patience_s
+        self._clock = clock
+        self._computing_until = 0.0  # what was given up so far
+
+    def is_over(self, expected_s: float, num_tokens: int, tokens_per_s: float | None) -> bool:
+        """`expected_s`: until all of it is here; `num_tokens` are missing. True counts them as given up."""
+        if tokens_per_s is None or not tokens_per_s > 0:
+            return False
+        now = self._clock()
+        computed_at = max(now, self._computing_until) + num_tokens / tokens_per_s
+        if now + expected_s <= computed_at + self._patience_s:
+            return False
+        self._computing_until = computed_at
+        return True
+
 
 # The traces of this many transfers are kept until they are asked for.
 REMEMBERED_TRACES = 256
