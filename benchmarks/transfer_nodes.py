@@ -18,9 +18,8 @@ import torch
 from benchmarks.transfer_link import enter
 from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, HeadShare, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
-from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
-from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.endpoints import key_of

@@ -1,9 +1,8 @@
 """The NIXL connector: KV blocks move between the nodes' memory by RDMA, shared memory or TCP, whatever UCX finds.
 
-agent      NIXL's interface and errors, translated into ours
 interfaces on which network devices UCX listens
 lanes      which way UCX moves them, from its own log
-transport  the agent as a `kvtransfer.protocol.transport.Transport`
+transport  NIXL's interface and errors, translated into ours: a `kvtransfer.protocol.transport.Transport`
 sharded    several of these as one, where the ranks of a node keep their heads apart
 rank_lines what rank 0 and another rank of its node say of transfers
 rank_thread another rank's part of transfers
@@ -14,11 +13,10 @@ options    `transfer.options` of this connector
 from __future__ import annotations
 
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
-from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.sharded import ShardedTransport
 from tandem.kvtransfer.nixl.staging import StagedTransport
-from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
 from tandem.kvtransfer.protocol.side import parse_direction
 from tandem.kvtransfer.protocol.transport import Direction, Transport

@@ -15,7 +15,6 @@ from collections.abc import Callable
 import numpy as np
 
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
-from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.rank_lines import (
     CacheOpened,
     CloseCache,
@@ -34,7 +33,7 @@ from tandem.kvtransfer.nixl.rank_lines import (
     ToRank,
     WayOpened,
 )
-from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.cache_map import layout_of
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.identity import this_process

@@ -119,9 +119,8 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
 def _shared(context: ConnectorContext, memory: KVCacheMemory, tier: Tier, spec: CpuTier) -> TierSharing:
     """Opens the tier to other nodes."""
     # Not needed, and perhaps not installed, where tiers are a node's own.
-    from tandem.kvtransfer.nixl.agent import NixlAgent
     from tandem.kvtransfer.nixl.options import NixlOptions
-    from tandem.kvtransfer.nixl.transport import NixlTransport
+    from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 
     is_nixl = context.config.connector == "nixl"
     options = NixlOptions.parse(context.config.options) if is_nixl else NixlOptions()

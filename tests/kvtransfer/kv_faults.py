@@ -14,10 +14,9 @@ import msgspec
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.transport import NcclTransport
-from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.staging import StagedTransport
-from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
 from tandem.kvtransfer.protocol.side import ProtocolOptions
 from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport

@@ -14,9 +14,8 @@ from kv_fake_engine import FakeEngine, consume, produce
 
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
-from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
-from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.errors import ConfigurationError, TransferError
 from tandem.wire.handoff import CacheMemory

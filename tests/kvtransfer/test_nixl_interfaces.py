@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from tandem.kvtransfer.nixl import interfaces
-from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.interfaces import DEVICES, addresses, devices_for, listening_at
 from tandem.kvtransfer.nixl.options import NixlOptions
+from tandem.kvtransfer.nixl.transport import NixlAgent
 from tests.listening import listening_addresses
 
 LAB = {"127.0.0.1": "lo", "::1": "lo", "10.0.0.5": "eth1", "10.9.0.5": "eth0", "fd00::5": "eth1"}

@@ -151,7 +151,7 @@ def test_a_process_hears_which_lanes_ucx_chose() -> None:
     code = """
 import numpy as np, torch
 from tandem.kvtransfer.base import KVCacheMemory
-from tandem.kvtransfer.nixl.agent import NixlAgent
+from tandem.kvtransfer.nixl.transport import NixlAgent
 from tandem.kvtransfer.nixl.lanes import LANE_LOG
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlTransport

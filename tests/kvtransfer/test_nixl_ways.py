@@ -22,9 +22,8 @@ import pytest
 import torch
 
 from tandem.kvtransfer.base import KVCacheMemory
-from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
-from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.identity import has_ended, this_process
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.errors import TransferError

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
-from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.rank_lines import (
     CacheOpened,
@@ -31,7 +30,7 @@ from tandem.kvtransfer.nixl.rank_lines import (
 )
 from tandem.kvtransfer.nixl.rank_thread import RankTransfers
 from tandem.kvtransfer.nixl.sharded import ShardedTransport
-from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.cache_map import AXES, BlockLayout, GrainPlace, Mapping
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.transport import HandleId, Operation
