@@ -1,8 +1,8 @@
 """A process of an engine, the same for both roles: it takes requests from routers, steps, and sends tokens back.
 
-service      a node's requests, from Submit to the last token; live_requests: those that have not ended, and their deadlines
+service      a node's requests, from Submit to the last token
+requests     those that have not ended, and their deadlines; background answers, kept for any router that asks
 checks       what of a request is checked against the model that is here, and what the engine is given of it
-answers      background answers, kept for any router that asks
 loop         the thread that steps the engine, and the mailbox that feeds it
 routers      the routers that the service answers
 encoders     rows of images that encoder nodes make for this one

@@ -30,12 +30,10 @@ from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
-from tandem.node.answers import KeptAnswers, keeps_here
 from tandem.node.cache_news import CacheNewsDesk
 from tandem.node.checks import RoleRules, check_submit, request_of
 from tandem.node.config import NodeConfig
 from tandem.node.encoders import EncoderDesk, RowsCame
-from tandem.node.live_requests import LiveRequests
 from tandem.node.loop import (
     Drain,
     EngineLoop,
@@ -47,6 +45,7 @@ from tandem.node.loop import (
     RouterLost,
     SetAdapters,
 )
+from tandem.node.requests import KeptAnswers, LiveRequests, keeps_here
 from tandem.node.routers import RouterLine, Routers
 from tandem.node.status import NodeCondition, node_counters, node_status
 from tandem.wire.errors import (
