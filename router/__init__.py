@@ -23,10 +23,10 @@ Floor 2: imports wire and nothing else of ours. It knows neither engine nor tran
     server      everything above, started, drained and stopped as one
     hosting     the same, as the process that holds it sees it
     tracing/    where a request's time went
-    metrics, node_metrics   the router's own, and what the nodes report
+    metrics     the router's own; the last ten minutes: how often it was fast enough, and the slowest requests with their causes
+    node_metrics   what the nodes report
     siblings    the other router processes on the port; what each tells
                 the others of its requests; figures: what all of them count
-    recent      the last ten minutes: how often it was fast enough, and the slowest requests with their causes
     page_state  what the page and `tandem top` show of all this
     engine_metrics   the nodes' figures under the names that vLLM's dashboards ask for
     supervision background tasks that cannot die unnoticed

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tandem.router.recent import LATEST, WINDOW_S, Moment, RequestAccount, SlowRequest
+from tandem.router.metrics import LATEST, WINDOW_S, Moment, RequestAccount, SlowRequest
 
 SLOWEST_SHOWN = 12
 

@@ -16,10 +16,9 @@ from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.recall import Recalls
 from tandem.router.links import Links
-from tandem.router.metrics import RouterMetrics
+from tandem.router.metrics import RecentRequests, RouterMetrics
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
-from tandem.router.recent import RecentRequests
 from tandem.router.siblings import SentReports
 from tandem.wire.errors import InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import overload
 
 from tandem.router.dispatch.attempt import SequenceSpec
-from tandem.router.metrics import RouterMetrics
+from tandem.router.metrics import RequestAccount, RouterMetrics
 from tandem.router.policy import RoutingDecision
-from tandem.router.recent import RequestAccount
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs

@@ -15,13 +15,12 @@ from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.attempt import Attempt, SequenceSpec, submit_of
 from tandem.router.links import Links
-from tandem.router.metrics import RouterMetrics
+from tandem.router.metrics import RecentRequests, RouterMetrics, Targets
 from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.policy.choose import Alternative
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.rates import AnswerLengthMeter
-from tandem.router.recent import RecentRequests, Targets
 from tandem.router.siblings import SentReports
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo
