@@ -10,10 +10,9 @@ from collections.abc import Callable
 from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.admission import Admission
-from tandem.router.dispatch.attempt import SequenceSpec
 from tandem.router.dispatch.generation import Generation
 from tandem.router.dispatch.life import RequestLife
-from tandem.router.dispatch.placement import Placement
+from tandem.router.dispatch.placement import Placement, SequenceSpec
 from tandem.router.dispatch.recall import Recalls
 from tandem.router.links import Links
 from tandem.router.metrics import RecentRequests, RouterMetrics

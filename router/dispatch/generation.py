@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tandem.router.dispatch.admission import Slots
-from tandem.router.dispatch.attempt import SequenceSpec
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import RequestLife
+from tandem.router.dispatch.placement import SequenceSpec
 from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError
 from tandem.wire.sampling import FinishReason, TokenLogprobs
 

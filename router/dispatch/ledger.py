@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import overload
 
-from tandem.router.dispatch.attempt import SequenceSpec
+from tandem.router.dispatch.placement import SequenceSpec
 from tandem.router.metrics import RequestAccount, RouterMetrics
 from tandem.router.policy import RoutingDecision
 from tandem.wire.errors import InternalError

@@ -7,9 +7,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
-from tandem.router.dispatch.attempt import Attempt, SequenceSpec, TokenSource
 from tandem.router.dispatch.ledger import MergedChunk, RequestTimings, TokenLedger
-from tandem.router.dispatch.placement import Placement
+from tandem.router.dispatch.placement import Attempt, Placement, SequenceSpec, TokenSource
 from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.errors import (

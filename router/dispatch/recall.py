@@ -13,9 +13,9 @@ import secrets
 import msgspec
 
 from tandem.router.config import RouterConfig
-from tandem.router.dispatch.attempt import SequenceSpec
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import LeftBehind
+from tandem.router.dispatch.placement import SequenceSpec
 from tandem.router.links import Links
 from tandem.router.pool import NodePool
 from tandem.wire.errors import Cancelled, InternalError, NodeLost, Overloaded, TandemError
