@@ -13,7 +13,6 @@ from tandem.router.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.fields import SamplingFields
-from tandem.router.openai.grammar import chat_grammar, completion_grammar, grammar_of_tokens
 from tandem.router.openai.prompt_embeds import embeds_of
 from tandem.router.openai.prompts import (
     CompletionRequest,
@@ -25,7 +24,15 @@ from tandem.router.openai.prompts import (
     tools_to_call,
     truncated,
 )
-from tandem.router.openai.sampling import bad_word_ids, of_choice, sampling_params, stop_strings
+from tandem.router.openai.sampling import (
+    bad_word_ids,
+    chat_grammar,
+    completion_grammar,
+    grammar_of_tokens,
+    of_choice,
+    sampling_params,
+    stop_strings,
+)
 from tandem.router.openai.served_model import ServedModel
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import RequestTrace

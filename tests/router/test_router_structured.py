@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from tandem.router.config import Heartbeat, ToolFormat
-from tandem.router.openai import grammar
+from tandem.router.openai import sampling
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
@@ -333,12 +333,12 @@ def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytes
         assert loop_went_on.wait(10), "the event loop waited for it"
 
     async def scenario() -> None:
-        check = asyncio.create_task(grammar.check_grammar("start: /once/", "p"))
+        check = asyncio.create_task(sampling.check_grammar("start: /once/", "p"))
         await asyncio.sleep(0)
         loop_went_on.set()
         await check
-        await grammar.check_grammar("start: /once/", "p")
+        await sampling.check_grammar("start: /once/", "p")
 
-    monkeypatch.setattr(grammar, "_problem", slow)
+    monkeypatch.setattr(sampling, "_problem", slow)
     asyncio.run(scenario())
     assert checked == ["start: /once/"]
