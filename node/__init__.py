@@ -4,10 +4,9 @@ service      a node's requests, from Submit to the last token
 requests     those that have not ended, and their deadlines; background answers, kept for any router that asks
 checks       what of a request is checked against the model that is here, and what the engine is given of it
 loop         the thread that steps the engine, and the mailbox that feeds it
-routers      the routers that the service answers
 encoders     rows of images that encoder nodes make for this one
 cache_news   what routers are told of the prefix cache
-status       what a node reports of itself: its state and its counters
+status       what a node reports of itself, its state and its counters, and the routers that hear of it
 config       what a node can be told
 ranks/       the other processes of a node of several ranks
 trace_file   the scheduler trace's lines, written to files of bounded size

@@ -31,8 +31,8 @@ from tandem.node.encoders import EncoderDesk
 from tandem.node.loop import Item, Mailbox, RanksLost
 from tandem.node.ranks.processes import shares_of, with_memory_shared
 from tandem.node.ranks.supervisor import Ranks
-from tandem.node.routers import RouterLine
 from tandem.node.service import NodeService
+from tandem.node.status import RouterLine
 from tandem.node.trace_file import TraceFile
 from tandem.wire.embeds import TYPES
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable

@@ -46,8 +46,7 @@ from tandem.node.loop import (
     SetAdapters,
 )
 from tandem.node.requests import KeptAnswers, LiveRequests, keeps_here
-from tandem.node.routers import RouterLine, Routers
-from tandem.node.status import NodeCondition, node_counters, node_status
+from tandem.node.status import NodeCondition, RouterLine, Routers, node_counters, node_status
 from tandem.wire.errors import (
     Cancelled,
     DeadlineExceeded,

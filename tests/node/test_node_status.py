@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tandem.node.routers import Routers
+from tandem.node.status import Routers
 from tandem.wire.errors import NodeLost
 
 SILENCE_S = 10.0
