@@ -118,7 +118,7 @@ class _Results:
 
 
 class DecodeGraphs:
-    """A forward pass (engine.model.forward.Forward) in front of another. A shape that cannot be recorded is computed as it
+    """A forward pass (engine.model.runner.Forward) in front of another. A shape that cannot be recorded is computed as it
     comes; the others are replayed all the same."""
 
     def __init__(
