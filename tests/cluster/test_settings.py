@@ -162,18 +162,13 @@ MISTAKES = [
     ),
     (
         "pools: {aggregated: {nodes: 1, tensor_parallel: 3, machines: 2}}",
-        "FILE: pools.aggregated.machines is 2, but a node's 3 ranks (tensor_parallel) cannot be shared equally by so many: set "
-        "pools.aggregated.tensor_parallel to a multiple of it",
+        "FILE: pools.aggregated.machines is 2, but a node's 3 ranks (tensor_parallel times pipeline_parallel) cannot be shared equally by so many: set "
+        "pools.aggregated.tensor_parallel, or pipeline_parallel, to a multiple of it",
     ),
     (
         "pools: {decode: {nodes: 1, machines: 2}}",
-        "FILE: pools.decode.machines is 2, but a node's 1 rank (tensor_parallel) cannot be shared equally by so many: set "
-        "pools.decode.tensor_parallel to a multiple of it",
-    ),
-    (
-        "pools: {decode: {nodes: 1, pipeline_parallel: 2, machines: 2}}",
-        "FILE: pools.decode.machines is 2, but stages (pools.decode.pipeline_parallel) share one KV cache, which ranks of several machines "
-        "do not have: set one of the two to 1",
+        "FILE: pools.decode.machines is 2, but a node's 1 rank (tensor_parallel times pipeline_parallel) cannot be shared equally by so many: set "
+        "pools.decode.tensor_parallel, or pipeline_parallel, to a multiple of it",
     ),
     (
         "{pools: {decode: {nodes: 1, tensor_parallel: 2, machines: 2}}, cache: {tiers: [{cpu: 1GiB}]}}",

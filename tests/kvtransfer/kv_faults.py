@@ -15,11 +15,12 @@ from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerCon
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.nixl.options import NixlOptions
+from tandem.kvtransfer.nixl.sharded import ShardedTransport
 from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
 from tandem.kvtransfer.protocol.side import ProtocolOptions
-from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
+from tandem.kvtransfer.protocol.transport import AskedSums, Direction, HandleId, Move, RemoteId, Transport
 from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity
@@ -134,6 +135,15 @@ class FaultyTransport(Transport):
             self._doomed.discard(handle)
         return over
 
+    def may_still_write(self, remote: RemoteId) -> bool:
+        return self._inner.may_still_write(remote)
+
+    def stop_writing(self, remote: RemoteId) -> None:
+        self._inner.stop_writing(remote)
+
+    def sums_elsewhere(self, *asked: Any) -> AskedSums:
+        return self._inner.sums_elsewhere(*asked)
+
     def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
         self._inner.expect(transfer_id, blocks)
 
@@ -179,7 +189,8 @@ class FaultySend:
 
 
 def nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-    return _create(context, NixlTransport(NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())))
+    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())
+    return _create(context, ShardedTransport(NixlTransport(agent), context.rank_lines))
 
 
 def device_nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:

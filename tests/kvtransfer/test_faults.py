@@ -17,6 +17,7 @@ import pytest
 from kv_fake_engine import FakeEngine, consume, first_token_of, produce
 from kv_faults import FAULTS, Faults, inject
 from kv_pulse import Pulse
+from kv_wide_engine import WideFakeEngine
 
 from tandem.kvtransfer.base import Handoff
 from tandem.kvtransfer.config import TransferConfig
@@ -27,23 +28,33 @@ pytestmark = pytest.mark.slow
 MORE_ROUNDS = 20  # until one is loaded: in few rounds a fault may meet them all
 ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "2"))
 AT_ONCE = 3
+# Nodes of several ranks; with TANDEM_WIDTHS=all in both directions.
+WIDE = [("push", (1, 2)), ("pull", (2, 1)), ("push", (2, 4))]
+MORE_WIDE = [("pull", (1, 2)), ("push", (2, 1)), ("pull", (2, 4))] if os.environ.get("TANDEM_WIDTHS") else []
 LEASE_S = 1.0
 PATIENCE_S = 30.0  # far beyond every deadline of the protocol: the machine may be busy
 
 
 class Pair:
-    def __init__(self, transport: str, direction: str) -> None:
+    def __init__(self, transport: str, direction: str, ranks: tuple[int, int] = (1, 1)) -> None:
+        """`ranks`: of the producer and the consumer. Each but the first is a thread with heads of its own."""
         connector = f"kv_faults:{transport}"
         self._transport = transport
+        self._is_wide = ranks != (1, 1)
         config = TransferConfig(
             connector=connector,
             direction=direction,
             lease_s=LEASE_S,
             timeout_s=3.0,
             handshake_timeout_s=1.0,
+            checksums="all" if self._is_wide else "sample",
         )
-        self.producer = FakeEngine(connector, "p", 1, config, num_blocks=64)
-        self.consumer = FakeEngine(connector, "c", 2, config, num_blocks=64)
+        self.producer, self.consumer = (
+            FakeEngine(connector, name, epoch, config, num_blocks=64)
+            if width == 1
+            else WideFakeEngine(connector, name, epoch, config, num_blocks=64, ranks=width)
+            for name, epoch, width in zip("pc", (1, 2), ranks, strict=True)
+        )
         self.pulse = Pulse()
         self._engines = (self.producer, self.consumer)
         self._count = 0
@@ -52,7 +63,11 @@ class Pair:
 
     def _count_resources(self) -> tuple[int, int]:
         files = len(os.listdir("/proc/self/fd"))
-        if self._transport == "nixl":
+        if self._is_wide:
+            files = (
+                0  # each rank's UCX keeps sockets as below, and which of them a fault met is not known here
+            )
+        elif self._transport == "nixl":
             # When a connection is given up while both nodes live, UCX keeps a socket on either side, and both
             # sides are this process.
             files -= 2 * sum(self._faulty(engine).faulty_transport.disconnects for engine in self._engines)
@@ -156,8 +171,11 @@ class Pair:
 
 @pytest.fixture(
     scope="module",
-    params=[(transport, direction) for transport in ("nixl", "nccl") for direction in ("push", "pull")],
-    ids="-".join,
+    params=[
+        (transport, direction, (1, 1)) for transport in ("nixl", "nccl") for direction in ("push", "pull")
+    ]
+    + [("nixl", *wide) for wide in WIDE + MORE_WIDE],
+    ids=lambda pair: f"{pair[0]}-{pair[1]}" + (f"-{pair[2][0]}to{pair[2][1]}" if pair[2] != (1, 1) else ""),
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(*request.param)

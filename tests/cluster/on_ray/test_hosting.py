@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import pytest
@@ -48,6 +48,7 @@ class FakeNode:
         model_folder: str | None = None,
         adapters: Mapping[str, str] | None = None,
         draft_folder: str | None = None,
+        keepers: Sequence[str] = (),
     ) -> NodeInfo:
         self.starts += 1
         self.draft_folder = draft_folder
