@@ -15,6 +15,8 @@ import pytest
 
 from tests.integration.cluster_lab import MODEL, START_S, Load, RayNodes, Tandem, free_port
 
+pytestmark = pytest.mark.own_cluster
+
 # SmolLM2-135M has nine heads of queries and three of keys and values.
 SETTINGS = f"""
 model: {{path: {MODEL}, dtype: float32}}
