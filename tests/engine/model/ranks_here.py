@@ -71,6 +71,7 @@ def ranks_here(
         def shard(rank: int) -> Shard:
             group = GroupCollectives(rank, width, f"{folder}/meeting", CPU)
             within = group_of_stage(rank, width, stages, f"{folder}/meeting", CPU)
+            group.gather(torch.zeros(1))  # one that ends at once must not while another is still connecting
             return Shard(
                 rank,
                 width,
