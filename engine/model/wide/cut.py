@@ -104,6 +104,8 @@ def _join(module: nn.Module, style: str, shard: Shard) -> None:
             module.register_forward_pre_hook(lambda _module, given: (given[0][..., first:end], *given[1:]))
         if shard.rank and module._parameters.get("bias") is not None:
             module._parameters["bias"] = None  # the sum has it once
+        if getattr(module, "_is_expert_parallel", False):
+            module.register_forward_pre_hook(_Routing(shard, int(module.num_experts)))  # type: ignore[arg-type]
         module.register_forward_hook(_Adding(shard))
 
 
@@ -121,6 +123,19 @@ class _Adding:
         output = output.contiguous()
         self._collectives.sum(output)
         return output
+
+
+class _Routing:
+    """To experts of which this rank has some: what goes to others weighs nothing here, and is left out by a number that no expert has."""
+
+    def __init__(self, shard: Shard, kept: int) -> None:
+        self._first, self._kept = shard.rank * kept, kept
+
+    def __call__(self, _module: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        states, chosen, weights = given
+        own = chosen - self._first
+        elsewhere = (own < 0) | (own >= self._kept)
+        return states, own.masked_fill(elsewhere, self._kept), weights.masked_fill(elsewhere, 0.0)
 
 
 class _Gathering:

@@ -3,6 +3,7 @@ style for each kind of layer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -17,7 +18,8 @@ INPUTS = {"rowwise", "moe_tp_experts"}  # each rank has some of the inputs, and 
 SPLIT = {"rowwise_split_input", "rowwise_rep"}  # the same, and each rank is given all inputs
 VOCABULARY = {"embedding_rowwise"}  # each rank knows the vectors of some tokens
 PACKED = {"packed_colwise", "packed_rowwise"}  # of parameters alone: two matrices in one, each cut
-KNOWN = WHOLE | OUTPUTS | GATHERED | INPUTS | SPLIT | VOCABULARY | PACKED
+EXPERTS = {"grouped_gemm"}  # of parameters alone: each rank has some experts, whole
+KNOWN = WHOLE | OUTPUTS | GATHERED | INPUTS | SPLIT | VOCABULARY | PACKED | EXPERTS
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _SETTING = "pools.<pool>.tensor_parallel"
@@ -38,9 +40,11 @@ def overrides(name: str, config: Any, size: int) -> dict[str, str]:
             f"{name} cannot be served on {size} ranks: transformers' plan for a model of type {text.model_type} cuts layers in a "
             f"way that Tandem does not know ({', '.join(unknown)}). Set {_SETTING} to 1"
         )
+    prefix = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix
+    rules = {f"{prefix}.{key}": style for key, style in _of_experts(text, plan, size).items()}
     cut = [key for key, style in plan.items() if key.endswith(_KEYS_AND_VALUES) and style in OUTPUTS]
     if not cut:
-        return {}
+        return rules
     heads = int(text.num_attention_heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     if not fits(heads, kv_heads, size):
@@ -49,7 +53,17 @@ def overrides(name: str, config: Any, size: int) -> dict[str, str]:
             f"{name} cannot be served on {size} ranks: its {heads} heads of queries and {kv_heads} of keys and values cannot be "
             f"shared equally. Set {_SETTING} to one of {', '.join(fitting)}"
         )
-    if kv_heads >= size:
-        return {}
-    prefix = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix
-    return {f"{prefix}.{key}": "replicate" for key in cut}
+    if kv_heads < size:
+        rules |= {f"{prefix}.{key}": "replicate" for key in cut}
+    return rules
+
+
+def _of_experts(text: Any, plan: Mapping[str, str], size: int) -> dict[str, str]:
+    """Where the model has a plan for its experts and they can be shared equally, each rank has some of them, whole; otherwise some of each."""
+    experts = dict(getattr(text, "base_model_ep_plan", None) or {})
+    kept = {key: style for key, style in experts.items() if style in EXPERTS}
+    others = set(experts.values()) - EXPERTS
+    modules = [key for key in experts if key not in kept]
+    count = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    is_known = others == {"ep_dispatch_experts"} and all(plan.get(key) == "moe_tp_experts" for key in modules)
+    return kept if is_known and isinstance(count, int) and count % size == 0 else {}

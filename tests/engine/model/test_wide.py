@@ -17,6 +17,7 @@ from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.gathered import GatheredCache
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.wide import cut
 from tandem.engine.model.wide.shard import Shard
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
@@ -96,6 +97,26 @@ def test_mixed_batches_in_chunks_on_ranks(wide: WideCase) -> None:
 
 def test_the_ranks_keep_one_cache_with_all_heads(wide: WideCase) -> None:
     assert wide.runner.kv_cache.shape[3] == wide.runner.info.num_kv_heads == wide.kv_heads
+
+
+@pytest.mark.parametrize(("width", "experts"), [(2, 2), (4, 1)])
+def test_a_rank_has_some_experts_whole(
+    width: int, experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four of them, shared by the ranks."""
+    joined: list[tuple[int, ...]] = []
+    join = cut.join_parts
+
+    def noted(name: str, model: transformers.PreTrainedModel, shard: Shard) -> None:
+        join(name, model, shard)
+        joined.extend(tuple(one.shape) for key, one in model.named_parameters() if "experts" in key)
+
+    monkeypatch.setattr(cut, "join_parts", noted)
+    path = tiny.save("mixtral", tmp_path)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(path)
+    shapes = {tuple(one.shape) for key, one in whole.named_parameters() if "experts" in key}
+    with ranks_here(width, functools.partial(load, path)):
+        assert set(joined) == {(experts, *shape[1:]) for shape in shapes}
 
 
 def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(wide: WideCase) -> None:
