@@ -106,7 +106,8 @@ def engine_of(
 ) -> tuple[EngineBench, Callable[[], int], list[str]]:
     """An engine, how often its kernels' threads have met, and the adapters that it serves."""
     cache = CacheConfig(memory_bytes=512 << 20, prefix_caching=False)
-    scheduler = SchedulerConfig(max_model_len=1024, max_loras=max_loras)
+    # Prompts in pieces of one length, so that all runs have as many steps.
+    scheduler = SchedulerConfig(max_model_len=1024, max_loras=max_loras, step_target_ms=0)
     runner = load_runner(
         ModelConfig(
             path=str(model),
