@@ -1,7 +1,7 @@
 # make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
-# make test     units, then real Ray, NIXL, HTTP and SmolLM2 (about 11 minutes on two cores)
+# make test     units, then real Ray, NIXL, HTTP and SmolLM2 (13 to 18 minutes on two cores)
 # make test-clusters   `tandem serve` and whole clusters, scaled, killed, cut off from their controller and head, and the guides'
-#                    commands as they stand (about 9 minutes)
+#                    commands as they stand (about 25 minutes)
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; KILLS=15 kills thirty in each
 #                    phase, half greedy, half seeded). Then the controller killed ten times in three ways, and the control
 #                    plane away for ten minutes, twice (about 35 minutes). Then every fault of a KV transfer, 100 times for

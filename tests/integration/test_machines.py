@@ -32,6 +32,8 @@ from tests.integration.far_machines import FarMachine, is_there
 from tests.integration.one_engine import OneEngine, hand_over
 from tests.waiting import until
 
+pytestmark = pytest.mark.own_cluster
+
 PATIENCE_S = 120.0  # far more than any of it takes
 SILENCE_S = 2.0
 
