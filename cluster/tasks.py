@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from tandem.wire.errors import DeadlineExceeded, TandemError
@@ -109,6 +109,14 @@ async def first_of(work: Awaitable[T], other: Awaitable[S]) -> tuple[asyncio.Fut
     """Returns when one of the two has ended, in whatever way; the other one has been cancelled by then. Cancelled
     itself, it cancels both."""
     futures = asyncio.ensure_future(work), asyncio.ensure_future(other)
+    both: tuple[asyncio.Future[Any], ...] = futures
+    await first_ended(both)
+    return futures
+
+
+async def first_ended(works: Iterable[Awaitable[T]]) -> list[asyncio.Future[T]]:
+    """The same of any number."""
+    futures: list[asyncio.Future[T]] = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     finally:

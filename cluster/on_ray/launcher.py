@@ -22,7 +22,7 @@ from tandem.cluster.on_ray.node_actor import DecodeActor, EncodeActor, PrefillAc
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY
 from tandem.cluster.on_ray.spread import Places, RanksActor
-from tandem.cluster.tasks import cancel, first_of, has_ended
+from tandem.cluster.tasks import cancel, first_ended, first_of, has_ended
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
@@ -216,11 +216,13 @@ class RayHandle:
 class RayNode(RayHandle):
     async def start(self, report: Report) -> NodeInfo:
         actor = await self.actor()
-        info = msgspec.msgpack.decode(
-            await self._followed(actor, actor.start.remote(), report), type=NodeInfo
-        )
+        started = actor.start.remote(*await self._told_at_start(actor))
+        info = msgspec.msgpack.decode(await self._followed(actor, started, report), type=NodeInfo)
         self._serves = True
         return info
+
+    async def _told_at_start(self, actor: Any) -> Sequence[Any]:
+        return ()
 
     async def admit(self, keys: list[str]) -> None:
         await answer((await self.actor()).admit.remote(keys))
@@ -276,22 +278,14 @@ class SpreadNode(RayNode):
     ranks: Sequence[RayRanks] = ()
     places: Places
 
-    async def start(self, report: Report) -> NodeInfo:
-        actor = await self.actor()
+    async def _told_at_start(self, actor: Any) -> Sequence[Any]:
+        """Where the keepers of its other ranks are reached."""
         key = await answer(actor.key.remote())
-        keepers = [await part.open(key) for part in self.ranks]
-        started = await self._followed(actor, actor.start.remote(keepers), report)
-        self._serves = True
-        return msgspec.msgpack.decode(started, type=NodeInfo)
+        return [[await part.open(key) for part in self.ranks]]
 
     async def ended(self) -> str:
-        waits = [asyncio.ensure_future(self._gone()), *(asyncio.ensure_future(p.ended()) for p in self.ranks)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return next(wait.result() for wait in waits if wait.done())
-        finally:
-            for wait in waits:
-                await cancel(wait)
+        waits = await first_ended([self._gone(), *(part.ended() for part in self.ranks)])
+        return next(wait.result() for wait in waits if has_ended(wait))
 
     async def stop(self) -> None:
         """Rank 0 ends the others, where it can."""

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tandem.cluster.cli import make_parser
+from tandem.cluster.config import TandemConfig
 from tandem.cluster.launcher import Offer
 from tandem.cluster.models.store import models_folder
 from tandem.cluster.on_ray.runtime import import_ray
@@ -404,14 +405,19 @@ def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder
     assert volume["configMap"]["name"] == rendered["ConfigMap"]["metadata"]["name"]
 
 
-def test_pods_of_a_wide_node_offer_what_its_pool_asks_for(raycluster: Document) -> None:
-    """In Ray's own reading: a GPU for each rank, and the labels that the pool's nodes must have."""
-    folder = KUBERAY / "overlays" / "wide"
+def of_overlay(name: str, raycluster: Document) -> tuple[dict[str, Document], TandemConfig]:
+    """The groups of pods as Ray's own autoscaler reads them, and the configuration beside them."""
+    folder = KUBERAY / "overlays" / name
     for patch in load(folder / "kustomization.yaml")["patches"]:
         raycluster = patched(raycluster, patch["patch"])
     raycluster["metadata"]["namespace"] = "default"
     types = _derive_autoscaling_config_from_ray_cr(raycluster)["available_node_types"]
-    config = resolve([read_file(folder / "tandem.yaml")]).config
+    return types, resolve([read_file(folder / "tandem.yaml")]).config
+
+
+def test_pods_of_a_wide_node_offer_what_its_pool_asks_for(raycluster: Document) -> None:
+    """In Ray's own reading: a GPU for each rank, and the labels that the pool's nodes must have."""
+    types, config = of_overlay("wide", raycluster)
     pool = config.pools.aggregated
     group = types["aggregated"]
     assert group["resources"]["GPU"] == pool.ranks == pool.resources["GPU"] == 4
@@ -422,12 +428,7 @@ def test_pods_of_a_wide_node_offer_what_its_pool_asks_for(raycluster: Document) 
 
 
 def test_pods_of_a_spread_node_come_together_and_give_it_equal_parts(raycluster: Document) -> None:
-    folder = KUBERAY / "overlays" / "spread"
-    for patch in load(folder / "kustomization.yaml")["patches"]:
-        raycluster = patched(raycluster, patch["patch"])
-    raycluster["metadata"]["namespace"] = "default"
-    types = _derive_autoscaling_config_from_ray_cr(raycluster)["available_node_types"]
-    config = resolve([read_file(folder / "tandem.yaml")]).config
+    types, config = of_overlay("spread", raycluster)
     for role in (Role.PREFILL, Role.DECODE):
         pool, group = config.pools.of(role), types[role.value]
         assert group["resources"]["GPU"] == pool.ranks_per_machine == 4

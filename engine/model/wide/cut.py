@@ -126,7 +126,7 @@ class _Adding:
 
 
 class _Routing:
-    """To experts of which this rank has some: what goes to others weighs nothing here, and is left out by a number that no expert has."""
+    """Keeps the choices of this rank's experts. A choice of another rank's expert gets weight 0 and a number that no expert has, so that it is skipped."""
 
     def __init__(self, shard: Shard, kept: int) -> None:
         self._first, self._kept = shard.rank * kept, kept

@@ -117,7 +117,7 @@ class Shard:
         return int(self.collectives.gather(torch.tensor([number], device=self.device)).min())
 
     def total(self, number: int) -> int:
-        """Of all ranks."""
+        """The sum of the values that all ranks have."""
         return int(self.collectives.gather(torch.tensor([number], device=self.device)).sum())
 
 
