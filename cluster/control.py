@@ -103,7 +103,9 @@ class RolloutView(msgspec.Struct, frozen=True):
     left: list[str]  # nodes and routers that are still to be replaced
     unix_time: float  # of its beginning
     waits: str = ""  # what it is waiting for
-    going_back: str = ""  # why the rollout is being undone: nodes and routers get the old configuration again
+    going_back: str = (
+        ""  # why the rollout is being taken back: nodes and routers get the old configuration again
+    )
 
 
 class AppliedChange(msgspec.Struct, frozen=True):
@@ -150,7 +152,7 @@ class Control(Protocol):
         ...
 
     async def go_back(self) -> None:
-        """Undoes the last rollout: nodes and routers are replaced again, with the configuration from before it."""
+        """Takes back the running rollout: nodes and routers are replaced again, with the configuration from before it."""
         ...
 
     async def pause(self, names: list[str]) -> list[str]:

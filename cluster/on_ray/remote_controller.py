@@ -267,7 +267,7 @@ class RemoteController:
         return msgspec.msgpack.decode(change, type=AppliedChange)
 
     async def go_back(self) -> None:
-        await self._ask(_ANSWER_S, "undo the rollout", lambda actor: actor.go_back.remote())
+        await self._ask(_ANSWER_S, "take back the rollout", lambda actor: actor.go_back.remote())
 
     async def pause(self, names: list[str]) -> list[str]:
         return list(await self._ask(_ANSWER_S, "pause", lambda actor: actor.pause.remote(names)))
