@@ -1,4 +1,4 @@
-"""The library's C interface (api.h), as ctypes sees it. A call releases the GIL while it runs."""
+"""The library's C interface (api.h) in ctypes. A call releases the GIL while it runs."""
 
 from __future__ import annotations
 
@@ -200,12 +200,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class KernelError(Exception):
-    """The library refused a call: what it was told cannot be."""
+    """The library refused a call, because its arguments are wrong."""
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Raises BuildFailed where the library can be neither found nor made."""
+    """Returns the library. Raises BuildFailed if there is none and it cannot be compiled."""
     path = library_path()
     try:
         library = ctypes.CDLL(str(path))
@@ -218,13 +218,13 @@ def load() -> ctypes.CDLL:
 
 
 def check(status: int) -> None:
-    """What the library refuses is a mistake in what we told it."""
+    """Raises KernelError with the library's message if a call failed, which is a mistake of the caller's."""
     if status != 0:
         raise KernelError(f"native model: {last_error()}")
 
 
 def number(status: int) -> int:
-    """The number of what was added to the library."""
+    """Returns the number that the library gave to what was added to it. Raises KernelError."""
     if status < 0:
         check(status)
     return status
@@ -236,7 +236,7 @@ def last_error() -> str:
 
 
 def instruction_set(dtype: torch.dtype, limit: str = "") -> str | None:
-    """What a model of this dtype would run on here: amx, avx512bf16, avx512, avx2 or portable."""
+    """Returns the instruction set that a model of this dtype would use here: amx, avx512bf16, avx512, avx2 or portable. None: none."""
     code = DTYPES.get(dtype)
     found: bytes | None = None if code is None else load().tandem_instruction_set(code, limit.encode())
     return found.decode() if found else None
