@@ -25,6 +25,7 @@ import msgspec
 from tandem.router.config import Limits, UnknownFields
 from tandem.router.openai.fields import ACCEPTED, INTERNAL, REFUSED
 from tandem.wire.errors import InvalidRequest
+from tandem.wire.settings import choices_at
 
 # One match, or one piece, is no longer than this.
 WINDOW = 256 << 10
@@ -49,6 +50,7 @@ _MISSING = re.compile(
     r"^Object missing required field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
 )
 _AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
+_NO_CHOICE = re.compile(r"^Invalid enum value (?P<value>.*)$", re.DOTALL)
 
 
 def decode_in_pieces(text: str, decode: Decode, window: int = WINDOW) -> Any:
@@ -380,7 +382,7 @@ def read_request(
     try:
         return msgspec.convert(known, request_type), ignored
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _explain(str(error), request_type) from None
 
 
 @functools.cache
@@ -388,7 +390,7 @@ def _fields_of(request_type: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(request_type.__struct_encode_fields__)
 
 
-def _explain(text: str) -> InvalidRequest:
+def _explain(text: str, request_type: type[msgspec.Struct]) -> InvalidRequest:
     if match := _UNKNOWN.match(text):
         name = _join(match["path"], match["field"])
         return InvalidRequest(f"{name}: unknown field", name)
@@ -396,8 +398,11 @@ def _explain(text: str) -> InvalidRequest:
         name = _join(match["path"], match["field"])
         return InvalidRequest(f"{name}: is required", name)
     if match := _AT.match(text):
-        what = match["what"]
-        return InvalidRequest(f"{match['path']}: {what[0].lower()}{what[1:]}", match["path"])
+        what, path = match["what"], match["path"]
+        if wrong := _NO_CHOICE.match(what):
+            choices = ", ".join(choices_at(request_type, path))
+            return InvalidRequest(f"{path}: must be one of {choices}, not {wrong['value'][:60]}", path)
+        return InvalidRequest(f"{path}: {what[0].lower()}{what[1:]}", path)
     return InvalidRequest(text)
 
 
