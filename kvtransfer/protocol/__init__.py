@@ -37,6 +37,6 @@ The consumer, which decodes:
 
 Around both:
 
-    endpoint    producer and consumer of one node at one address, and the thread that runs them
+    endpoint    producer and consumer of one node at one address, that address, and the thread that runs them
     scheduler_half, worker_half   the two halves of a connector
 """

@@ -6,8 +6,8 @@ import logging
 import math
 from collections.abc import Callable
 
+from tandem.kvtransfer.base import count_blocks
 from tandem.kvtransfer.protocol import commands
-from tandem.kvtransfer.protocol.commands import count_blocks
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks, LeaseStamps
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers

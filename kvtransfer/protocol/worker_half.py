@@ -15,7 +15,6 @@ from tandem.kvtransfer.base import (
     TransferStats,
     WorkerConnector,
 )
-from tandem.kvtransfer.channel import SideChannel
 from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.commands import (
@@ -25,7 +24,7 @@ from tandem.kvtransfer.protocol.commands import (
     PreemptedRequests,
     StepCommands,
 )
-from tandem.kvtransfer.protocol.endpoint import Outcomes, ProtocolLoop, TransferEndpoint
+from tandem.kvtransfer.protocol.endpoint import Outcomes, ProtocolLoop, SideChannel, TransferEndpoint
 from tandem.kvtransfer.protocol.identity import Identity, has_ended, this_process
 from tandem.kvtransfer.protocol.side import NodeSide, ProtocolOptions, ProtocolSettings
 from tandem.kvtransfer.protocol.statistics import Recorder
@@ -56,6 +55,7 @@ class WorkerHalf(WorkerConnector):
         self._output = ConnectorOutput()
         self._plan = StepCommands()
         self._memory: KVCacheMemory | None = None
+        self._layers_sent = range(0)
         self._closed = False
         self._loop = ProtocolLoop(
             f"{context.node_id}-transfers", self._settings, time.monotonic, on_failure=context.wake
@@ -69,25 +69,23 @@ class WorkerHalf(WorkerConnector):
 
     @property
     def layerwise(self) -> bool:
-        """In a step that computes enough of what is being written. Where several groups share a block's slots, a
-        layer's bytes are not known by its number."""
-        memory = self._memory
-        return (
-            self._direction is Direction.PUSH
-            and 0 < self._layerwise_tokens <= self._plan.num_tokens
-            and memory is not None
-            and memory.num_groups == 1
-            and memory.all_slots == memory.num_layers > 1
-        )
+        """In a step that computes enough of what is being written."""
+        return bool(self._layers_sent) and 0 < self._layerwise_tokens <= self._plan.num_tokens
 
     def save_kv_layer(self, layer: int) -> None:
-        if self._memory is None:
-            return
-        stride = -(-self._memory.all_slots // self._settings.layerwise_posts)
         done = layer + 1
-        # The last layers go with the end of the forward pass, which follows at once.
-        if done % stride == 0 and done < self._memory.all_slots:
+        if done in self._layers_sent:
             self._loop.command([LayersComputed(dict(self._plan.computed), done, self._fence())])
+
+    def _layers_to_send(self, memory: KVCacheMemory) -> range:
+        """After how many layers those that are done leave. None do where several groups share a block's slots: there a layer's bytes
+        are not known by its number."""
+        num_layers = memory.all_slots
+        if self._direction is Direction.PULL or memory.num_groups > 1 or num_layers != memory.num_layers:
+            return range(0)
+        stride = -(-num_layers // self._settings.layerwise_posts)
+        # The last ones go with the end of the forward pass, which follows at once.
+        return range(stride, num_layers, stride)
 
     @property
     def peer_endpoint(self) -> str:
@@ -95,6 +93,7 @@ class WorkerHalf(WorkerConnector):
 
     def register_kv_caches(self, memory: KVCacheMemory) -> None:
         self._memory = memory
+        self._layers_sent = self._layers_to_send(memory)
         context = self._context
         reachable = self._transport.register(memory)
         side = NodeSide(
