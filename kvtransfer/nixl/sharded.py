@@ -36,7 +36,7 @@ from tandem.kvtransfer.nixl.rank_lines import (
 )
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.cache_map import layout_of
-from tandem.kvtransfer.protocol.identity import this_process
+from tandem.kvtransfer.protocol.processes import this_process
 from tandem.kvtransfer.protocol.shards import PoolSplit, pairs_between, part_in, shards_in
 from tandem.kvtransfer.protocol.transport import (
     AskedSums,

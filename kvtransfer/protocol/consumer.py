@@ -9,7 +9,6 @@ from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.config import MAX_LEASE_S
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping
-from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.incoming import (
     DeclinedTransfers,
     IncomingTransfers,
@@ -19,7 +18,7 @@ from tandem.kvtransfer.protocol.incoming import (
 from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks, Registrar
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.side import Answers, NodeSide
+from tandem.kvtransfer.protocol.side import Answers, NodeSide, PeerKey, key_of
 from tandem.kvtransfer.protocol.statistics import LinkPace, Outcome, Patience
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.errors import TransferError

@@ -22,9 +22,8 @@ from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.commands import Command
 from tandem.kvtransfer.protocol.consumer import Consumer
-from tandem.kvtransfer.protocol.identity import Clock
 from tandem.kvtransfer.protocol.producer import Producer
-from tandem.kvtransfer.protocol.side import Answers, NodeSide, ProtocolSettings
+from tandem.kvtransfer.protocol.side import Answers, Clock, NodeSide, ProtocolSettings
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.wire.errors import InternalError, NodeLost
 from tandem.wire.handoff import (

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
 
 from tandem.kvtransfer.base import (
     BlockIds,
@@ -26,7 +30,6 @@ from tandem.kvtransfer.protocol.commands import (
     PlanSend,
     StepCommands,
 )
-from tandem.kvtransfer.protocol.identity import token_hash
 from tandem.kvtransfer.protocol.statistics import ComputeRate
 from tandem.wire.requests import KVTransferParams, TransferRole
 
@@ -45,6 +48,20 @@ class _Entry:
     overran: bool = (
         False  # producer: a step went on after the tokens that are sent, and took the states along
     )
+
+
+def token_hash(token_ids: Sequence[int], cache_salt: str | None, lora: str | None) -> bytes:
+    """What both nodes must agree on before one's KV becomes the other's: the same tokens under the same model.
+
+    Over all tokens, independent of block size, so that nodes with different blocks can compare.
+    """
+    digest = hashlib.sha256(np.asarray(token_ids, dtype="<i4").tobytes())
+    for part in (cache_salt, lora):
+        encoded = b"" if part is None else part.encode()
+        digest.update(b"\0" if part is None else b"\1")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.digest()
 
 
 def _copied(block_ids: BlockIds) -> BlockTable:

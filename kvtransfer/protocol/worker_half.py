@@ -25,8 +25,8 @@ from tandem.kvtransfer.protocol.commands import (
     StepCommands,
 )
 from tandem.kvtransfer.protocol.endpoint import Outcomes, ProtocolLoop, SideChannel, TransferEndpoint
-from tandem.kvtransfer.protocol.identity import Identity, has_ended, this_process
-from tandem.kvtransfer.protocol.side import NodeSide, ProtocolOptions, ProtocolSettings
+from tandem.kvtransfer.protocol.processes import has_ended, this_process
+from tandem.kvtransfer.protocol.side import Identity, NodeSide, ProtocolOptions, ProtocolSettings
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.wire.errors import InternalError
