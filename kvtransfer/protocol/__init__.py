@@ -38,5 +38,5 @@ The consumer, which decodes:
 Around both:
 
     endpoint    producer and consumer of one node at one address, that address, and the thread that runs them
-    scheduler_half, worker_half   the two halves of a connector
+    halves      the two halves of a connector: the one that plans, and the one that moves
 """
