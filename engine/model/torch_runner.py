@@ -78,7 +78,7 @@ class TorchRunner:
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
-        self.pages: PageMaker | None = None
+        self.pages: PageMaker | None = None  # until requests have come so far that the whole cache is made
         self._forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
@@ -232,7 +232,9 @@ class TorchRunner:
             row = self._add(new.req_id, new.token_ids, new.block_ids, asked)
             self._requests.num_computed[row] = new.num_computed_tokens
             if self.pages is not None:
-                self.pages.reached(max((max(ids) for ids in new.block_ids if ids), default=0))
+                last = max((max(ids) for ids in new.block_ids if ids), default=0)
+                if not self.pages.reached(last):
+                    self.pages = None
         cached = step.cached_reqs
         for req_id, num_computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
