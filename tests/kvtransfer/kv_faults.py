@@ -189,7 +189,7 @@ class FaultySend:
 
 def nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
     agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())
-    return _create(context, ShardedTransport(NixlTransport(agent), context.rank_lines))
+    return _create(context, ShardedTransport(agent, context.rank_lines))
 
 
 def device_nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
