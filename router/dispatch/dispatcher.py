@@ -49,16 +49,13 @@ class Dispatcher:
         chooser: Chooser,
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
-        sent_reports: SentReports | None = None,
     ) -> None:
         """`clock`: as everywhere here not the event loop's own, which may count milliseconds."""
         self.config = config
         self.metrics = metrics
         self._links = links
         self._pool = pool
-        self._placement: Placement[RequestLife] = Placement(
-            config, links, pool, chooser, metrics, clock, sent_reports
-        )
+        self._placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics, clock)
         self._clock = clock
         self.recalls = Recalls(config, links, pool)
         self._idle: asyncio.Event | None = (
@@ -91,6 +88,10 @@ class Dispatcher:
             admit_within_s=config.admit_within,
             wait_at_nodes=pool.line_wait_s,
         )
+
+    def report_to_siblings(self, reports: SentReports | None) -> None:
+        """What is sent to nodes is told there. None: no other process shares the port."""
+        self._placement.sent_reports = reports
 
     def _capacity(self) -> int:
         return 0 if self._pool.is_paused else self._pool.decode_count * self.config.limits.inflight_per_node

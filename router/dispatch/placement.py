@@ -241,7 +241,6 @@ class Placement(Generic[L]):
         chooser: Chooser,
         metrics: RouterMetrics,
         clock: Callable[[], float],
-        sent_reports: SentReports | None = None,
     ) -> None:
         self.config = config
         self.metrics = metrics
@@ -251,7 +250,7 @@ class Placement(Generic[L]):
         self._links = links
         self._pool = pool
         self._chooser = chooser
-        self._sent_reports = sent_reports
+        self.sent_reports: SentReports | None = None  # there while other processes share the port
         self._answers = AnswerLengthMeter()
         self._by_request_id: dict[str, L] = {}
         self._by_node: dict[NodeInfo, set[L]] = {}
@@ -337,8 +336,8 @@ class Placement(Generic[L]):
             taken = self.expected_tokens(spec) if node is attempt.decode else prompt_tokens
             load = prompt_tokens if reads_prompt else 0, node.blocks_for(taken)
             self._pool.sent(node.node_id, attempt.request_id, *load)
-            if self._sent_reports is not None:
-                self._sent_reports.tell(node, attempt.request_id, *load, hashes)
+            if self.sent_reports is not None:
+                self.sent_reports.tell(node, attempt.request_id, *load, hashes)
         return None
 
     def withdraw(self, life: L, attempt: Attempt, ended_at: NodeInfo | None, *, leaves: bool = False) -> None:
@@ -396,8 +395,8 @@ class Placement(Generic[L]):
     # --- what a life tells of its course
 
     def _answered(self, node_id: str, request_id: str) -> None:
-        if self._pool.answered(node_id, request_id) and self._sent_reports is not None:
-            self._sent_reports.tell_answered(node_id, request_id)
+        if self._pool.answered(node_id, request_id) and self.sent_reports is not None:
+            self.sent_reports.tell_answered(node_id, request_id)
 
     def on_prefill_reported(self, attempt: Attempt) -> None:
         if attempt.prefill is not None:
