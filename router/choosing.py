@@ -42,8 +42,7 @@ class Chooser:
         content = request.content
         if content is None:
             content = self._pool.content_for(self._turn, vector=request.makes_vector)
-            request = msgspec.structs.replace(request, content=content)
-        nodes, request = self._known(request, hashes)
+        nodes, request = self._known(request, content, hashes)
         decode = self._pool.shortlist_of(content).decode
         try:
             decision = at_mirror(request, decode.views) or self._policy(nodes, request)
@@ -59,7 +58,7 @@ class Chooser:
         decision = with_cache_peers(decision, nodes, request.cached, decode.views, names)
         for node in (decision.prefill, decision.decode):
             if node is not None:
-                self._note(node.node_id, self._record.marks_of(hashes.of(node.block_size)))
+                self._note(node.node_id, self.marks_of(hashes, node.block_size))
         return decision
 
     def alternatives(
@@ -69,10 +68,11 @@ class Chooser:
         content = next(
             (node.content for node in (decision.decode, decision.prefill) if node is not None), None
         )
-        request = msgspec.structs.replace(request, content=content)
-        return alternatives(*self._known(request, hashes), decision)
+        return alternatives(*self._known(request, content, hashes), decision)
 
-    def _known(self, request: RoutingRequest, hashes: PromptHashes) -> tuple[PoolSnapshot, RoutingRequest]:
+    def _known(
+        self, request: RoutingRequest, content: str | None, hashes: PromptHashes
+    ) -> tuple[PoolSnapshot, RoutingRequest]:
         """The nodes that the policy ranks, and the request with what each of them likely has cached."""
         levels = {
             size: (self.cached.levels(of_size), self._record.levels(of_size))
@@ -83,16 +83,15 @@ class Chooser:
         avoid = request.avoid
         if request.needs_version > self._pool.oldest_version:
             avoid |= self._pool.older_than(request.needs_version)
-        request = msgspec.structs.replace(request, turn=self._turn, avoid=avoid)
+        request = msgspec.structs.replace(request, content=content, turn=self._turn, avoid=avoid)
         nodes = self.candidates(request, overlaps)
-        cached = {
-            view.info.node_id: tokens
-            for view in (*nodes.prefill, *nodes.decode)
-            if (tokens := overlaps.tokens(view.info))
-        }
+        views = (*nodes.prefill, *nodes.decode)
+        cached = overlaps.tokens_of(view.info for view in views)
+        if not cached:
+            return nodes, request
         loading = {
             view.info.node_id: seconds
-            for view in (*nodes.prefill, *nodes.decode)
+            for view in views
             if view.status.tiers and (seconds := self._loading_s(view, cached, hashes))
         }
         return nodes, msgspec.structs.replace(request, cached=cached, loading_s=loading)

@@ -15,8 +15,8 @@ import logging
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import DEVICE_MEDIUM
@@ -134,6 +134,32 @@ def marked_places(blocks: int) -> list[int]:
 MARKED_PLACES = marked_places(1 << 20)
 
 
+@dataclasses.dataclass(slots=True)
+class _NodeMarks:
+    """What was sent to one node."""
+
+    bit: int
+    capacity: int = DEFAULT_BLOCKS
+    held: int = 0  # blocks that all marks stand for
+    blocks: dict[int, int] = dataclasses.field(default_factory=dict)  # by hash; the longest unused first
+
+
+def _add_node(nodes_of: dict[int, int], hashes: Sequence[int], bit: int) -> None:
+    """Hashes that only this node has share one number: of a thousand nodes, it takes 150 bytes."""
+    get = nodes_of.get
+    for value in hashes:
+        nodes = get(value)
+        nodes_of[value] = bit if nodes is None else nodes | bit
+
+
+def _remove_node(nodes_of: dict[int, int], value: int, bit: int) -> None:
+    left = nodes_of[value] & ~bit
+    if left:
+        nodes_of[value] = left
+    else:
+        del nodes_of[value]
+
+
 class PrefixRecord:
     """What was sent where. Not every block is noted, but those at marked places: the length that is found is at most an eighth too
     short, and a prompt of a hundred thousand tokens costs little more than one of a thousand.
@@ -148,14 +174,17 @@ class PrefixRecord:
         # The blocks that each stands for: those since the one before it.
         self._weights = [place - before for place, before in zip(marked, (0, *marked), strict=False)]
         self._nodes_of: dict[int, int] = {}  # hash -> the nodes that it was sent to
-        # By node: hash -> the blocks that it stands for.
-        self._marks: dict[str, OrderedDict[int, int]] = {}
-        self._held: dict[str, int] = {}  # their sum
-        self._capacity: dict[str, int] = {}
+        self._marks: dict[str, _NodeMarks] = {}  # by node
 
     def set_capacity(self, node_id: str, blocks: int) -> None:
         if blocks > 0:
-            self._capacity[node_id] = blocks
+            self._marks_at(node_id).capacity = blocks
+
+    def _marks_at(self, node_id: str) -> _NodeMarks:
+        marks = self._marks.get(node_id)
+        if marks is None:
+            marks = self._marks[node_id] = _NodeMarks(self.bits.add(node_id))
+        return marks
 
     def marks_of(self, hashes: Sequence[int]) -> list[int]:
         """Those at marked places."""
@@ -166,45 +195,37 @@ class PrefixRecord:
 
     def note(self, node_id: str, values: Sequence[int]) -> None:
         """A prompt was sent there, whose hashes at marked places are these."""
-        bit = self.bits.add(node_id)
-        marks = self._marks.get(node_id)
-        if marks is None:
-            marks = self._marks[node_id] = OrderedDict()
-        nodes_of, held = self._nodes_of, self._held.get(node_id, 0)
-        known, move_to_end = nodes_of.get, marks.move_to_end
+        marks = self._marks_at(node_id)
+        blocks, weights = marks.blocks, self._weights[: len(values)]
+        _add_node(self._nodes_of, values, marks.bit)
+        marks.held += sum(weights) - sum(map(blocks.pop, values, repeat(0)))
         # The last first: it is the first that is forgotten.
-        for value, weight in reversed([*zip(values, self._weights, strict=False)]):
-            if value in marks:
-                move_to_end(value)
-            else:
-                marks[value] = weight
-                held += weight
-                nodes_of[value] = known(value, 0) | bit
-        most = self._capacity.get(node_id, DEFAULT_BLOCKS)
-        while held > most:
-            value, weight = marks.popitem(last=False)
-            held -= weight
-            left = nodes_of.pop(value) & ~bit
-            if left:
-                nodes_of[value] = left
-        self._held[node_id] = held
+        blocks.update(zip(reversed(values), reversed(weights), strict=True))
+        if marks.held > marks.capacity:
+            self._forget_longest_unused(marks)
 
-    def _remove(self, value: int, bit: int) -> None:
-        left = self._nodes_of.pop(value) & ~bit
-        if left:
-            self._nodes_of[value] = left
+    def _forget_longest_unused(self, marks: _NodeMarks) -> None:
+        # All in one pass: each that begins at the front passes what was taken from there before.
+        forgotten = []
+        for value, blocks in marks.blocks.items():
+            forgotten.append(value)
+            marks.held -= blocks
+            if marks.held <= marks.capacity:
+                break
+        for value in forgotten:
+            del marks.blocks[value]
+            _remove_node(self._nodes_of, value, marks.bit)
 
     def evicted(self, node_id: str, hashes: Iterable[int]) -> None:
         """The node says that it has these no more."""
         marks = self._marks.get(node_id)
-        if not marks:
+        if marks is None or not marks.blocks:
             return
-        bit = self.bits.of(node_id)
         for value in hashes:
-            weight = marks.pop(value, 0)
-            if weight:
-                self._held[node_id] -= weight
-                self._remove(value, bit)
+            blocks = marks.blocks.pop(value, 0)
+            if blocks:
+                marks.held -= blocks
+                _remove_node(self._nodes_of, value, marks.bit)
 
     def levels(self, hashes: Sequence[int]) -> Levels:
         get, levels, seen = self._nodes_of.get, [], 0
@@ -222,14 +243,17 @@ class PrefixRecord:
 
     def emptied(self, node_id: str) -> None:
         """The node has nothing any more, and goes on."""
-        bit = self.bits.of(node_id)
-        for value in self._marks.pop(node_id, ()):
-            self._remove(value, bit)
-        self._held.pop(node_id, None)
+        marks = self._marks.get(node_id)
+        if marks is None:
+            return
+        for value in marks.blocks:
+            _remove_node(self._nodes_of, value, marks.bit)
+        marks.blocks.clear()
+        marks.held = 0
 
     def forget(self, node_id: str) -> None:
         self.emptied(node_id)
-        self._capacity.pop(node_id, None)
+        self._marks.pop(node_id, None)
         self.bits.forget(node_id)
 
 
@@ -250,6 +274,22 @@ class Overlaps:
                         most = max(most, blocks)
                         break
         return most * node.block_size
+
+    def tokens_of(self, nodes: Iterable[NodeInfo]) -> dict[str, int]:
+        """By the ids of those that have any."""
+        having = 0
+        for known in self._levels.values():
+            for levels in known:
+                for _, having_so_many in levels:
+                    having |= having_so_many
+        if not having:
+            return {}
+        bit_of = self._bits.of
+        return {
+            node.node_id: tokens
+            for node in nodes
+            if bit_of(node.node_id) & having and (tokens := self.tokens(node))
+        }
 
     def longest(self) -> Iterator[int]:
         """Sets of nodes, those with most of it first."""
@@ -320,9 +360,10 @@ class CachedBlocks:
         if not cache.is_known:
             return True
         for change in news.changes:
-            hashes = array("Q", change.hashes)
+            packed = array("Q", change.hashes)
             if sys.byteorder == "big":
-                hashes.byteswap()
+                packed.byteswap()
+            hashes = packed.tolist()
             there = cache.media.setdefault(change.medium, set())
             if change.is_stored:
                 self._store(cache, there, hashes)
@@ -342,11 +383,9 @@ class CachedBlocks:
         self._caches[news.node_id] = _NodeCache(news.epoch, 0, next_number=-1, is_known=False)
 
     def _store(self, cache: _NodeCache, there: set[int], hashes: Sequence[int]) -> None:
-        bit, nodes_of = cache.bit, self._nodes_of
         before = len(there)
-        for value in hashes:
-            there.add(value)
-            nodes_of[value] = nodes_of.get(value, 0) | bit
+        there.update(hashes)
+        _add_node(self._nodes_of, hashes, cache.bit)
         self.count += len(there) - before
 
     def _remove(self, cache: _NodeCache, there: set[int], hashes: Sequence[int]) -> None:
@@ -357,18 +396,11 @@ class CachedBlocks:
             there.remove(value)
             self.count -= 1
             if not any(value in each for each in others):
-                self._clear_bit(value, cache.bit)
-
-    def _clear_bit(self, value: int, bit: int) -> None:
-        left = self._nodes_of[value] & ~bit
-        if left:
-            self._nodes_of[value] = left
-        else:
-            del self._nodes_of[value]
+                _remove_node(self._nodes_of, value, cache.bit)
 
     def _empty(self, cache: _NodeCache) -> None:
         for value in set().union(*cache.media.values()):
-            self._clear_bit(value, cache.bit)
+            _remove_node(self._nodes_of, value, cache.bit)
         self.count -= cache.count
         cache.media.clear()
         cache.is_known = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from math import log2
 from typing import Protocol
 
@@ -120,7 +120,6 @@ def _place_of(wait_s: float) -> int:
 class CachedPrefixes(Protocol):
     """Which nodes have how much of one prompt cached."""
 
-    def tokens(self, node: NodeInfo) -> int: ...
     def longest(self) -> Iterator[int]: ...
     def among(self, names: Iterable[str], nodes: int) -> Iterator[str]: ...
     def names(self, nodes: int, most: int, turn: int) -> Iterator[str]: ...
@@ -131,7 +130,7 @@ class Lane:
 
     def __init__(self) -> None:
         self.views: dict[str, NodeView] = {}
-        self._there: dict[int, dict[str, None]] = {}  # at a place, the longest unchanged first
+        self._there: dict[int, dict[str, NodeView]] = {}  # at a place, the longest unchanged first
         self._places: list[int] = []  # in order, those where there is a node
         self._by_name: list[str] | None = None
 
@@ -151,10 +150,10 @@ class Lane:
         view.place = place
         there = self._there.get(place)
         if there is None:
-            self._there[place] = {node_id: None}
+            self._there[place] = {node_id: view}
             insort(self._places, place)
         else:
-            there[node_id] = None
+            there[node_id] = view
 
     def drop(self, view: NodeView) -> None:
         if view.place is not None:
@@ -176,12 +175,12 @@ class Lane:
             self._by_name = sorted(self.views)
         return self._by_name
 
-    def least_busy(self) -> Iterator[Iterator[str]]:
+    def least_busy(self) -> Iterator[Iterator[tuple[str, NodeView]]]:
         """For every class of speeds, its nodes in the order of their waits."""
         places, there, first = self._places, self._there, 0
         while first < len(places):
             end = bisect_left(places, (places[first] // _WAITS + 1) * _WAITS, first)
-            yield (node_id for place in places[first:end] for node_id in there[place])
+            yield chain.from_iterable(there[place].items() for place in places[first:end])
             first = end
 
     def pick(self, names: Iterable[str]) -> tuple[NodeView, ...]:
@@ -232,8 +231,7 @@ class Shortlist:
     def line_wait_s(self) -> float:
         """Until a prompt that comes now is begun, at a node that reads prompts for others; where there is none, at one that decodes."""
         lane = self.prefill if self.prefill.views else self.decode
-        first = [next(names) for names in lane.least_busy()]
-        return min((line_wait_s(view) for view in lane.pick(first)), default=0.0)
+        return min((line_wait_s(next(nodes)[1]) for nodes in lane.least_busy()), default=0.0)
 
     def of(
         self, policy: PolicyName, request: RoutingRequest, cached: CachedPrefixes, handover_s: float | None
@@ -267,26 +265,26 @@ class Shortlist:
         avoid = request.avoid
         if len(lane.views) <= SHORTEST_WAITS and not avoid:
             return tuple(lane.views.values())
-        chosen: dict[str, None] = {}
-        for names in lane.least_busy():
-            first = islice((name for name in names if name not in avoid) if avoid else names, SHORTEST_WAITS)
-            chosen.update(dict.fromkeys(first))
+        chosen: dict[str, NodeView] = {}
+        for nodes in lane.least_busy():
+            allowed = (node for node in nodes if node[0] not in avoid) if avoid else nodes
+            chosen.update(islice(allowed, SHORTEST_WAITS))
         if lane is self.decode:
             roomiest = self.room.roomiest(request.prompt_tokens + request.max_new_tokens)
             if roomiest is not None and roomiest.node_id not in avoid:
-                chosen[roomiest.node_id] = None
+                chosen[roomiest.node_id] = roomiest
         looked_at: list[list[str]] | None = None
-        for nodes in islice(cached.longest(), MOST_LENGTHS):
-            if nodes.bit_count() <= 2 * MOST_CACHED:  # those of the other pool are among them
-                names = cached.names(nodes, 2 * MOST_CACHED, request.turn)
+        for having in islice(cached.longest(), MOST_LENGTHS):
+            if having.bit_count() <= 2 * MOST_CACHED:  # those of the other pool are among them
+                names = cached.names(having, 2 * MOST_CACHED, request.turn)
             else:
                 if looked_at is None:
-                    looked_at = [list(islice(each, MOST_LOOKS)) for each in lane.least_busy()]
-                names = self._with_prefix(looked_at, nodes, cached, request.turn)
+                    looked_at = [[name for name, _ in islice(each, MOST_LOOKS)] for each in lane.least_busy()]
+                names = self._with_prefix(looked_at, having, cached, request.turn)
             for name in names:
                 if name in lane.views and name not in avoid:
-                    chosen[name] = None
-        return lane.pick(chosen)
+                    chosen[name] = lane.views[name]
+        return tuple(chosen.values())
 
     @staticmethod
     def _with_prefix(

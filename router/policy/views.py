@@ -91,7 +91,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
     def uncached(self, node: NodeView) -> int:
         """At least one token is always computed: the last one's output is what is asked for."""
-        return max(1, self.prompt_tokens - self.cached.get(node.node_id, 0))
+        return max(1, self.prompt_tokens - self.cached.get(node.info.node_id, 0))
 
 
 def first_by_rendezvous(node_ids: Iterable[str], session: str) -> str:
@@ -139,11 +139,18 @@ def line_wait_s(node: NodeView) -> float:
     return node.queued_tokens / rate if rate else 0.0
 
 
-def prefill_cost_s(node: NodeView, request: RoutingRequest, assumed: float | None) -> float:
-    """Its wait, and its own computing once more: requests that come after it wait for that too."""
-    rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
-    wait = (node.queued_tokens + 2 * request.uncached(node)) / rate
-    return wait + request.loading_s.get(node.node_id, 0.0)
+def prefill_costs_s(nodes: Iterable[NodeView], request: RoutingRequest, assumed: float | None) -> list[float]:
+    """The wait at each, and the prompt's own computing once more: requests that come after it wait for that too."""
+    tokens, cached, loading_s = request.prompt_tokens, request.cached.get, request.loading_s.get
+    assumed = assumed or ASSUMED_PREFILL_TOKENS_PER_S
+    costs = []
+    for node in nodes:
+        node_id = node.info.node_id
+        uncached = max(1, tokens - cached(node_id, 0))
+        queued = node.status.waiting_tokens + node.pending_tokens
+        rate = node.rates.prefill_tokens_per_s or assumed
+        costs.append((queued + 2 * uncached) / rate + loading_s(node_id, 0.0))
+    return costs
 
 
 def decode_wait_s(node: NodeView, request: RoutingRequest, assumed: float | None) -> float:
