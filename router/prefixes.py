@@ -264,6 +264,14 @@ class Overlaps:
         """`levels`: by block size, from each that knows some."""
         self._bits = bits
         self._levels = levels
+        self.holders = 0  # the set of those that have any of it
+        for known in levels.values():
+            for each in known:
+                for _, nodes in each:
+                    self.holders |= nodes
+
+    def has(self, node_id: str) -> bool:
+        return self._bits.of(node_id) & self.holders != 0
 
     def tokens(self, node: NodeInfo) -> int:
         bit, most = self._bits.of(node.node_id), 0
@@ -277,18 +285,10 @@ class Overlaps:
 
     def tokens_of(self, nodes: Iterable[NodeInfo]) -> dict[str, int]:
         """By the ids of those that have any."""
-        having = 0
-        for known in self._levels.values():
-            for levels in known:
-                for _, having_so_many in levels:
-                    having |= having_so_many
-        if not having:
+        if not self.holders:
             return {}
-        bit_of = self._bits.of
         return {
-            node.node_id: tokens
-            for node in nodes
-            if bit_of(node.node_id) & having and (tokens := self.tokens(node))
+            node.node_id: tokens for node in nodes if self.has(node.node_id) and (tokens := self.tokens(node))
         }
 
     def longest(self) -> Iterator[int]:

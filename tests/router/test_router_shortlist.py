@@ -41,6 +41,11 @@ def view(
 class Nothing:
     """No node has anything cached."""
 
+    holders = 0
+
+    def has(self, node_id: str) -> bool:
+        return False
+
     def longest(self) -> Iterator[int]:
         return iter(())
 
@@ -141,6 +146,22 @@ def test_sessions_and_turns_go_where_they_would_among_all(
     assert policy(shortlist.of(name, request, Nothing(), None), request) == policy(
         shortlist.every_node(None), request
     )
+
+
+def test_slower_nodes_are_on_it_unless_faster_ones_have_nothing_to_do() -> None:
+    def listed(cached: Overlaps | Nothing, **of_the_fast: Any) -> set[str]:
+        fast = [view(f"p{i}", rate=9000.0, **of_the_fast) for i in range(6)]
+        slow = [view(f"p{i}", rate=1000.0) for i in range(10, 16)]
+        shortlist, _ = filed([*fast, *slow, view("p20")])
+        few = shortlist.of(PolicyName.LEAST_WAIT, RoutingRequest(1600, 10), cached, None)
+        return {each.node_id for each in few.prefill} - {"p20"}  # which was not measured: it may be as fast
+
+    first_fast, first_slow = {f"p{i}" for i in range(5)}, {f"p{i}" for i in range(10, 15)}
+    assert listed(Nothing()) == first_fast
+    assert listed(Nothing(), waiting_tokens=500) == first_fast | first_slow
+    record, hashes = PrefixRecord(), PromptHashes(list(range(1600)), None).of(BLOCK)
+    record.sent("p11", hashes)
+    assert listed(Overlaps(record.bits, {BLOCK: [record.levels(hashes)]})) == {*first_fast, "p11"}
 
 
 def test_a_node_with_room_is_on_it_however_busy_it_is() -> None:
