@@ -56,9 +56,10 @@ class Chooser:
         # A vector is computed again sooner than a copy of its prompt's KV would be of use.
         names = decode.names if not request.makes_vector else ()
         decision = with_cache_peers(decision, nodes, request.cached, decode.views, names)
-        for node in (decision.prefill, decision.decode):
-            if node is not None:
-                self._note(node.node_id, self.marks_of(hashes, node.block_size))
+        chosen = [node for node in (decision.prefill, decision.decode) if node is not None]
+        for block_size in {node.block_size for node in chosen}:
+            names = [node.node_id for node in chosen if node.block_size == block_size]
+            self._note(names, self.marks_of(hashes, block_size))
         return decision
 
     def alternatives(
@@ -113,7 +114,7 @@ class Chooser:
 
     def answered(self, node: NodeInfo, hashes: PromptHashes, output: Sequence[int]) -> None:
         """What a chat's next turn begins with is now cached where it was decoded."""
-        self._note(node.node_id, self._record.marks_of(hashes.with_output(node.block_size, output)))
+        self._note([node.node_id], self._record.marks_of(hashes.with_output(node.block_size, output)))
 
     def marks_of(self, hashes: PromptHashes, block_size: int) -> list[int]:
         """What of a prompt stands for it in this record, and in those of other processes."""
@@ -121,17 +122,18 @@ class Chooser:
 
     def sent_elsewhere(self, node_id: str, marks: Sequence[int]) -> None:
         """Another router process has sent a prompt there."""
-        self._note(node_id, marks)
+        self._note([node_id], marks)
 
-    def _note(self, node_id: str, marks: Sequence[int]) -> None:
+    def _note(self, node_ids: Sequence[str], marks: Sequence[int]) -> None:
         """The record keeps no more of a node's prompts than the node does, by its last status."""
-        member = self._pool.member(node_id)
-        if member is not None and member.status is not None:
-            blocks = member.status.total_blocks
-            self._record.set_capacity(
-                node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks
-            )
-        self._record.note(node_id, marks)
+        for node_id in node_ids:
+            member = self._pool.member(node_id)
+            if member is not None and member.status is not None:
+                blocks = member.status.total_blocks
+                self._record.set_capacity(
+                    node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks
+                )
+        self._record.note(node_ids, marks)
 
     def on_cache_news(self, news: CacheNews) -> bool:
         """False: something is missing, and the node is to list all that it has."""

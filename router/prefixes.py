@@ -16,7 +16,9 @@ import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import repeat
+from operator import or_
 
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import DEVICE_MEDIUM
@@ -144,20 +146,21 @@ class _NodeMarks:
     blocks: dict[int, int] = dataclasses.field(default_factory=dict)  # by hash; the longest unused first
 
 
-def _add_node(nodes_of: dict[int, int], hashes: Sequence[int], bit: int) -> None:
-    """Hashes that only this node has share one number: of a thousand nodes, it takes 150 bytes."""
+def _add_nodes(nodes_of: dict[int, int], hashes: Sequence[int], bits: int) -> None:
+    """Hashes that no other node has share one number: of a thousand nodes, it takes 150 bytes."""
     get = nodes_of.get
     for value in hashes:
         nodes = get(value)
-        nodes_of[value] = bit if nodes is None else nodes | bit
+        nodes_of[value] = bits if nodes is None else nodes | bits
 
 
-def _remove_node(nodes_of: dict[int, int], value: int, bit: int) -> None:
-    left = nodes_of[value] & ~bit
-    if left:
-        nodes_of[value] = left
-    else:
-        del nodes_of[value]
+def _remove_node(nodes_of: dict[int, int], hashes: Iterable[int], bit: int) -> None:
+    for value in hashes:
+        left = nodes_of[value] & ~bit
+        if left:
+            nodes_of[value] = left
+        else:
+            del nodes_of[value]
 
 
 class PrefixRecord:
@@ -191,18 +194,19 @@ class PrefixRecord:
         return [hashes[place - 1] for place in self._marked[: bisect_right(self._marked, len(hashes))]]
 
     def sent(self, node_id: str, hashes: Sequence[int]) -> None:
-        self.note(node_id, self.marks_of(hashes))
+        self.note([node_id], self.marks_of(hashes))
 
-    def note(self, node_id: str, values: Sequence[int]) -> None:
-        """A prompt was sent there, whose hashes at marked places are these."""
-        marks = self._marks_at(node_id)
-        blocks, weights = marks.blocks, self._weights[: len(values)]
-        _add_node(self._nodes_of, values, marks.bit)
-        marks.held += sum(weights) - sum(map(blocks.pop, values, repeat(0)))
-        # The last first: it is the first that is forgotten.
-        blocks.update(zip(reversed(values), reversed(weights), strict=True))
-        if marks.held > marks.capacity:
-            self._forget_longest_unused(marks)
+    def note(self, node_ids: Iterable[str], values: Sequence[int]) -> None:
+        """A prompt was sent to these nodes, whose hashes at marked places are these."""
+        nodes, weights = [self._marks_at(node_id) for node_id in node_ids], self._weights[: len(values)]
+        _add_nodes(self._nodes_of, values, reduce(or_, (marks.bit for marks in nodes), 0))
+        for marks in nodes:
+            blocks = marks.blocks
+            marks.held += sum(weights) - sum(map(blocks.pop, values, repeat(0)))
+            # The last first: it is the first that is forgotten.
+            blocks.update(zip(reversed(values), reversed(weights), strict=True))
+            if marks.held > marks.capacity:
+                self._forget_longest_unused(marks)
 
     def _forget_longest_unused(self, marks: _NodeMarks) -> None:
         # All in one pass: each that begins at the front passes what was taken from there before.
@@ -214,24 +218,28 @@ class PrefixRecord:
                 break
         for value in forgotten:
             del marks.blocks[value]
-            _remove_node(self._nodes_of, value, marks.bit)
+        _remove_node(self._nodes_of, forgotten, marks.bit)
 
     def evicted(self, node_id: str, hashes: Iterable[int]) -> None:
         """The node says that it has these no more."""
         marks = self._marks.get(node_id)
         if marks is None or not marks.blocks:
             return
-        for value in hashes:
-            blocks = marks.blocks.pop(value, 0)
-            if blocks:
-                marks.held -= blocks
-                _remove_node(self._nodes_of, value, marks.bit)
+        gone = marks.blocks.keys() & hashes
+        marks.held -= sum(map(marks.blocks.pop, gone))
+        _remove_node(self._nodes_of, gone, marks.bit)
 
     def levels(self, hashes: Sequence[int]) -> Levels:
-        get, levels, seen = self._nodes_of.get, [], 0
-        for place in reversed(self._marked[: bisect_right(self._marked, len(hashes))]):
+        """Where no node has a block, none has those after it."""
+        get, known = self._nodes_of.get, []
+        for place in self._marked[: bisect_right(self._marked, len(hashes))]:
             nodes = get(hashes[place - 1])
-            if nodes is not None and (new := nodes & ~seen):
+            if nodes is None:
+                break
+            known.append((place, nodes))
+        levels, seen = [], 0
+        for place, nodes in reversed(known):
+            if new := nodes & ~seen:
                 levels.append((place, new))
                 seen |= new
         return levels
@@ -246,8 +254,7 @@ class PrefixRecord:
         marks = self._marks.get(node_id)
         if marks is None:
             return
-        for value in marks.blocks:
-            _remove_node(self._nodes_of, value, marks.bit)
+        _remove_node(self._nodes_of, marks.blocks, marks.bit)
         marks.blocks.clear()
         marks.held = 0
 
@@ -385,22 +392,18 @@ class CachedBlocks:
     def _store(self, cache: _NodeCache, there: set[int], hashes: Sequence[int]) -> None:
         before = len(there)
         there.update(hashes)
-        _add_node(self._nodes_of, hashes, cache.bit)
+        _add_nodes(self._nodes_of, hashes, cache.bit)
         self.count += len(there) - before
 
     def _remove(self, cache: _NodeCache, there: set[int], hashes: Sequence[int]) -> None:
         others = [each for each in cache.media.values() if each is not there and each]
-        for value in hashes:
-            if value not in there:
-                continue
-            there.remove(value)
-            self.count -= 1
-            if not any(value in each for each in others):
-                _remove_node(self._nodes_of, value, cache.bit)
+        gone = there.intersection(hashes)
+        there -= gone
+        self.count -= len(gone)
+        _remove_node(self._nodes_of, gone.difference(*others), cache.bit)
 
     def _empty(self, cache: _NodeCache) -> None:
-        for value in set().union(*cache.media.values()):
-            _remove_node(self._nodes_of, value, cache.bit)
+        _remove_node(self._nodes_of, set().union(*cache.media.values()), cache.bit)
         self.count -= cache.count
         cache.media.clear()
         cache.is_known = False
