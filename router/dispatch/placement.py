@@ -425,7 +425,7 @@ class Placement(Generic[L]):
             return
         member = self._pool.member(attempt.decode.node_id)
         if member is not None and member.status is not None and member.status.waiting == 0:
-            member.meter.on_local_prefill(computed, took)
+            member.rates.on_local_prefill(computed, took)
 
     def on_ended(
         self, attempt: Attempt | None, spec: SequenceSpec, hashes: PromptHashes, output: Sequence[int]
