@@ -87,6 +87,8 @@ class Attempt:
 
     def __init__(self, decision: RoutingDecision, base: int, submitted_at: float, number: int = 1) -> None:
         self.decision = decision
+        self.prefill, self.decode = decision.prefill, decision.decode
+        self.nodes = [node for node in (self.prefill, self.decode) if node is not None]
         self.number = number  # of the request's attempts
         self.request_id = f"req-{new_id()}"
         self.base = base  # output tokens that it began with
@@ -106,24 +108,12 @@ class Attempt:
         self.unanswered: set[NodeInfo] = set()  # those that were asked, until they say that they do
         self.may_differ = False  # the decode node may repeat tokens that are known, differently
 
-    @property
-    def prefill(self) -> NodeInfo | None:
-        return self.decision.prefill
-
-    @property
-    def decode(self) -> NodeInfo | None:
-        return self.decision.decode
-
-    @property
-    def nodes(self) -> list[NodeInfo]:
-        return [node for node in (self.decision.prefill, self.decision.decode) if node is not None]
-
     def node(self, source: TokenSource) -> NodeInfo | None:
         return self.decode if source is TokenSource.DECODE else self.prefill
 
     def source(self, node_id: str, epoch: int) -> TokenSource | None:
         """Which of its nodes speaks; None when neither does."""
-        decode, prefill = self.decision.decode, self.decision.prefill
+        decode, prefill = self.decode, self.prefill
         if decode is not None and decode.node_id == node_id and decode.epoch == epoch:
             return _DECODE
         if prefill is not None and prefill.node_id == node_id and prefill.epoch == epoch:
