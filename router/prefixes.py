@@ -207,8 +207,13 @@ class PrefixRecord:
                 self._remove(value, bit)
 
     def levels(self, hashes: Sequence[int]) -> Levels:
-        get, levels, seen = self._nodes_of.get, [], 0
-        for place in reversed(self._marked[: bisect_right(self._marked, len(hashes))]):
+        get, seen = self._nodes_of.get, 0
+        levels: Levels = []
+        places = self._marked[: bisect_right(self._marked, len(hashes))]
+        # A record that has a mark has those before it. So of a prompt that is new there is nothing to look for.
+        if not places or get(hashes[places[0] - 1]) is None:
+            return levels
+        for place in reversed(places):
             nodes = get(hashes[place - 1])
             if nodes is not None and (new := nodes & ~seen):
                 levels.append((place, new))
