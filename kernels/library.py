@@ -199,10 +199,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-class KernelError(Exception):
-    """The library refused a call, because its arguments are wrong."""
-
-
 @functools.cache
 def load() -> ctypes.CDLL:
     """Returns the library. Raises BuildFailed if there is none and it cannot be compiled."""
@@ -215,19 +211,6 @@ def load() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
-
-
-def check(status: int) -> None:
-    """Raises KernelError with the library's message if a call failed, which is a mistake of the caller's."""
-    if status != 0:
-        raise KernelError(f"native model: {last_error()}")
-
-
-def number(status: int) -> int:
-    """Returns the number that the library gave to what was added to it. Raises KernelError."""
-    if status < 0:
-        check(status)
-    return status
 
 
 def last_error() -> str:
