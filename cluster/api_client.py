@@ -27,7 +27,9 @@ _NOTICE_SILENT_PEER = [
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
     key = environ.get(KEY) or None
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise ConfigurationError(f"{KEY} has characters that no key has: set it again")
+        raise ConfigurationError(
+            f"{KEY} must be letters, digits and signs in ASCII, without spaces: set it again"
+        )
     return key
 
 
@@ -89,7 +91,7 @@ class ApiClient:
     def unreachable(self, error: httpx.HTTPError) -> Unavailable:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return Unavailable(
-                f"{self.url} has a certificate that is not believed here ({error}): name the address that it was made for with "
+                f"{self.url} has a certificate that this machine does not trust ({error}): name the address that it was made for with "
                 "--url, or its authority's file in SSL_CERT_FILE"
             )
         return Unavailable(

@@ -177,7 +177,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
     hands = RayProcessAccess(name, the_controller)
     view = await hands.view()
     if view.failure:
-        raise Unavailable(f"the cluster is not mended any more, and cannot be tried: {view.failure}")
+        raise Unavailable(f"the cluster has failed, and cannot be tested: {view.failure}")
     kinds = chosen_kinds(rules, view)
     plan = make_plan(rules, kinds)
     unresponsive_s = (await the_controller(name).configuration()).timeouts.unresponsive_s
@@ -201,7 +201,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         else list(dict.fromkeys(router.url for router in view.routers if router.phase == "ready"))
     )
     if not urls:
-        raise Unavailable("no router of this cluster is ready: nothing would be answered")
+        raise Unavailable("no router of this cluster is ready: wait for one (`tandem status`)")
     turns = iter(range(1 << 62))
 
     def url() -> str:

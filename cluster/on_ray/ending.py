@@ -28,7 +28,7 @@ class PoliteEnd:
         if threading.current_thread() is threading.main_thread():
             self._install(None)
         elif ctypes.pythonapi.Py_AddPendingCall(self._pending, None) != 0:
-            logger.warning("SIGTERM will end this process at once")
+            logger.warning("SIGTERM will end this process without a drain")
 
     def _install(self, _: object) -> int:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -41,10 +41,10 @@ class PoliteEnd:
         threading.Thread(target=self._end, name="end", daemon=True).start()
 
     def _end(self) -> None:
-        logger.info("told to end: what is under way is finished first")
+        logger.info("told to end: requests under way are finished first")
         try:
             self._finish()
         except Exception:
-            logger.exception("it ends with what is under way")
+            logger.exception("the drain failed: the process ends with requests under way")
         finally:
             os._exit(_ENDED_BY_SIGTERM)

@@ -28,6 +28,8 @@ def _controller(namespace: str) -> Any:
     try:
         return ray.get_actor(CONTROLLER, namespace)
     except ValueError:
-        raise Unavailable("the cluster has no controller just now: what serves goes on") from None
+        raise Unavailable(
+            "the cluster has no controller just now: it goes on serving; try again in a few seconds"
+        ) from None
     except RayError as error:
         raise translated(error) from error

@@ -185,7 +185,7 @@ class RemoteController:
         if actor is None and self._parts is not None:
             if await is_being_exchanged(self.name):
                 return  # another one is being made
-            logger.warning("the controller is gone for good although it was not ended: another one goes on")
+            logger.warning("the controller is gone, and Ray does not start it again: a new one takes over")
             parts = await parts_of(self.name) or self._parts
             actor = await asyncio.to_thread(make_controller, parts, self.name)
         if actor is not None:

@@ -231,8 +231,7 @@ class Reconciler:
             raise ConfigurationError(
                 f"its model is not the one that this cluster serves: weights, configuration or tokenizer in "
                 f"{self.fleet.config.model.path!r} differ on its machine (content {info.content[:12]}, not "
-                f"{content[:12]}). Put the same files there; another model is put in its place from another folder, or as another "
-                "revision, with `tandem apply`"
+                f"{content[:12]}). Put the same files there. To serve another model, use another folder or revision, and `tandem apply`"
             )
         self._check_tokenizer(info, number)
         try:
