@@ -1,11 +1,13 @@
 # make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
-# make test     units, then real Ray, NIXL, HTTP and SmolLM2 (13 to 18 minutes on two cores)
+# make test     units, then real Ray, NIXL, HTTP and SmolLM2 (about ten minutes on two cores)
+# make test-more     further pairings of widths, blocks and models than `make test` has (about ten minutes); SHARE=3/8 is the third of
+#                    eight parts of them
 # make test-clusters   `tandem serve` and whole clusters, scaled, killed, cut off from their controller and head, and the guides'
 #                    commands as they stand (about 25 minutes)
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; KILLS=15 kills thirty in each
 #                    phase, half greedy, half seeded). Then the controller killed ten times in three ways, and the control
 #                    plane away for ten minutes, twice (about 35 minutes). Then every fault of a KV transfer, 100 times for
-#                    each connector and direction (about 15 minutes), and the connectors' contract at all widths of nodes
+#                    each connector and direction (about 15 minutes)
 #                    And the disk tier: 10,000 crashes of a disk that tears, 50 nodes killed while they store (about 2 minutes);
 #                    10,000 steps without a leak, and streams whose connections are reset thirty times (about 3 minutes);
 #                    ten times the examples of the API's fuzzing, the transfer protocol's histories and conversations on nodes that die (about 20 minutes)
@@ -35,7 +37,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak check wheel test-install docs clean install
+.PHONY: help serve test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -54,28 +56,33 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
-# The quick ones of these are over in four minutes. The others wait as much as they compute: for processes, for Ray.
+# The quick ones are over in four minutes. The others wait as much as they compute: for processes, for Ray.
 UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/benchmarks/test_gpu_dry_run.py tests
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 -m "not slow and not integration" $(UNITS)
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 --dist loadfile \
-		-m "(slow or integration) and not own_cluster" $(UNITS)
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 -m "not slow and not integration and not more" $(UNITS)
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile \
+		-m "(slow or integration) and not own_cluster and not more" $(UNITS)
+
+test-more: install
+	@$(BIN)/tandem models fetch > /dev/null
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile $(if $(SHARE),--share $(SHARE)) \
+		-m "more and not own_cluster" $(UNITS)
+	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 $(if $(SHARE),--share $(SHARE)) -m "more and own_cluster" tests/integration
 
 test-clusters: install
 	@$(BIN)/tandem models fetch > /dev/null
-	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 -m own_cluster tests/integration
+	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 -m "own_cluster and not more" tests/integration
 
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null
 	TANDEM_KILLS=$(or $(KILLS),1) $(BIN)/python -m pytest -v -s tests/faults
 	TANDEM_CONTROLLER_KILLS=10 TANDEM_AWAY_S=600 $(BIN)/python -m pytest -v \
 		tests/integration/test_killed_controllers.py tests/integration/test_head_away.py
-	TANDEM_WIDTHS=all TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 		-n 8 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
-	TANDEM_WIDTHS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 600 tests/kvtransfer/test_connector_contract.py
 	TANDEM_CRASHES=10000 TANDEM_KILLS=50 $(BIN)/python -m pytest -q --timeout 3600 tests/kvtransfer/test_tier_disk.py
 	TANDEM_STEPS=10000 TANDEM_RESETS=30 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow \
 		tests/engine/test_long_run.py tests/router/test_router_resets.py

@@ -21,7 +21,12 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def main(arguments: Sequence[str] | None = None) -> int:
     from tandem.wire.errors import TandemError
 
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    options = parser.parse_args(words)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to end

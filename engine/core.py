@@ -10,10 +10,11 @@ they were planned. Ahead of time, the next is planned and started before the res
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Iterable
 
-from tandem.engine.canary import Canary
+from tandem.engine.canary import Canary, CanaryFindings
 from tandem.engine.model.runner import FinishedStep, ModelRunner, StartedStep, memory_of
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
@@ -52,15 +53,19 @@ class Engine:
         worker: WorkerConnector | None,
         *,
         ahead: bool = False,
+        canary_share: float = 0.0,
         debug: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ahead`: a step is planned while the one before it runs, wherever it can be."""
+        """`ahead`: a step is planned while the one before it runs, wherever it can be. `canary_share`: of the prompts that a peer computed,
+        how many are computed again and compared, as far as idle time allows."""
         self.scheduler = scheduler
         self.runner = runner
         self.worker = worker
         self.tracer: Tracer | None = None  # there while a request is traced; set between steps
-        self.canary: Canary | None = None  # set once, where received KV is checked
+        self._canary_share = canary_share
+        self.canary: Canary | None = None  # there while a prompt is to be checked, or is
+        self.canary_findings = CanaryFindings()
         self._ahead = ahead
         self._debug = debug
         self._open: _StepInFlight | None = None  # runs while the next step is planned
@@ -72,6 +77,8 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Raises a RequestError for one that can never run here."""
+        if self.canary is not None:
+            self.canary.stand_aside()
         self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -131,9 +138,8 @@ class Engine:
         if self.worker is not None:
             transfers = self.worker.get_finished(plan.finished_req_ids)
         updates = self.scheduler.update_from_output(plan, output, transfers)
-        if self.canary is not None and transfers.finished_recving:
-            handed_over = transfers.finished_recving.items()
-            self._show_canary(id for id, handoff in handed_over if handoff.first_token is not None)
+        if transfers.finished_recving and self._canary_share > 0:
+            self._look_at_received(transfers)
         result.updates += updates
         result.progressed = result.progressed or bool(updates) or not transfers.is_empty
         if self.tracer is not None:
@@ -143,11 +149,33 @@ class Engine:
             times = StepTimes(began, forward_began, forward_ended, self._last_booked)
             self.tracer.on_step(plan, output, transfers, times)
 
-    def _show_canary(self, received: Iterable[str]) -> None:
-        for request_id in received:
+    def _look_at_received(self, transfers: ConnectorOutput) -> None:
+        for request_id, handoff in transfers.finished_recving.items():
             request = self.scheduler.requests.get(request_id)
-            if self.canary is not None and request is not None and request.num_external_tokens:
-                self.canary.loaded(request)
+            if handoff.first_token is not None and request is not None and request.num_external_tokens:
+                self.received(request)
+
+    def received(self, request: Request) -> None:
+        """A peer computed its prompt. One is checked at a time; a newer one replaces one that still waits for idle time: its blocks stay
+        cached for longer."""
+        is_free = self.canary is None or not self.canary.has_begun
+        if is_free and random.random() < self._canary_share and Canary.can_check(self.scheduler, request):
+            self.canary = Canary(self.scheduler, self.runner, request, self.canary_findings)
+
+    def use_idle_time(self) -> bool:
+        """Goes on with a check for a few tokens. False: there is none, or something better to do."""
+        if self.canary is None or not self.is_idle:
+            return False
+        if self.canary.step():
+            self.canary = None
+        return True
+
+    def end_checks(self) -> None:
+        """The node is to go."""
+        self._canary_share = 0.0
+        if self.canary is not None:
+            self.canary.stand_aside()
+            self.canary = None
 
     @property
     def is_idle(self) -> bool:

@@ -199,10 +199,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-class KernelError(Exception):
-    """The library refused a call: what it was told cannot be."""
-
-
 @functools.cache
 def load() -> ctypes.CDLL:
     """Raises BuildFailed where the library can be neither found nor made."""
@@ -215,19 +211,6 @@ def load() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
-
-
-def check(status: int) -> None:
-    """What the library refuses is a mistake in what we told it."""
-    if status != 0:
-        raise KernelError(f"native model: {last_error()}")
-
-
-def number(status: int) -> int:
-    """The number of what was added to the library."""
-    if status < 0:
-        check(status)
-    return status
 
 
 def last_error() -> str:

@@ -170,6 +170,10 @@ NULL_BLOCK_ID = 0
 """Stands in a block table where a block is not kept (a sliding window has moved on). It is never read or written."""
 
 
+def count_blocks(table: BlockIds) -> int:
+    return sum(block != NULL_BLOCK_ID for ids in table for block in ids)
+
+
 class ConnectorMetadata:
     """What the scheduler half tells the worker half about one step. Each connector has its own subclass."""
 

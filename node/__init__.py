@@ -1,8 +1,9 @@
 """A process of an engine, the same for both roles: it takes requests from routers, steps, and sends tokens back.
 
 service      a node's requests, from Submit to the last token
-requests     those that have not ended, and their deadlines; background answers, kept for any router that asks
-checks       what of a request is checked against the model that is here, and what the engine is given of it
+requests     what of one is checked against the model that is here, and what the engine is given of it; those that have not ended, and
+             their deadlines
+answers      made in the background, and kept for any router that asks
 loop         the thread that steps the engine, and the mailbox that feeds it
 encoders     rows of images that encoder nodes make for this one
 cache_news   what routers are told of the prefix cache

@@ -25,12 +25,12 @@ from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConf
 from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
-from tandem.node.checks import RoleRules
 from tandem.node.config import NodeConfig, refused_with_caches_apart, refused_with_ranks
 from tandem.node.encoders import EncoderDesk
 from tandem.node.loop import Item, Mailbox, RanksLost
 from tandem.node.ranks.processes import shares_of, with_memory_shared
 from tandem.node.ranks.supervisor import Ranks
+from tandem.node.requests import RoleRules
 from tandem.node.service import NodeService
 from tandem.node.status import RouterLine
 from tandem.node.trace_file import TraceFile
@@ -154,11 +154,13 @@ class Node:
             reads_images=info.images is not None,
             reads_hidden=info.reads_hidden,
         )
+        receives = config.transfer if config.role is Role.DECODE else None
         self._engine = Engine(
             scheduler,
             runner,
             worker_half,
             ahead=config.engine.scheduler.plans_ahead(info.device),
+            canary_share=receives.canary_share if receives is not None else 0.0,
             debug=config.engine.debug,
         )
         self._channel = channel = self._open_channel(config.host, self.epoch, name=f"{config.node_id}-inbox")

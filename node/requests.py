@@ -1,20 +1,189 @@
-"""What a node keeps of requests: those between their Submit and their end, with who owns each, how far it was reported and when it is
-overdue; and answers that are made in the background, whose tokens stay here, bounded, for any router that asks for them by id."""
+"""Requests of this node: what of one is checked against the model that is here, what the engine is given of it, and those between their Submit
+and their end, with who owns each, how far it was reported and when it is overdue.
+
+A router has checked a request by its own copy of the model's folder, which may be another one. What passed unseen would stop a step for all of its
+requests, or be another answer.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
 
-from tandem.node.config import AnswersConfig
-from tandem.wire.errors import Cancelled, NodeLost, TandemError, Unavailable, WireError
-from tandem.wire.requests import Follow, KeepAnswer, Submit, TokenChunk, TransferRole
-from tandem.wire.sampling import FinishReason
+import numpy as np
 
+from tandem.engine.cache.hashing import BlockHasher
+from tandem.engine.model.runner import ModelInfo
+from tandem.engine.request import Request
+from tandem.wire.adapters import name_of
+from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
+from tandem.wire.errors import AdapterMissing, InvalidRequest, WireError
+from tandem.wire.nodes import Role
+from tandem.wire.requests import Submit, TokenChunk, TransferRole
+from tandem.wire.sampling import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from tandem.engine.model.lora.slots import AdapterSlots
+
+_INFINITE_BFLOAT16 = 0x7F80  # the exponent of what is infinite, or no number
 _SPARE_DEADLINES = 100
+
+
+class RoleRules(Protocol):
+    @property
+    def role(self) -> Role: ...
+
+    def sampling_for(self, submit: Submit) -> SamplingParams:
+        """What this node is to sample of the request. Raises InvalidRequest for one that is not its business."""
+        ...
+
+    def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
+        """How an update's finish reason reads to the router."""
+        ...
+
+
+def request_of(
+    submit: Submit,
+    sampling: SamplingParams,
+    now: float,
+    eos_token_ids: frozenset[int],
+    block_hasher: BlockHasher | None,
+) -> Request:
+    """What the engine is given of it. `sampling`: what this node is to sample."""
+    return Request(
+        submit.request_id,
+        submit.prompt_token_ids,
+        sampling,
+        output_token_ids=submit.output_token_ids,
+        priority=submit.priority,
+        arrival_time=now,
+        cache_salt=submit.cache_salt,
+        lora=submit.lora,
+        media=submit.media,
+        images=submit.images,
+        embeds=submit.embeds,
+        transfer=submit.transfer,
+        cache_peers=submit.cache_peers,
+        pooling=submit.pooling,
+        job_id=submit.job_id,
+        is_last_step=submit.is_last_step,
+        eos_token_ids=eos_token_ids,
+        block_hasher=block_hasher,
+    )
+
+
+def check_submit(
+    submit: Submit, info: ModelInfo, *, adapters: AdapterSlots | None, writes_hidden_states: bool
+) -> None:
+    """Raises InvalidRequest, or AdapterMissing. `adapters`: None where none are served."""
+    _check_vocabulary(submit, info)
+    _check_adapter(submit, adapters)
+    if submit.sampling.hidden_states is not None and not writes_hidden_states:
+        raise InvalidRequest(
+            "hidden_states: this server writes none; the operator sets model.hidden_states_folder",
+            "hidden_states",
+        )
+    _check_pooling(submit, info)
+    if submit.embeds is not None:
+        _check_embeds(submit, submit.embeds, info.embed_size)
+    elif submit.media or submit.images:
+        _check_images(submit, info)
+
+
+def _check_vocabulary(submit: Submit, info: ModelInfo) -> None:
+    """A token that the model does not know would read memory that is not its own, or stop the whole step."""
+    vocabulary = info.vocab_size
+    for tokens, name in ((submit.prompt_token_ids, "prompt"), (submit.output_token_ids, "output")):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+            raise InvalidRequest(
+                f"token {wrong} of the {name} is not among the model's {vocabulary}", f"{name}_token_ids"
+            )
+
+
+def _check_adapter(submit: Submit, adapters: AdapterSlots | None) -> None:
+    """One that was dropped is still taken for a request that goes on, from another node."""
+    if submit.lora is not None and (adapters is None or not adapters.has(submit.lora)):
+        raise AdapterMissing(
+            f"this node does not have the adapter {name_of(submit.lora)!r} with the weights that the request is for"
+        )
+
+
+def _check_pooling(submit: Submit, info: ModelInfo) -> None:
+    vectors, pooling = info.vectors, submit.pooling
+    if pooling is None:
+        if vectors is not None and not vectors.generates:
+            raise InvalidRequest("this node's model makes vectors only: ask for /v1/embeddings")
+        return
+    if vectors is None:
+        raise InvalidRequest("this node's model makes no vectors (model.pooling)")
+    if pooling.dimensions is not None and not 0 < pooling.dimensions <= vectors.size:
+        raise InvalidRequest(
+            f"dimensions: must be from 1 to {vectors.size}, not {pooling.dimensions}", "dimensions"
+        )
+    if submit.transfer is not None or submit.output_token_ids or submit.keep is not None:
+        raise InvalidRequest("a vector is made of a prompt alone, on one node")
+
+
+def _check_images(submit: Submit, info: ModelInfo) -> None:
+    """What a router has found in its own copy of the model's folder may not be what is here."""
+    rules, prompt = info.images, submit.prompt_token_ids
+    if rules is None:
+        raise InvalidRequest("this node's model reads no images")
+    if submit.encoders and len(submit.encoders) != len(submit.images):
+        raise InvalidRequest(
+            f"{len(submit.encoders)} encoder nodes are named for {len(submit.images)} images"
+        )
+    end = 0
+    for feature in submit.media:
+        begin, end, before = feature.offset, feature.offset + feature.length, end
+        if not (
+            before <= begin < end <= len(prompt)
+            and 0 <= feature.image < len(submit.images)
+            and prompt[begin:end] == [rules.token_id] * feature.length
+        ):
+            raise InvalidRequest("the prompt's placeholders are not where its images are said to be")
+
+
+def _check_embeds(submit: Submit, embeds: PromptEmbeds, size: int) -> None:
+    """Rows that do not fit, or that are no numbers, would stop the step, or poison what is found by their name."""
+    if not size:
+        raise InvalidRequest(
+            "prompt_embeds: this model takes tokens alone: it reads them again beside their embeddings, or runs on several ranks",
+            "prompt_embeds",
+        )
+    if submit.images or submit.pooling is not None or submit.sampling.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_embeds: is the whole prompt, and only tokens follow it", "prompt_embeds")
+    if not embeds.is_whole or embeds.width != size:
+        raise InvalidRequest(
+            f"prompt_embeds: rows of this model have {size} numbers, not {embeds.width}", "prompt_embeds"
+        )
+    if submit.prompt_token_ids != [PLACEHOLDER] * embeds.count or submit.media != embeds.features():
+        raise InvalidRequest("prompt_embeds: the prompt is not what its rows are called", "prompt_embeds")
+    if not _are_numbers(embeds):
+        raise InvalidRequest(
+            "prompt_embeds: some of its numbers are infinite, or none (NaN)", "prompt_embeds"
+        )
+
+
+def _are_numbers(embeds: PromptEmbeds) -> bool:
+    if embeds.dtype == "bfloat16":
+        bits = np.frombuffer(embeds.data, "<u2")
+        return not bool(((bits & _INFINITE_BFLOAT16) == _INFINITE_BFLOAT16).any())
+    return bool(np.isfinite(np.frombuffer(embeds.data, "<f4" if embeds.dtype == "float32" else "<f2")).all())
+
+
+def keeps_here(submit: Submit) -> bool:
+    """A prefill node makes one token of an answer that is decoded elsewhere."""
+    is_sent_away = submit.transfer is not None and submit.transfer.role is TransferRole.PRODUCE
+    return submit.keep is not None and not is_sent_away
+
+
+def failed_chunk(submit: Submit, error: WireError) -> TokenChunk:
+    """What a request's router is told of its end with an error."""
+    return TokenChunk.failed(submit.request_id, len(submit.output_token_ids), error)
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,190 +247,3 @@ class LiveRequests:
                 return deadline - now
             heapq.heappop(self._deadlines)
         return None
-
-
-_ANSWER_BYTES = 1024  # of one answer, besides its note and its tokens
-_TOKEN_BYTES = 4
-
-
-@dataclasses.dataclass(slots=True)
-class _Answer:
-    keep: KeepAnswer
-    request_id: str
-    tokens: array[int]
-    finish: FinishReason | None = None
-    stop_token: int | None = None
-    error: WireError | None = None
-    cached_tokens: int | None = None
-    ended_at: float | None = None
-    followers: dict[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # request id -> where its router listens
-
-    @property
-    def size(self) -> int:
-        return _ANSWER_BYTES + len(self.keep.note) + _TOKEN_BYTES * len(self.tokens)
-
-    def chunk(self, request_id: str, after: int) -> TokenChunk:
-        """All that is there above `after`, and the end if it has ended."""
-        return TokenChunk(
-            request_id,
-            min(after, len(self.tokens)),
-            self.tokens[after:].tolist(),
-            finish=self.finish,
-            stop_token=self.stop_token,
-            error=self.error,
-            cached_tokens=self.cached_tokens,
-        )
-
-
-def keeps_here(submit: Submit) -> bool:
-    """A prefill node makes one token of an answer that is decoded elsewhere."""
-    is_sent_away = submit.transfer is not None and submit.transfer.role is TransferRole.PRODUCE
-    return submit.keep is not None and not is_sent_away
-
-
-class KeptAnswers:
-    """On the step thread. Answers that are being made are never dropped: a new one is refused."""
-
-    def __init__(
-        self,
-        config: AnswersConfig,
-        send: Callable[[str, list[TokenChunk]], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._config = config
-        self._send = send
-        self._clock = clock
-        self._kept: OrderedDict[str, _Answer] = (
-            OrderedDict()
-        )  # by answer id; those that ended last stand last
-        self._running: dict[str, _Answer] = {}  # by the request that makes it
-        self._followed: dict[str, _Answer] = {}  # by the follower's request id
-
-    # --- the request that makes it
-
-    def begin(self, submit: Submit) -> None:
-        """Raises Unavailable when there is no room for one more."""
-        keep = submit.keep
-        assert keep is not None
-        before = self._kept.get(keep.answer_id)
-        if before is not None:
-            if before.keep.attempt > keep.attempt:
-                raise Unavailable("a later attempt of this answer is here")
-            self._drop(before, NodeLost("the answer begins again"))
-        answer = _Answer(keep, submit.request_id, array("i", submit.output_token_ids))
-        self._make_room(answer.size)
-        self._kept[keep.answer_id] = answer
-        self._running[submit.request_id] = answer
-
-    def add(self, update: TokenChunk) -> None:
-        """What the request's router is told."""
-        answer = self._running.get(update.request_id)
-        if answer is None:
-            return
-        had = len(answer.tokens)
-        new = update.token_ids[max(0, had - update.start) :] if update.start <= had else []
-        answer.tokens.extend(new)
-        if update.cached_tokens is not None:
-            answer.cached_tokens = update.cached_tokens
-        if update.finish is not None:
-            answer.finish, answer.stop_token, answer.error = update.finish, update.stop_token, update.error
-        for request_id, reply_to in answer.followers.items():
-            self._send(reply_to, [answer.chunk(request_id, had)])
-        if update.finish is not None:
-            self._ended(answer)
-
-    def end(self, request_id: str, error: TandemError) -> None:
-        """The request ended without an end of its own."""
-        answer = self._running.get(request_id)
-        if answer is not None:
-            index = len(answer.tokens)
-            self.add(TokenChunk.failed(request_id, index, error.to_wire()))
-
-    def end_all(self, error: TandemError) -> None:
-        for request_id in list(self._running):
-            self.end(request_id, error)
-
-    def _ended(self, answer: _Answer) -> None:
-        answer.ended_at = self._clock()
-        del self._running[answer.request_id]
-        self._unfollow(list(answer.followers))
-        self._kept.move_to_end(answer.keep.answer_id)
-
-    # --- routers
-
-    def recall(self, answer_id: str) -> tuple[KeepAnswer | None, bool]:
-        """And whether it ended before its end."""
-        self._expire()
-        answer = self._kept.get(answer_id)
-        return (answer.keep, answer.error is not None) if answer is not None else (None, False)
-
-    def follow(self, message: Follow) -> None:
-        """It is told at once what there is, so also that it is followed."""
-        self._expire()
-        answer = self._kept.get(message.answer_id)
-        if answer is None:
-            gone = Unavailable("this node does not keep the answer any more").to_wire()
-            chunk = TokenChunk.failed(message.request_id, message.after, gone)
-        else:
-            chunk = answer.chunk(message.request_id, message.after)
-            if answer.ended_at is None:
-                answer.followers[message.request_id] = message.reply_to
-                self._followed[message.request_id] = answer
-        self._send(message.reply_to, [chunk])
-
-    def request_of(self, answer_id: str) -> str | None:
-        """The request that is making it now."""
-        answer = self._kept.get(answer_id)
-        return answer.request_id if answer is not None and answer.ended_at is None else None
-
-    def forget(self, answer_id: str) -> None:
-        """After its request has ended."""
-        answer = self._kept.get(answer_id)
-        if answer is not None:
-            self._drop(answer, Cancelled("the answer was deleted"))
-
-    def cancelled(self, request_ids: Iterable[str]) -> None:
-        """The routers want no more of those requests that are followers."""
-        self._unfollow(request_ids)
-
-    def router_lost(self, reply_to: str) -> None:
-        self._unfollow([id for id, answer in self._followed.items() if answer.followers.get(id) == reply_to])
-
-    def _unfollow(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            answer = self._followed.pop(request_id, None)
-            if answer is not None:
-                answer.followers.pop(request_id, None)
-
-    # --- how much is kept
-
-    @property
-    def size(self) -> int:
-        return sum(answer.size for answer in self._kept.values())
-
-    def _drop(self, answer: _Answer, why: TandemError) -> None:
-        self.end(answer.request_id, why)
-        self._kept.pop(answer.keep.answer_id, None)
-
-    def _expire(self) -> None:
-        oldest = self._clock() - self._config.kept_s
-        for answer in list(self._kept.values()):
-            if answer.ended_at is not None and answer.ended_at < oldest:
-                del self._kept[answer.keep.answer_id]
-
-    def _make_room(self, wanted: int) -> None:
-        """What answers grow by while they are made comes off those that have ended when the next one begins."""
-        self._expire()
-        size = self.size + wanted
-        for answer in list(self._kept.values()):
-            if size <= self._config.kept_bytes:
-                return
-            if answer.ended_at is not None:
-                size -= answer.size
-                del self._kept[answer.keep.answer_id]
-        if size > self._config.kept_bytes:
-            raise Unavailable(
-                f"the background answers that are being made here take up answers.kept_bytes ({self._config.kept_bytes})"
-            )

@@ -20,18 +20,17 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from tandem.engine.canary import Canary
 from tandem.engine.core import Engine
-from tandem.engine.request import RequestStatus
+from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
+from tandem.node.answers import KeptAnswers
 from tandem.node.cache_news import CacheNewsDesk
-from tandem.node.checks import RoleRules, check_submit, request_of
 from tandem.node.config import NodeConfig
 from tandem.node.encoders import EncoderDesk, RowsCame
 from tandem.node.loop import (
@@ -45,7 +44,7 @@ from tandem.node.loop import (
     RouterLost,
     SetAdapters,
 )
-from tandem.node.requests import KeptAnswers, LiveRequests, keeps_here
+from tandem.node.requests import LiveRequests, RoleRules, check_submit, failed_chunk, keeps_here, request_of
 from tandem.node.status import NodeCondition, RouterLine, Routers, node_counters, node_status
 from tandem.wire.errors import (
     Cancelled,
@@ -54,9 +53,8 @@ from tandem.wire.errors import (
     NodeLost,
     TandemError,
     Unavailable,
-    WireError,
 )
-from tandem.wire.nodes import NodeState, Role
+from tandem.wire.nodes import NodeState
 from tandem.wire.requests import (
     Ask,
     CacheNews,
@@ -112,12 +110,9 @@ class NodeService:
         self._block_hasher = engine.scheduler.block_hasher
         self._eos = engine.runner.info.eos_token_ids
         self._adapters = engine.runner.adapters
-        share = (
-            config.transfer.canary_share if config.transfer is not None and rules.role is Role.DECODE else 0.0
-        )
-        self._canary = engine.canary = Canary(engine.scheduler, engine.runner, share)
         self._encoders = encoders
-        self._desk = GrammarDesk(grammars, config.timeouts.grammar_s, mailbox.put)
+        self._grammars = grammars
+        self._desk: GrammarDesk | None = None  # from the first request on that follows a grammar
         self._kept = KeptAnswers(config.answers, self._send_chunks, clock)
         self._live = LiveRequests()
         self._routers = Routers(
@@ -198,8 +193,7 @@ class NodeService:
 
     def status(self) -> NodeStatus:
         scheduler = self._scheduler_stats
-        worker = self._engine.worker
-        transfer = worker.stats() if worker is not None else None
+        transfer = self._engine.worker.stats() if self._engine.worker is not None else None
         failure = self.failure
         self.loop.watch_step()
         return node_status(
@@ -218,8 +212,8 @@ class NodeService:
                 step_seconds=self.loop.step_seconds,
                 malformed_frames=self._line.malformed,
                 line_gaps=self._line.gaps,
-                kv_checks=self._canary.checked,
-                wrong_kv=self._canary.wrong,
+                kv_checks=self._engine.canary_findings.checked,
+                wrong_kv=self._engine.canary_findings.wrong,
                 encoder_fallbacks=self._encoders.fallbacks if self._encoders is not None else None,
             ),
             detail=failure or "",
@@ -247,16 +241,14 @@ class NodeService:
 
     def reset_cache(self, timeout_s: float) -> bool:
         """No request that comes from now on begins from KV that is cached now. False: the step under way takes longer."""
-        done = threading.Event()
-        self._mailbox.put(ResetCache(done))
-        return done.wait(timeout_s)
+        self._mailbox.put(reset := ResetCache(threading.Event()))
+        return reset.done.wait(timeout_s)
 
     def set_adapters(self, read: list[Adapter], kept: frozenset[str], timeout_s: float) -> bool:
         """New requests find these adapters, and those that are served under the names `kept`. What runs keeps its own. False: the step
         under way takes longer; it happens all the same."""
-        done = threading.Event()
-        self._mailbox.put(SetAdapters(read, kept, done))
-        return done.wait(timeout_s)
+        self._mailbox.put(change := SetAdapters(read, kept, threading.Event()))
+        return change.done.wait(timeout_s)
 
     def stop(self) -> None:
         if not self.loop.stop():
@@ -264,7 +256,8 @@ class NodeService:
         self._routers.stop()
         if self._news is not None:
             self._news.stop()
-        self._desk.close()
+        if self._desk is not None:
+            self._desk.close()
         if self._encoders is not None:
             self._encoders.close()
 
@@ -299,14 +292,14 @@ class NodeService:
             case ListRequests():
                 self._tell_what_is_held(item)
             case GrammarReady():
-                if self._desk.forget(item.request_id):
+                if self._desk is not None and self._desk.forget(item.request_id):
                     self._go_on(item)
             case RowsCame():
                 self._engine.scheduler.rows_came(item.identifier, item.rows)
             case TurnEnded():
                 self._engine.scheduler.turn_ended(item.job_id, item.request_id, item.called)
             case Drain():
-                self._canary.close()
+                self._engine.end_checks()
                 self._engine.scheduler.end_pins()
             case ResetCache():
                 self._engine.scheduler.reset_prefix_cache()
@@ -320,8 +313,9 @@ class NodeService:
 
     def before_step(self, now: float) -> None:
         self._read_at = now
-        for request_id, error in self._desk.overdue(now):
-            self._go_on(GrammarReady(request_id, error))
+        if self._desk is not None:
+            for request_id, error in self._desk.overdue(now):
+                self._go_on(GrammarReady(request_id, error))
         if self._encoders is not None:
             self._encoders.look(now)
         for live in self._live.overdue(now):
@@ -334,7 +328,7 @@ class NodeService:
     def seconds_until_due(self, now: float) -> float | None:
         dues = (
             self._live.seconds_until_due(now),
-            self._desk.seconds_until_due(now),
+            self._desk.seconds_until_due(now) if self._desk is not None else None,
             self._engine.scheduler.seconds_until_sweep(),
             self._encoders.seconds_until_due(now) if self._encoders is not None else None,
         )
@@ -356,10 +350,7 @@ class NodeService:
             batches[live.submit.reply_to].append(update)
         for reply_to, chunks in batches.items():
             self._send_chunks(reply_to, chunks)
-        if self._engine.tracer is not None:
-            for update in updates:
-                if update.finish is not None:
-                    self._end_trace(update.request_id)
+        self._end_traces(update.request_id for update in updates if update.finish is not None)
 
     def after_step(self, progressed: bool) -> None:
         if self._news is not None and (events := self._engine.scheduler.take_cache_events()):
@@ -367,8 +358,7 @@ class NodeService:
         # A snapshot walks over what runs: not for every token, but always before the loop sleeps.
         if self._engine.tracer is not None and not self._tracer.active:
             self._engine.tracer = None
-        if not progressed and self._canary.has_work and self._engine.is_idle:
-            self._canary.step()
+        if not progressed and self._engine.use_idle_time():
             self._mailbox.wake()  # the loop looks for requests, and comes back
         now = self._clock()
         if progressed and now - self._stats_taken < _STATS_PERIOD_S:
@@ -387,7 +377,7 @@ class NodeService:
         self._kept.end_all(failed)
         failure = failed.to_wire()
         for live in self._live:
-            self._send_chunks(live.submit.reply_to, [_failed(live.submit, failure)])
+            self._send_chunks(live.submit.reply_to, [failed_chunk(live.submit, failure)])
         self._live.clear()
         self._routers.tell_all_status()
 
@@ -406,17 +396,14 @@ class NodeService:
             adapters=self._adapters,
             writes_hidden_states=bool(self._config.engine.model.hidden_states_folder),
         )
-        self._canary.stand_aside()
         now = self._clock()
         request = request_of(submit, self._rules.sampling_for(submit), now, self._eos, self._block_hasher)
         if keeps_here(submit):
             self._kept.begin(submit)
-        grammar = request.sampling.grammar
-        if self._desk.must_wait(grammar):
-            request.status = RequestStatus.WAITING_FOR_GRAMMAR
-        self._engine.add_request(request)
-        if grammar is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            self._desk.begin(request.request_id, grammar, now)
+        if (grammar := request.sampling.grammar) is not None:
+            self._add_with_grammar(request, grammar, now)
+        else:
+            self._engine.add_request(request)
         self._live.begin(submit, now)
         if submit.encoders and self._encoders is not None:
             parts = self._engine.scheduler.expect_rows(submit.request_id)
@@ -427,6 +414,18 @@ class NodeService:
             self._tracer.admitted(submit)
             self._engine.tracer = self._tracer
 
+    def _add_with_grammar(self, request: Request, grammar: str, now: float) -> None:
+        if self._grammars is None:
+            raise InvalidRequest("this node follows no grammars")
+        if self._desk is None:
+            self._desk = GrammarDesk(self._grammars, self._config.timeouts.grammar_s, self._mailbox.put)
+        must_wait = self._desk.must_wait(grammar)
+        if must_wait:
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        self._engine.add_request(request)
+        if must_wait:
+            self._desk.begin(request.request_id, grammar, now)
+
     def _go_on(self, ready: GrammarReady) -> None:
         """A request that waited for its grammar runs, or ends if it cannot."""
         if ready.error is None:
@@ -435,8 +434,7 @@ class NodeService:
             self._engine.scheduler.finish_requests([ready.request_id], RequestStatus.FINISHED_ERROR)
             self._kept.end(ready.request_id, ready.error)
             self._refuse(live.submit, ready.error)
-            if self._engine.tracer is not None:
-                self._end_trace(ready.request_id)
+            self._end_traces([ready.request_id])
 
     def _set_adapters(self, item: SetAdapters) -> None:
         if self._adapters is not None:
@@ -449,12 +447,12 @@ class NodeService:
         """Those that were dropped, when no request uses them any more."""
         if self._adapters is not None and self._adapters.has_others:
             used = {live.submit.lora for live in self._live if live.submit.lora is not None}
-            if self._canary.lora is not None:
-                used.add(self._canary.lora)
+            if (canary := self._engine.canary) is not None and canary.lora is not None:
+                used.add(canary.lora)
             self._adapters.forget_others(used)
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
-        self._send_chunks(submit.reply_to, [_failed(submit, error.to_wire())])
+        self._send_chunks(submit.reply_to, [failed_chunk(submit, error.to_wire())])
 
     def _tell_what_is_held(self, item: ListRequests) -> None:
         held = {live.submit.request_id: live.reported for live in self._live.of_router(item.reply_to)}
@@ -477,15 +475,16 @@ class NodeService:
         for request_id in request_ids:
             self._live.end(request_id)
             self._kept.end(request_id, why or Cancelled("the response was cancelled"))
-            self._desk.forget(request_id)
+            if self._desk is not None:
+                self._desk.forget(request_id)
         self._engine.abort_requests(request_ids)
+        self._end_traces(request_ids)
+
+    def _end_traces(self, request_ids: Iterable[str]) -> None:
+        """After their tokens were sent: those must not wait for the trace."""
         if self._engine.tracer is not None:
             for request_id in request_ids:
-                self._end_trace(request_id)
-
-    def _end_trace(self, request_id: str) -> None:
-        """After its tokens were sent: they must not wait for the trace."""
-        self._tracer.ended(request_id, is_held=self._engine.scheduler.holds_blocks_of(request_id))
+                self._tracer.ended(request_id, is_held=self._engine.scheduler.holds_blocks_of(request_id))
 
     def _send_trace(self, done: FinishedTrace) -> None:
         submit = done.submit
@@ -498,7 +497,3 @@ class NodeService:
         self._routers.tell(
             reply_to, TokenBatch(node_id=self._config.node_id, epoch=self._epoch, chunks=chunks)
         )
-
-
-def _failed(submit: Submit, error: WireError) -> TokenChunk:
-    return TokenChunk.failed(submit.request_id, len(submit.output_token_ids), error)

@@ -211,10 +211,7 @@ class KeyRing:
         digests = {tenant.digest for tenant in self._tenants}
         if len(digests) != len(self._tenants):
             raise ConfigurationError("router.api_keys: two of them are the same key")
-
-    @property
-    def required(self) -> bool:
-        return bool(self._tenants)
+        self.required = bool(self._tenants)
 
     def share(self, siblings: Siblings) -> None:
         """Quotas hold for all processes on the port together, but for what is asked of two at the same moment."""

@@ -56,8 +56,8 @@ CERTIFICATE_LOOK_S = 2.0  # whether its files have changed
 SUCCESSOR_S = 15.0
 # Until nodes have said how they are, the router before accepts connections alone; longer only if that has ended.
 ACCEPT_S = 30.0
-# Whether there are other processes on its port; at each so many looks they tell each other what they have counted.
-SIBLINGS_LOOK_S, SIBLINGS_TELL = 0.5, 20
+# Processes on one port tell each other what they have counted: when one comes or goes, and every so often.
+SIBLINGS_TELL_S = 10.0
 
 
 def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter | None:
@@ -93,6 +93,7 @@ class RouterServer:
         self.accepts = False  # connections of clients
         self.is_ending = False  # its process was told to end
         self._told_to_leave = asyncio.Event()
+        self._siblings_changed = asyncio.Event()
         self._leaving: asyncio.Task[bool] | None = None
         self._stopped = False
 
@@ -181,9 +182,10 @@ class RouterServer:
         chooser = Chooser(pool, config.policy, config.local_prefill, config.limits.cached_blocks)
         siblings = Siblings()
         keys.share(siblings)
-        dispatcher = Dispatcher(
-            config, links, pool, chooser, metrics, sent_reports=SentReports(siblings, pool, chooser)
-        )
+        dispatcher = Dispatcher(config, links, pool, chooser, metrics)
+        reports = SentReports(siblings, pool, chooser)
+        siblings.on_change.append(lambda: dispatcher.report_to_siblings(None if siblings.alone else reports))
+        siblings.on_change.append(self._siblings_changed.set)
         metrics.running.set_function(lambda: dispatcher.running)
         metrics.waiting.set_function(lambda: dispatcher.queued)
         metrics.places.set_function(lambda: dispatcher.admission.capacity)
@@ -282,12 +284,11 @@ class RouterServer:
 
     async def _know_siblings(self) -> None:
         """What each on this port has counted is known to the others soon after it came, and when it ends without a word."""
-        siblings, known, rounds = self.services.siblings, list[str](), 0
         while True:
-            await asyncio.sleep(SIBLINGS_LOOK_S)
-            rounds += 1
-            if siblings.names != known or (known and rounds % SIBLINGS_TELL == 0):
-                known = siblings.names
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._siblings_changed.wait(), SIBLINGS_TELL_S)
+            self._siblings_changed.clear()
+            if not self.services.siblings.alone:
                 await self.services.figures.together()
 
     async def _renew_certificate(self) -> None:

@@ -281,9 +281,8 @@ class SentReports:
         siblings.hears[_ANSWERED] = self._on_answered
 
     def tell(self, node: NodeInfo, request_id: str, tokens: int, blocks: int, hashes: PromptHashes) -> None:
-        if not self._siblings.alone:
-            marks = self._chooser.marks_of(hashes, node.block_size)
-            self._siblings.report(_SENT, _Sent(node.node_id, node.epoch, request_id, tokens, blocks, marks))
+        marks = self._chooser.marks_of(hashes, node.block_size)
+        self._siblings.report(_SENT, _Sent(node.node_id, node.epoch, request_id, tokens, blocks, marks))
 
     def _on_sent(self, desk: str, body: bytes) -> None:
         sent = msgspec.msgpack.decode(body, type=_Sent)
@@ -296,8 +295,7 @@ class SentReports:
 
     def tell_answered(self, node_id: str, request_id: str) -> None:
         """It was answered before a status counted it."""
-        if not self._siblings.alone:
-            self._siblings.report(_ANSWERED, _Answered(node_id, request_id))
+        self._siblings.report(_ANSWERED, _Answered(node_id, request_id))
 
     def _on_answered(self, desk: str, body: bytes) -> None:
         answered = msgspec.msgpack.decode(body, type=_Answered)

@@ -19,7 +19,7 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.state import SchedulerStats
-from tandem.node.checks import RoleRules
+from tandem.node.requests import RoleRules
 from tandem.node.status import node_counters, node_status
 from tandem.simulator.costs import LEAST_STEP_S, CostModel, DecodeRun
 from tandem.simulator.network import Network, Port, SimulatedConnector

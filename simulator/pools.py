@@ -13,7 +13,7 @@ from tandem.cluster.pools.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling import PoolBounds, Resize
 from tandem.cluster.tasks import Clock
 from tandem.decode_node.node import DecodeRules
-from tandem.node.checks import RoleRules
+from tandem.node.requests import RoleRules
 from tandem.prefill_node.node import PrefillRules
 from tandem.simulator.costs import CostModel
 from tandem.simulator.network import Network

@@ -29,7 +29,7 @@ from tandem.cluster.pools.limits import check_alike, check_limits, check_room, c
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
-from tandem.cluster.pools.state import ClosedSlot, ClusterState, NodeRecord
+from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs, scaled_pool
 from tandem.cluster.tasks import Clock, Tasks, first_of, has_ended
@@ -273,10 +273,10 @@ class Controller:
 
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
         async with self._pools.writing:
-            record = self._known(node_id)
+            record = self._pools.state.known(node_id)
             if not record.leaving:
                 self._check_may_go(record)
-                await self._pools.keep(self._without_its_place(record))
+                await self._pools.keep(self._pools.state.releasing(record))
                 self._pools.note(f"{node_id} is drained, as asked")
                 self._pools.departures.begin(node_id, timeout_s)
             task = self._pools.departures.nodes[node_id]
@@ -420,7 +420,7 @@ class Controller:
     def _check_names(self, names: list[str]) -> None:
         for name in names:
             if name not in _POOLS:
-                self._known(name)
+                self._pools.state.known(name)
 
     async def _until_others_write(self, node: NodeRecord, limit_s: float) -> None:
         """The last node that can write answers goes on until another one can, which may be starting for it."""
@@ -435,16 +435,9 @@ class Controller:
             with contextlib.suppress(DeadlineExceeded):
                 await self._clock.within(limit_s, another(), "starting another node that writes answers")
 
-    def _without_its_place(self, record: NodeRecord) -> ClusterState:
-        new = self._pools.state.with_node(msgspec.structs.replace(record, leaving=True))
-        if new.sizes[record.role] is None and record.placement is not None:
-            slots = [ClosedSlot(part.host, part.slot) for part in record.placement.parts]
-            return msgspec.structs.replace(new, closed=[*new.closed, *slots])
-        return new.resized(record.role, -1)
-
     async def change_role(self, node_id: str, role: Role) -> None:
         async with self._pools.writing:
-            record = self._known(node_id)
+            record = self._pools.state.known(node_id)
             if record.role is not role and self._pools.state.rollout is not None:
                 raise Unavailable(
                     "a rollout is under way, which replaces nodes: change the role when it is done"
@@ -484,13 +477,6 @@ class Controller:
         task.add_done_callback(lambda _: self._changing.pop(record.node_id, None))
 
     # --- what may not be asked for
-
-    def _known(self, node_id: str) -> NodeRecord:
-        record = self._pools.state.find(node_id)
-        if record is None:
-            ids = ", ".join(node.node_id for node in self._pools.state.nodes) or "none"
-            raise ConfigurationError(f"there is no node {node_id}; there are: {ids}")
-        return record
 
     def _wanted(self, role: Role) -> int:
         return plan.wanted_size(self._pools.state, self._pools.machines, role, self._config.pools)

@@ -18,7 +18,7 @@ from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import key_of
-from tandem.wire.errors import Unavailable
+from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
 from tandem.wire.settings import without_defaults
 
@@ -132,6 +132,13 @@ class ClusterState(msgspec.Struct, frozen=True):
     def find(self, node_id: str) -> NodeRecord | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)
 
+    def known(self, node_id: str) -> NodeRecord:
+        record = self.find(node_id)
+        if record is None:
+            ids = ", ".join(node.node_id for node in self.nodes) or "none"
+            raise ConfigurationError(f"there is no node {node_id}; there are: {ids}")
+        return record
+
     def revision_of(self, number: int) -> Revision | None:
         """None: of an earlier rollout."""
         known = [self.revision, *([self.rollout.before] if self.rollout is not None else [])]
@@ -208,6 +215,14 @@ class ClusterState(msgspec.Struct, frozen=True):
             nodes=[node for node in self.nodes if node.node_id != node_id],
             paused=[name for name in self.paused if name != node_id],
         )
+
+    def releasing(self, record: NodeRecord) -> ClusterState:
+        """The node goes, and its pool is one smaller; where it has a node for each place, the place is closed."""
+        new = self.with_node(msgspec.structs.replace(record, leaving=True))
+        if new.sizes[record.role] is None and record.placement is not None:
+            slots = [ClosedSlot(part.host, part.slot) for part in record.placement.parts]
+            return msgspec.structs.replace(new, closed=[*new.closed, *slots])
+        return new.resized(record.role, -1)
 
     def evacuating(self, hosts: AbstractSet[str], present: Collection[str]) -> ClusterState:
         """The nodes on these machines go, and their pools keep their sizes. Machines that are no longer there are forgotten."""

@@ -152,7 +152,7 @@ def build_batch(
     names = [req_ids[i] for i in order]
     pooled: list[PooledRows] = []
     hidden_rows: torch.Tensor | None = None
-    if pooler:
+    if pooler is not None:
         pooled = pooler.rows_of(names, rows, query_start, contexts, requests.num_tokens)
         samples &= ~np.isin(rows, [one.row for one in pooled])
         kept = [row for one in pooled for row in one.wanted]

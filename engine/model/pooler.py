@@ -18,7 +18,7 @@ from tandem.wire.pooling import Pooling, PoolingKind
 
 
 @dataclasses.dataclass(slots=True)
-class _Part:
+class PoolingPart:
     """What one request's tokens have come to so far."""
 
     pooling: Pooling
@@ -50,27 +50,7 @@ class PooledRows:
 
 class Pooler:
     def __init__(self) -> None:
-        self._parts: dict[int, _Part] = {}
-
-    def __bool__(self) -> bool:
-        """Whether any request that is known wants a vector."""
-        return bool(self._parts)
-
-    def __contains__(self, row: int) -> bool:
-        return row in self._parts
-
-    def set(self, row: int, pooling: Pooling | None) -> None:
-        if pooling is None:
-            self._parts.pop(row, None)
-        else:
-            self._parts[row] = _Part(pooling)
-
-    def pooling(self, row: int) -> Pooling | None:
-        part = self._parts.get(row)
-        return part.pooling if part is not None else None
-
-    def clear(self, row: int) -> None:
-        self._parts.pop(row, None)
+        self.parts: dict[int, PoolingPart] = {}  # by row, of requests that want a vector
 
     def rows_of(
         self,
@@ -81,11 +61,9 @@ class Pooler:
         num_tokens: npt.NDArray[np.int32],
     ) -> list[PooledRows]:
         """For each request of the batch that wants a vector, in the batch's order."""
-        if not self._parts:
-            return []
         found: list[PooledRows] = []
         for index, row in enumerate(rows.tolist()):
-            part = self._parts.get(row)
+            part = self.parts.get(row)
             if part is None:
                 continue
             start, end, last = int(query_start[index]), int(query_start[index + 1]), int(contexts[index])
@@ -108,7 +86,7 @@ class Pooler:
         vectors: list[PooledVector] = []
         begin = 0
         for rows in pooled:
-            part = self._parts[rows.row]
+            part = self.parts[rows.row]
             own = hidden[begin : begin + len(rows.wanted)]
             begin += len(rows.wanted)
             self._add(part, rows, own)
@@ -118,7 +96,7 @@ class Pooler:
                 part.hidden = None
         return vectors
 
-    def _add(self, part: _Part, rows: PooledRows, own: torch.Tensor) -> None:
+    def _add(self, part: PoolingPart, rows: PooledRows, own: torch.Tensor) -> None:
         if rows.first == 0:
             part.tokens, part.hidden = 0, None
         if part.pooling.kind is not PoolingKind.LAST and rows.first != part.tokens:
@@ -135,7 +113,7 @@ class Pooler:
             part.hidden = own[0].float()
 
 
-def _finished(part: _Part, req_id: str) -> torch.Tensor:
+def _finished(part: PoolingPart, req_id: str) -> torch.Tensor:
     vector = part.hidden
     if vector is None:
         raise InternalError(f"the vector of {req_id} lacks its token")

@@ -23,7 +23,7 @@ _LEAST_IMPORTANT = 19
 
 
 class PageMaker:
-    """A thread that the others don't notice; it ends with the cache. `reached` may be called from any thread."""
+    """A thread that the others don't notice; it ends with the cache, or when all of that is made. `reached` may be called from any thread."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._address = cache.data_ptr()
@@ -43,18 +43,19 @@ class PageMaker:
     def made_bytes(self) -> int:
         return self._made
 
-    def reached(self, block: int) -> None:
-        """This block is in use: those after it may be next."""
+    def reached(self, block: int) -> bool:
+        """This block is in use: those after it may be next. False: the rest of the cache is being made, and nothing more need be said."""
         wanted = min(self._length, (block + 1) * self._block_bytes + WINDOW_BYTES)
         if wanted > self._wanted + PIECE_BYTES or wanted == self._length > self._wanted:
             with self._changed:
                 self._wanted = max(self._wanted, wanted)
                 self._changed.notify()
+        return self._wanted < self._length
 
     def _run(self) -> None:
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_IMPORTANT)
-            while True:
+            while self._made < self._length:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping or self._made < self._wanted)
                     if self._stopping:

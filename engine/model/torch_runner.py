@@ -23,14 +23,14 @@ from tandem.engine.model.batching import (
 )
 from tandem.engine.model.draft_model import DraftModel, propose_from_text
 from tandem.engine.model.eagle import EagleHead
-from tandem.engine.model.pooler import PooledVector, Pooler, read_vector
+from tandem.engine.model.pooler import PooledVector, Pooler, PoolingPart, read_vector
 from tandem.engine.model.runner import Batch, Forward, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
 from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.engine.model.vision.rows import ImageRows, rows_of
-from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.scheduling.output import BlockIds, ModelOutput, SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.errors import InternalError, InvalidLogits
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Preempted:
-    """What is kept of a request that has lost its row."""
+class _Asked:
+    """What a request says with its first step alone; most want nothing but tokens."""
 
+    num_prompt_tokens: int
     sampling: SamplingParams
     pooling: Pooling | None
     lora: str | None
     media: Sequence[MediaFeature]
     embeds: torch.Tensor | None
-    num_prompt_tokens: int
 
 
 class TorchRunner:
@@ -78,7 +78,7 @@ class TorchRunner:
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
-        self.pages: PageMaker | None = None
+        self.pages: PageMaker | None = None  # until requests have come so far that the whole cache is made
         self._forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
@@ -100,7 +100,8 @@ class TorchRunner:
         self._pooler = Pooler()
         self._hidden_states = hidden_states  # None: no request may ask for them
         self._states_wanted: dict[int, str] = {}  # by row: the file's name
-        self._preempted: dict[str, _Preempted] = {}
+        self._asked: dict[int, _Asked] = {}  # by row
+        self._preempted: dict[str, _Asked] = {}  # of requests that have lost their row
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._no_hidden = torch.empty(0, 0, device=self._device)
         self._unfinished: StepOnDevice | None = None  # the newest step, until its tokens are read
@@ -166,11 +167,11 @@ class TorchRunner:
                     self._block_size,
                     self._device,
                     unread,
-                    self._pooler,
+                    self._pooler if self._pooler.parts else None,
                 )
                 if self._loras:
                     batch = self._with_adapters(batch, scheduled)
-                if self._images:
+                if self._images.media or self._images.embeds:
                     batch, errors = self._images.placed(batch, scheduled)
                     started.errors |= errors
                 for_head = self._wants_guesses(scheduled)
@@ -223,18 +224,17 @@ class TorchRunner:
         for req_id in step.preempted_req_ids:
             if req_id in self._requests:
                 row = self._requests.row(req_id)
-                self._preempted[req_id] = self._kept(row)
+                self._preempted[req_id] = self._asked[row]
                 self._forget(req_id)
         for new in step.new_reqs:
-            row = self._requests.add(new.req_id, new.token_ids, new.num_prompt_tokens, new.block_ids)
+            embeds = rows_of(new.embeds) if new.embeds is not None else None
+            asked = _Asked(new.num_prompt_tokens, new.sampling, new.pooling, new.lora, new.media, embeds)
+            row = self._add(new.req_id, new.token_ids, new.block_ids, asked)
             self._requests.num_computed[row] = new.num_computed_tokens
             if self.pages is not None:
-                self.pages.reached(max((max(ids) for ids in new.block_ids if ids), default=0))
-            self._table.set(row, new.sampling)
-            self._pooler.set(row, new.pooling)
-            self._want_states(row, new.sampling)
-            self._set_lora(row, new.lora)
-            self._set_rows(row, new.media, rows_of(new.embeds))
+                last = max((max(ids) for ids in new.block_ids if ids), default=0)
+                if not self.pages.reached(last):
+                    self.pages = None
         cached = step.cached_reqs
         for req_id, num_computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -249,42 +249,39 @@ class TorchRunner:
 
     def _resume(self, req_id: str, token_ids: list[int], block_ids: list[list[int]]) -> int:
         if req_id in self._requests:
-            kept = self._kept(self._requests.row(req_id))
+            asked = self._asked[self._requests.row(req_id)]
         else:
-            kept = self._preempted.pop(req_id)
-        row = self._requests.add(req_id, token_ids, kept.num_prompt_tokens, block_ids)
-        self._table.set(row, kept.sampling)
-        self._pooler.set(row, kept.pooling)
-        self._want_states(row, kept.sampling)
-        self._set_lora(row, kept.lora)
-        self._set_rows(row, kept.media, kept.embeds)
+            asked = self._preempted.pop(req_id)
         self._prompt_logprobs.pop(req_id, None)
+        return self._add(req_id, token_ids, block_ids, asked)
+
+    def _add(self, req_id: str, token_ids: list[int], block_ids: BlockIds, asked: _Asked) -> int:
+        row = self._requests.add(req_id, token_ids, asked.num_prompt_tokens, block_ids)
+        self._clear(row)
+        self._asked[row] = asked
+        self._table.set(row, asked.sampling)
+        if asked.sampling.hidden_states is not None:
+            self._states_wanted[row] = asked.sampling.hidden_states
+        if asked.pooling is not None:
+            self._pooler.parts[row] = PoolingPart(asked.pooling)
+        if asked.lora is not None:
+            self._loras[row] = asked.lora
+        if asked.media:
+            self._images.media[row] = asked.media
+        if asked.embeds is not None:
+            self._images.embeds[row] = asked.embeds
+            self._requests.num_unsaid[row] = asked.embeds.shape[0]
         return row
 
-    def _kept(self, row: int) -> _Preempted:
-        return _Preempted(
-            self._table.params[row],
-            self._pooler.pooling(row),
-            self._loras.get(row),
-            self._images.media(row),
-            self._images.embeds(row),
-            int(self._requests.num_prompt_tokens[row]),
-        )
-
-    def _want_states(self, row: int, sampling: SamplingParams) -> None:
-        if sampling.hidden_states is not None:
-            self._states_wanted[row] = sampling.hidden_states
-
-    def _set_lora(self, row: int, identity: str | None) -> None:
-        if identity is not None:
-            self._loras[row] = identity
-        else:
-            self._loras.pop(row, None)
-
-    def _set_rows(self, row: int, media: Sequence[MediaFeature], embeds: torch.Tensor | None) -> None:
-        self._images.set(row, media, embeds)
-        if embeds is not None:
-            self._requests.num_unsaid[row] = embeds.shape[0]
+    def _clear(self, row: int) -> None:
+        """Forgets what the row's request asked for."""
+        self._asked.pop(row, None)
+        self._table.clear(row)
+        self._pooler.parts.pop(row, None)
+        self._loras.pop(row, None)
+        self._images.media.pop(row, None)
+        self._images.embeds.pop(row, None)
+        self._states_wanted.pop(row, None)
 
     def _with_adapters(self, batch: Batch, scheduled: ScheduledTokens) -> Batch:
         """The batch with the slot of each row's adapter, where any has one."""
@@ -307,12 +304,9 @@ class TorchRunner:
     def _forget(self, req_id: str) -> None:
         row = self._requests.remove(req_id)
         if row is not None:
-            self._table.clear(row)
-            self._pooler.clear(row)
-            self._loras.pop(row, None)
-            if self._states_wanted.pop(row, None) is not None and self._hidden_states is not None:
+            if row in self._states_wanted and self._hidden_states is not None:
                 self._hidden_states.forget(row)
-            self._images.set(row, ())
+            self._clear(row)
         self._prompt_logprobs.pop(req_id, None)
 
     def _sample(

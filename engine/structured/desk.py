@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.engine.structured.grammars import Grammars
-from tandem.wire.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
+from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError
 
 _THREADS = 2  # so that one costly grammar does not hold up all others
 
@@ -26,31 +26,19 @@ class GrammarDesk:
     once: by a GrammarReady, by `overdue`, or by `forget`, whichever is first. Its grammar is compiled only if none of the
     latter came before its turn: when too many arrive at once, those that are too late fail, not every one after them."""
 
-    def __init__(
-        self, grammars: Grammars | None, timeout_s: float, tell: Callable[[GrammarReady], None]
-    ) -> None:
+    def __init__(self, grammars: Grammars, timeout_s: float, tell: Callable[[GrammarReady], None]) -> None:
         self._grammars = grammars
         self._timeout_s = timeout_s
         self._tell = tell
         self._deadlines: dict[str, float] = {}  # in order: all wait equally long
         self._work: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        for index in range(_THREADS):
+            threading.Thread(target=self._compile, name=f"grammar-{index}", daemon=True).start()
 
-    def must_wait(self, grammar: str | None) -> bool:
-        if grammar is None:
-            return False
-        if self._grammars is None:
-            raise InvalidRequest("this node follows no grammars")
+    def must_wait(self, grammar: str) -> bool:
         return not self._grammars.is_prepared(grammar)
 
     def begin(self, request_id: str, grammar: str, now: float) -> None:
-        if not self._threads:
-            self._threads = [
-                threading.Thread(target=self._compile, name=f"grammar-{index}", daemon=True)
-                for index in range(_THREADS)
-            ]
-            for thread in self._threads:
-                thread.start()
         self._deadlines[request_id] = now + self._timeout_s
         self._work.put((request_id, grammar))
 
@@ -74,7 +62,7 @@ class GrammarDesk:
         return next(iter(self._deadlines.values())) - now if self._deadlines else None
 
     def close(self) -> None:
-        for _ in self._threads:
+        for _ in range(_THREADS):
             self._work.put(None)
 
     def _compile(self) -> None:
@@ -86,8 +74,7 @@ class GrammarDesk:
 
     def _attempt(self, grammar: str) -> TandemError | None:
         try:
-            if self._grammars is not None:
-                self._grammars.prepare(grammar)
+            self._grammars.prepare(grammar)
         except TandemError as error:
             return error
         except BaseException as error:  # a panic of the library is no Exception, and must not end the thread

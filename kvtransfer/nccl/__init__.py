@@ -16,9 +16,8 @@ from __future__ import annotations
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.transport import NcclTransport
-from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
+from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
 from tandem.kvtransfer.protocol.side import parse_direction
-from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 
 
 def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:

@@ -3,7 +3,7 @@
 interfaces on which network devices UCX listens
 lanes      which way UCX moves them, from its own log
 transport  NIXL's interface and errors, translated into ours: a `kvtransfer.protocol.transport.Transport`
-sharded    several of these as one, where the ranks of a node keep their heads apart
+sharded    the same where the ranks of a node, or of its peers, keep their heads apart: of one move, several
 rank_lines what rank 0 and another rank of its node say of transfers
 rank_thread another rank's part of transfers
 staging    the same by way of host memory, for a cache on a GPU
@@ -16,11 +16,10 @@ from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerC
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.sharded import ShardedTransport
 from tandem.kvtransfer.nixl.staging import StagedTransport
-from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
-from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
+from tandem.kvtransfer.nixl.transport import NixlAgent
+from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
 from tandem.kvtransfer.protocol.side import parse_direction
 from tandem.kvtransfer.protocol.transport import Direction, Transport
-from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 from tandem.wire.errors import ConfigurationError
 
 
@@ -28,7 +27,7 @@ def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnect
     options = NixlOptions.parse(context.config.options)
     direction = parse_direction(context.config.direction)
     agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", options, context.host)
-    transport: Transport = ShardedTransport(NixlTransport(agent), context.rank_lines)
+    transport: Transport = ShardedTransport(agent, context.rank_lines)
     if options.staging == "host":
         if context.rank_lines:
             raise ConfigurationError(

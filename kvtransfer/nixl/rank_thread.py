@@ -36,7 +36,7 @@ from tandem.kvtransfer.nixl.rank_lines import (
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.cache_map import layout_of
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
-from tandem.kvtransfer.protocol.identity import this_process
+from tandem.kvtransfer.protocol.processes import this_process
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
 from tandem.wire.errors import InternalError, TandemError, TransferError
 from tandem.wire.handoff import CacheShard

@@ -4,7 +4,7 @@ The protocol above knows one pool, whose blocks have all heads. Here each move o
 this rank makes its own, the other ranks are told theirs (`rank_lines`), and the move is done when all of them are. One that fails fails
 the move, but not before the others are over: until then they touch memory.
 
-Between two caches in one piece everything goes straight to NIXL.
+Between two caches in one piece all is as `NixlTransport` has it: nothing here is called for their moves.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tandem.kvtransfer.nixl.rank_lines import (
     SumUp,
     WayOpened,
 )
-from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.cache_map import layout_of
-from tandem.kvtransfer.protocol.identity import this_process
+from tandem.kvtransfer.protocol.processes import this_process
 from tandem.kvtransfer.protocol.shards import PoolSplit, pairs_between, part_in, shards_in
 from tandem.kvtransfer.protocol.transport import (
     AskedSums,
@@ -45,10 +45,9 @@ from tandem.kvtransfer.protocol.transport import (
     Operation,
     RemoteId,
     ShardSums,
-    Transport,
 )
 from tandem.wire.errors import ConfigurationError, InternalError, TransferError
-from tandem.wire.handoff import CacheMemory, CacheShard, ProcessIdentity
+from tandem.wire.handoff import CacheMemory, CacheShard
 
 _OPEN_S = 120.0  # to register a cache, which may lock all its pages
 _ANSWER_S = 5.0  # longer than the node's supervisor lets a rank be silent
@@ -61,7 +60,7 @@ _OWN = 0  # this rank's shard
 class _Peer:
     """By the peer's shard, and for other ranks by ours too: under which number each knows it."""
 
-    split: PoolSplit | None = None  # None: neither side is in shards
+    split: PoolSplit
     own: dict[int, RemoteId] = dataclasses.field(default_factory=dict)
     elsewhere: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     # Ranks whose writes failed, which are not known to have stopped; and what they were asked to that end.
@@ -83,35 +82,32 @@ class _MoveInParts:
     problem: str = ""
 
 
-class ShardedTransport(Transport):
-    name = "nixl"
-
-    def __init__(self, own: NixlTransport, lines: Sequence[socket.socket] = ()) -> None:
+class ShardedTransport(NixlTransport):
+    def __init__(self, agent: NixlAgent, lines: Sequence[socket.socket] = ()) -> None:
         """`lines`: to the other ranks, in order, where each keeps its heads apart."""
-        self._own = own
+        super().__init__(agent)
         self._lines = {rank: RankLine(rank, line) for rank, line in enumerate(lines, start=_OWN + 1)}
-        self._mine: CacheMemory | None = None
+        self._pool: CacheMemory | None = None  # as peers see it
         self._num_heads = self._num_slots = 0
-        self._peers: dict[RemoteId, _Peer] = {}
-        self._moves: dict[HandleId, _MoveInParts] = {}
-        self._numbers = itertools.count()
-        self._closed = False
+        self._peers: dict[RemoteId, _Peer] = {}  # where either side is in shards
+        self._moves: dict[HandleId, _MoveInParts] = {}  # by numbers below 0: NIXL's are above
+        self._numbers = itertools.count(1)
 
     # ── memory ──
 
     def register(self, memory: KVCacheMemory) -> CacheMemory:
-        agent = self._own.agent
+        agent = self.agent
         asked = {
             rank: line.ask(OpenCache, name=f"{agent.name}-rank{rank}", host=agent.host, options=agent.options)
             for rank, line in self._lines.items()
         }
-        described = self._own.register(memory)
+        described = super().register(memory)
         self._num_heads, self._num_slots = memory.all_heads, memory.all_slots
         if memory.heads is not None:
             described = self._in_shards(memory, described, asked)
         elif asked:
             raise InternalError("other ranks keep heads, and this one keeps all")
-        self._mine = described
+        self._pool = described
         return described
 
     def _in_shards(self, memory: KVCacheMemory, own: CacheMemory, asked: dict[int, int]) -> CacheMemory:
@@ -159,27 +155,25 @@ class ShardedTransport(Transport):
 
     def connect(self, memory: CacheMemory) -> RemoteId:
         """Where another rank cannot reach the peer, the first move fails: it is not waited for."""
-        mine = self._mine
+        mine = self._pool
         if mine is None:
             raise InternalError("a connection before the KV cache was registered")
-        remote, peer = RemoteId(next(self._numbers)), _Peer()
         if not mine.shards and not memory.shards:
-            peer.own[0] = self._own.connect(memory)
-        else:
-            pools = shards_in(mine, self._num_heads), shards_in(memory, self._num_heads)
-            peer.split = PoolSplit(*pools)
-            pairs = pairs_between(*pools)
-            try:
-                for theirs in sorted({theirs for ours, theirs in pairs if ours == _OWN}):
-                    peer.own[theirs] = self._own.connect(self._shard_of(memory, theirs))
-            except TransferError:
-                for connected in peer.own.values():
-                    self._own.disconnect(connected)
-                raise
-            for ours, theirs in pairs:
-                if ours != _OWN:
-                    number = peer.elsewhere[ours, theirs] = next(self._numbers)
-                    self._lines[ours].tell(ConnectPeer(number, self._shard_of(memory, theirs)))
+            return super().connect(memory)
+        pools = shards_in(mine, self._num_heads), shards_in(memory, self._num_heads)
+        peer, pairs = _Peer(PoolSplit(*pools)), pairs_between(*pools)
+        try:
+            for theirs in sorted({theirs for ours, theirs in pairs if ours == _OWN}):
+                peer.own[theirs] = super().connect(self._shard_of(memory, theirs))
+        except TransferError:
+            for connected in peer.own.values():
+                super().disconnect(connected)
+            raise
+        for ours, theirs in pairs:
+            if ours != _OWN:
+                number = peer.elsewhere[ours, theirs] = next(self._numbers)
+                self._lines[ours].tell(ConnectPeer(number, self._shard_of(memory, theirs)))
+        remote = RemoteId(next(self._remote_ids))
         self._peers[remote] = peer
         return remote
 
@@ -201,11 +195,14 @@ class ShardedTransport(Transport):
 
     def may_still_write(self, remote: RemoteId) -> bool:
         """What a rank had sent that has ended may arrive at any time: the peer must find out for itself."""
-        return bool(self._peers[remote].failed)
+        peer = self._peers.get(remote)
+        return peer is not None and bool(peer.failed)
 
     def stop_writing(self, remote: RemoteId) -> None:
         """A rank that lives says when it has forgotten the peer."""
-        peer = self._peers[remote]
+        peer = self._peers.get(remote)
+        if peer is None:
+            return
         for rank in sorted(peer.failed):
             line = self._lines[rank]
             if rank not in peer.asked:
@@ -217,56 +214,56 @@ class ShardedTransport(Transport):
                 peer.failed.discard(rank)
 
     def disconnect(self, remote: RemoteId) -> None:
-        peer = self._peers.pop(remote)
+        peer = self._peers.pop(remote, None)
+        if peer is None:
+            super().disconnect(remote)
+            return
         for connected in peer.own.values():
-            self._own.disconnect(connected)
+            super().disconnect(connected)
         for (rank, _), number in peer.elsewhere.items():
             line = self._lines[rank]
             line.forget(line.ask(ForgetPeer, remote=number))
 
     # ── moves ──
 
-    def post(self, remote: RemoteId, move: Move) -> HandleId:
+    def _post_in_parts(self, remote: RemoteId, move: Move) -> HandleId:
         peer = self._peers[remote]
         writes = move.operation is Operation.WRITE
         parts = _MoveInParts(peer, writes, [], [])
-        if peer.split is None:
-            parts.own.append(self._own.post(peer.own[0], move))
-        else:
-            in_shards = peer.split.of(move)
+        in_shards = peer.split.of(move)
+        for part in in_shards:
+            line = self._lines.get(part.ours)
+            if line is not None and line.has_ended():
+                raise TransferError(line.ended)
+        for part in in_shards:
+            if part.ours != _OWN:
+                ours, theirs = (
+                    units.astype("<i8").tobytes() for units in (part.move.local, part.move.remote)
+                )
+                number = self._lines[part.ours].post(
+                    peer.elsewhere[part.ours, part.theirs],
+                    move.operation.value,
+                    part.move.unit_bytes,
+                    ours,
+                    theirs,
+                )
+                parts.elsewhere.append((part.ours, number))
+        try:
             for part in in_shards:
-                line = self._lines.get(part.ours)
-                if line is not None and line.has_ended():
-                    raise TransferError(line.ended)
-            for part in in_shards:
-                if part.ours != _OWN:
-                    ours, theirs = (
-                        units.astype("<i8").tobytes() for units in (part.move.local, part.move.remote)
-                    )
-                    number = self._lines[part.ours].post(
-                        peer.elsewhere[part.ours, part.theirs],
-                        move.operation.value,
-                        part.move.unit_bytes,
-                        ours,
-                        theirs,
-                    )
-                    parts.elsewhere.append((part.ours, number))
-            try:
-                for part in in_shards:
-                    if part.ours == _OWN:
-                        parts.own.append(self._own.post(peer.own[part.theirs], part.move))
-            except TransferError as error:
-                # The other parts are in flight: it fails when they are over.
-                parts.problem = str(error)
-        handle = HandleId(next(self._numbers))
+                if part.ours == _OWN:
+                    parts.own.append(self.post(peer.own[part.theirs], part.move))
+        except TransferError as error:
+            # The other parts are in flight: it fails when they are over.
+            parts.problem = str(error)
+        handle = HandleId(-next(self._numbers))
         self._moves[handle] = parts
         return handle
 
-    def is_done(self, handle: HandleId) -> bool:
+    def _are_parts_done(self, handle: HandleId) -> bool:
         parts = self._moves[handle]
         for own in list(parts.own):
             try:
-                if not self._own.is_done(own):
+                if not self.is_done(own):
                     continue
             except TransferError as error:
                 parts.problem = parts.problem or str(error)
@@ -302,7 +299,7 @@ class ShardedTransport(Transport):
             "by_layer": by_layer,
         }
         asked = [(line, line.ask(SumUp, **said)) for line in self._lines.values()]
-        shards = self._mine.shards if self._mine is not None else []
+        shards = self._pool.shards if self._pool is not None else []
 
         def wait() -> list[ShardSums]:
             until = time.monotonic() + _ANSWER_S
@@ -329,8 +326,8 @@ class ShardedTransport(Transport):
 
     def reopen(self) -> CacheMemory | None:
         asked = {rank: line.ask(OpenWay) for rank, line in self._lines.items()}
-        described = self._own.reopen()
-        mine = self._mine
+        described = super().reopen()
+        mine = self._pool
         if described is None or mine is None or not mine.shards:
             return described
         until = time.monotonic() + _ANSWER_S
@@ -346,7 +343,7 @@ class ShardedTransport(Transport):
 
     def close_earlier(self) -> bool:
         asked = [(line, line.ask(CloseEarlierWays)) for line in self._lines.values()]
-        closed = self._own.close_earlier()
+        closed = super().close_earlier()
         until = time.monotonic() + _ANSWER_S
         try:
             answers = [line.answer(number, Done, until).yes for line, number in asked]
@@ -354,16 +351,12 @@ class ShardedTransport(Transport):
             return False
         return closed and all(answers)
 
-    def shuts_out(self, peer: ProcessIdentity) -> bool:
-        return self._own.shuts_out(peer)
-
     def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
         asked = [(line, line.ask(CloseCache)) for line in self._lines.values()]
         try:
-            self._own.close()
+            super().close()
         finally:
             until = time.monotonic() + _CLOSE_S
             for line, number in asked:

@@ -29,7 +29,7 @@ from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl.interfaces import listening_at
 from tandem.kvtransfer.nixl.lanes import LANE_LOG, name_lanes
 from tandem.kvtransfer.nixl.options import NixlOptions
-from tandem.kvtransfer.protocol.identity import this_process
+from tandem.kvtransfer.protocol.processes import this_process
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport, UnitIds, run_bounds
 from tandem.wire.errors import ConfigurationError, InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity
@@ -332,7 +332,9 @@ class NixlTransport(Transport):
             logger.warning("disconnecting from %s: %s", known.name, error)
 
     def post(self, remote: RemoteId, move: Move) -> HandleId:
-        mine, known = self._mine, self._remotes[remote]
+        mine, known = self._mine, self._remotes.get(remote)
+        if known is None:
+            return self._post_in_parts(remote, move)
         if self._prepared is None or mine is None:
             raise InternalError("a transfer before the KV cache was registered")
         if move.unit_bytes == mine.block_bytes == known.memory.block_bytes:
@@ -354,6 +356,8 @@ class NixlTransport(Transport):
         return handle
 
     def is_done(self, handle: HandleId) -> bool:
+        if handle not in self._done:
+            return self._are_parts_done(handle)
         try:
             done = self._done[handle] or self._agent.is_done(handle)
         except TransferError:
@@ -363,6 +367,14 @@ class NixlTransport(Transport):
             self._name_lanes(handle)
             self._end(handle)
         return done
+
+    # For `ShardedTransport`: a peer that is not reached as one piece.
+
+    def _post_in_parts(self, remote: RemoteId, move: Move) -> HandleId:
+        raise InternalError(f"a move to peer {remote}, which is not connected")
+
+    def _are_parts_done(self, handle: HandleId) -> bool:
+        raise InternalError(f"move {handle} is over, or never began")
 
     def _name_lanes(self, handle: HandleId) -> None:
         """UCX connects with the first transfer."""

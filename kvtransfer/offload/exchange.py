@@ -20,10 +20,9 @@ import numpy.typing as npt
 import xxhash
 
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
-from tandem.kvtransfer.channel import SideChannel
 from tandem.kvtransfer.protocol.checksums import ChecksumSample, pack, unpack
-from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, POLL_MIN_S
-from tandem.kvtransfer.protocol.identity import Clock, Identity, PeerKey
+from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, POLL_MIN_S, SideChannel
+from tandem.kvtransfer.protocol.side import Clock, Identity, PeerKey
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, Envelope

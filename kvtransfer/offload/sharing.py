@@ -26,8 +26,7 @@ from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.prefixes import Prefixes
 from tandem.kvtransfer.protocol.checksums import every_of
-from tandem.kvtransfer.protocol.identity import BoundedMemory, PeerKey, key_of
-from tandem.kvtransfer.protocol.side import ProtocolSettings
+from tandem.kvtransfer.protocol.side import BoundedMemory, PeerKey, ProtocolSettings, key_of
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.wire.handoff import CacheMemory, Envelope
 from tandem.wire.nodes import PeerAddress

@@ -6,7 +6,7 @@ them; a test drives them with a clock and a network that it made up.
 
 What both sides know:
 
-    identity    who a node is, what a request's tokens are known by, and whether a process has ended
+    processes   which process of which machine a node is, and whether one has ended
     cache_map   what our KV cache looks like, whether a peer's fits it, which bytes of one are which bytes of the other
     shards      the same where the ranks of a node keep their heads apart: which of its ranks moves which bytes
     checksums   what blocks are compared by, and which of them
@@ -14,8 +14,8 @@ What both sides know:
     commands    what the scheduler half plans and the worker half carries out
     statistics  what is measured: how fast a link moves and a node computes, whether a transfer is worth its wait; how transfers
                 ended, and what they moved
-    side        what both sides of one node have in common: durations and limits, what an operator may say of every connector under this
-                protocol, and what is said to a message that cannot be acted on
+    side        what both sides of one node have in common: who it is to its peers, durations and limits, what an operator may say of
+                every connector under this protocol, and what is said to a message that cannot be acted on
     links       the nodes on the other side, as each side knows them: handshake, stamps, silence; how a consumer registers its
                 blocks and renews its leases
 
@@ -37,6 +37,6 @@ The consumer, which decodes:
 
 Around both:
 
-    endpoint    producer and consumer of one node at one address, and the thread that runs them
-    scheduler_half, worker_half   the two halves of a connector
+    endpoint    producer and consumer of one node at one address, that address, and the thread that runs them
+    halves      the two halves of a connector: the one that plans, and the one that moves
 """

@@ -7,14 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from tandem.kvtransfer.base import NULL_BLOCK_ID, ConnectorMetadata
+from tandem.kvtransfer.base import ConnectorMetadata
 from tandem.wire.nodes import PeerAddress
 
 BlockTable = list[list[int]]
-
-
-def count_blocks(table: BlockTable) -> int:
-    return sum(block != NULL_BLOCK_ID for ids in table for block in ids)
 
 
 class BeginReceive(msgspec.Struct, frozen=True):

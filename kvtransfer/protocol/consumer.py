@@ -9,7 +9,6 @@ from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.config import MAX_LEASE_S
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping
-from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.incoming import (
     DeclinedTransfers,
     IncomingTransfers,
@@ -19,7 +18,7 @@ from tandem.kvtransfer.protocol.incoming import (
 from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks, Registrar
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.side import Answers, NodeSide
+from tandem.kvtransfer.protocol.side import Answers, NodeSide, PeerKey, key_of
 from tandem.kvtransfer.protocol.statistics import LinkPace, Outcome, Patience
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.errors import TransferError
@@ -54,7 +53,6 @@ class Consumer:
         me, settings, send, clock = side.me, side.settings, side.send, side.clock
         self._side = side
         self._answers = Answers(me, send, side.recorder)
-        self._reads = side.direction is Direction.PULL
         self._ticked_at = clock()
         self._links = ProducerLinks(side)
         self._declined = DeclinedTransfers(me, settings, send, clock)
@@ -62,7 +60,9 @@ class Consumer:
             side, self._links, self._declined, finished=finished, failed=failed, released=released
         )
         self._quarantine = Quarantine(side, self._links, self._incoming, has_ended=has_ended)
-        self._pulling = PullLoop(side, self._links, self._incoming, broken=self._on_connection_broken)
+        self._pulling: PullLoop | None = None  # only where the consumer reads
+        if side.direction is Direction.PULL:
+            self._pulling = PullLoop(side, self._links, self._incoming, broken=self._on_connection_broken)
         self._verifier = Verifier(side)
         self._patience = Patience(settings.patience_s, clock)
         self._tokens_per_s: float | None = None  # at which our engine computes prompts
@@ -76,7 +76,8 @@ class Consumer:
     @property
     def is_idle(self) -> bool:
         """Nothing has a deadline."""
-        return self._incoming.is_empty and self._declined.is_empty and not self._pulling.has_leaving
+        has_reads = self._pulling is not None and self._pulling.has_leaving
+        return self._incoming.is_empty and self._declined.is_empty and not has_reads
 
     # ── commands of our own engine ──
 
@@ -108,8 +109,7 @@ class Consumer:
         for link in self._links:
             may_be_gone = link.key.node_id == opened.node_id or link.stamp_at < limit
             if may_be_gone and not self._incoming.with_peer(link.key):
-                self._links.drop(link.key)
-                self._pulling.leave(link.key)
+                self._drop(link.key)
 
     def cancel(self, command: commands.CancelReceive) -> None:
         receiving = self._incoming.of_request(command.request_id)
@@ -137,7 +137,7 @@ class Consumer:
             logger.error("%s cannot send KV here: %s", link.key.node_id, difference)
             self._leave(link, Outcome.INCOMPATIBLE, difference)
             return
-        if self._reads:
+        if self._pulling is not None:
             try:
                 self._pulling.connect(link.key, message.memory)
             except TransferError as error:
@@ -186,7 +186,7 @@ class Consumer:
         key = key_of(message.envelope)
         self._links.hear(key)
         receiving = self._mine(message.transfer_id, key)
-        if receiving is None or receiving.quarantined is not None or self._reads:
+        if receiving is None or receiving.quarantined is not None or self._pulling is not None:
             return
         if receiving.outcome is Outcome.CORRUPTED:
             return  # nothing more of it is believed
@@ -208,7 +208,7 @@ class Consumer:
 
     def on_pace(self, message: TransferPace) -> None:
         link = self._hear(message)
-        if link is None or self._reads or not message.bytes_per_s > 0:
+        if link is None or self._pulling is not None or not message.bytes_per_s > 0:
             return
         link.pace = LinkPace(message.bytes_per_s, message.in_flight, message.waiting, self._side.clock())
 
@@ -233,7 +233,7 @@ class Consumer:
             self._side.recorder.refused("repeated_notice")
         elif (difference := self._difference(receiving, message)) is not None:
             self._refuse_mismatch(receiving, difference)
-        elif self._reads:
+        elif self._pulling is not None:
             problem = self._pulling.begin(receiving, message)
             if problem is not None:
                 self._refuse_mismatch(receiving, problem)
@@ -322,7 +322,7 @@ class Consumer:
         """This producer seems to be gone: its requests go on without it, and blocks that it may write to stay in
         quarantine. If its end is `proven`, that is over so soon that it is waited for."""
         self._links.suspect(key, reason)
-        self._pulling.leave(key)
+        self._stop_reading(key)
         for receiving in self._incoming.with_peer(key):
             self._incoming.give_up(receiving, Outcome.PEER_LOST, reason)
             if receiving in self._incoming and not proven:
@@ -338,10 +338,17 @@ class Consumer:
 
     def _leave(self, link: ProducerLink, outcome: Outcome, reason: str) -> None:
         """There is no working with this producer, alive as it is."""
-        self._links.drop(link.key)
-        self._pulling.leave(link.key)
+        self._drop(link.key)
         for receiving in self._incoming.with_peer(link.key):
             self._incoming.give_up(receiving, outcome, reason)
+
+    def _drop(self, key: PeerKey) -> None:
+        self._links.drop(key)
+        self._stop_reading(key)
+
+    def _stop_reading(self, key: PeerKey) -> None:
+        if self._pulling is not None:
+            self._pulling.leave(key)
 
     def _mine(self, transfer_id: str, key: PeerKey) -> IncomingTransfer | None:
         receiving = self._incoming.get(transfer_id)
@@ -388,8 +395,7 @@ class Consumer:
     # ── the loop's turn ──
 
     def pump(self) -> Activity:
-        """Look after our own reads."""
-        return self._pulling.pump() if self._reads else Activity.NONE
+        return self._pulling.pump() if self._pulling is not None else Activity.NONE
 
     def tick(self) -> None:
         now, settings = self._side.clock(), self._side.settings
@@ -399,7 +405,7 @@ class Consumer:
         self._declined.tick()
         for link in self._links:
             self._registrar.tick(link)
-        if self._reads:
+        if self._pulling is not None:
             self._pulling.measure()
         for link in self._links:
             if since > settings.pace_s:

@@ -1,5 +1,6 @@
 """A node's producer and consumer behind one address, where every message and every command enters, and the thread that runs them:
-it alone touches the transport and the protocol's state.
+it alone touches the transport and the protocol's state. The address is a `SideChannel`'s, by which nodes speak to nodes, of transfers and
+of tiers.
 
 The thread sleeps until something arrives. While transfers are under way it looks at deadlines `ProtocolSettings.tick_s` apart,
 and while handles are in flight it polls them at intervals that grow from POLL_MIN_S to POLL_MAX_S.
@@ -10,7 +11,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -18,11 +22,10 @@ from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.commands import Command
 from tandem.kvtransfer.protocol.consumer import Consumer
-from tandem.kvtransfer.protocol.identity import Clock
 from tandem.kvtransfer.protocol.producer import Producer
-from tandem.kvtransfer.protocol.side import Answers, NodeSide, ProtocolSettings
+from tandem.kvtransfer.protocol.side import Answers, Clock, NodeSide, ProtocolSettings
 from tandem.kvtransfer.protocol.transport import Activity
-from tandem.wire.errors import InternalError
+from tandem.wire.errors import InternalError, NodeLost
 from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
@@ -41,7 +44,8 @@ from tandem.wire.handoff import (
     TransferPace,
     Welcome,
 )
-from tandem.wire.listening import Listener
+from tandem.wire.listening import Listener, ListenerProbe, address_of
+from tandem.wire.sockets import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +54,89 @@ POLL_MAX_S = 0.0005
 # Blocks are moved and deadlines looked at in between, however much peers have to say.
 ITEMS_PER_TURN = 256
 
+MAX_ENDPOINTS = 1024
+# A peer that nothing was sent to for so long may be gone for ever, and each restart of a node is a new endpoint.
+IDLE_S = 60.0
+# Every question is asked again, so a lost one costs less than a connection that waits for its turn to try again.
+UNACKNOWLEDGED_S = 2.0
+
 _OUT_OF_REACH = {
     Listener.REFUSES: "its address refuses connections",
     Listener.DOES_NOT_ANSWER: "it is silent, and its machine does not answer",
 }
+
+
+M = TypeVar("M")
+
+
+class SideChannel(Generic[M]):
+    """Endpoints are named by peers, so what they name is checked, and how many are kept is bounded."""
+
+    def __init__(
+        self,
+        host: str,
+        name: str,
+        on_message: Callable[[M], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        messages: Any = HandoffMessage,
+    ) -> None:
+        """`messages`: the type of what arrives."""
+        self._clock = clock
+        self._inbox: Inbox[M] = Inbox(host, messages, on_message, name=name)
+        self._outbox = Outbox(unacknowledged_s=UNACKNOWLEDGED_S)
+        self._used: OrderedDict[str, float] = OrderedDict()  # when last; the longest ago first
+        self._probe = ListenerProbe()
+        self.undeliverable = 0
+
+    @property
+    def endpoint(self) -> str:
+        return self._inbox.endpoint
+
+    @property
+    def malformed(self) -> int:
+        return self._inbox.malformed
+
+    @property
+    def died(self) -> str | None:
+        """Why nothing is received any more; None while it is."""
+        return self._inbox.died
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        """Never blocks and never raises: a sender that needs an answer asks again, and has a deadline."""
+        if endpoint not in self._used and address_of(endpoint) is None:
+            self.undeliverable += 1
+            return
+        try:
+            self._outbox.send(endpoint, message)
+        except NodeLost as error:
+            self.undeliverable += 1
+            self.forget(endpoint)
+            logger.warning("a %s was not sent: %s", type(message).__name__, error)
+            return
+        now = self._clock()
+        self._used[endpoint] = now
+        self._used.move_to_end(endpoint)
+        oldest, used_at = next(iter(self._used.items()))
+        if len(self._used) > MAX_ENDPOINTS or now - used_at > IDLE_S:
+            self.forget(oldest)
+
+    def forget(self, endpoint: str) -> None:
+        """The peer has ended: drop the connection and what waits in it."""
+        self._used.pop(endpoint, None)
+        self._outbox.forget(endpoint)
+
+    def listener(self, endpoint: str) -> Listener:
+        """Whether a connection there is accepted. Never blocks."""
+        seen = self._probe.look(endpoint)
+        if seen is Listener.REFUSES:
+            self.forget(endpoint)
+        return seen
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._outbox.close()
+        self._probe.close()
 
 
 class Outcomes(msgspec.Struct, frozen=True):

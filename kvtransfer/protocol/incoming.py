@@ -22,10 +22,16 @@ import msgspec
 from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.protocol.checksums import unpack
 from tandem.kvtransfer.protocol.commands import BeginReceive
-from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, Identity, PeerKey
 from tandem.kvtransfer.protocol.links import ProducerLinks
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.side import NodeSide, ProtocolSettings
+from tandem.kvtransfer.protocol.side import (
+    BoundedMemory,
+    Clock,
+    Identity,
+    NodeSide,
+    PeerKey,
+    ProtocolSettings,
+)
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import TransferError

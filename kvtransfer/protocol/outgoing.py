@@ -14,10 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, PeerKey
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.sending import DestinationBlocks, MissingBlocks, OutgoingTransfer, SendPhase
-from tandem.kvtransfer.protocol.side import Answers, NodeSide, ProtocolSettings, TransferEnd
+from tandem.kvtransfer.protocol.side import (
+    Answers,
+    BoundedMemory,
+    Clock,
+    NodeSide,
+    PeerKey,
+    ProtocolSettings,
+    TransferEnd,
+)
 from tandem.kvtransfer.protocol.statistics import Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import TransferError

@@ -6,14 +6,13 @@ import logging
 import math
 from collections.abc import Callable
 
+from tandem.kvtransfer.base import count_blocks
 from tandem.kvtransfer.protocol import commands
-from tandem.kvtransfer.protocol.commands import count_blocks
-from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks, LeaseStamps
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
 from tandem.kvtransfer.protocol.pushing import Progress, PushLoop, Writer
 from tandem.kvtransfer.protocol.sending import DestinationBlocks, OutgoingTransfer, SendPhase
-from tandem.kvtransfer.protocol.side import Answers, NodeSide, TransferEnd
+from tandem.kvtransfer.protocol.side import Answers, NodeSide, PeerKey, TransferEnd, key_of
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.handoff import (

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from tandem.kvtransfer.protocol.cache_map import Mapping
-from tandem.kvtransfer.protocol.identity import Clock, PeerKey
 from tandem.kvtransfer.protocol.incoming import IncomingTransfers
 from tandem.kvtransfer.protocol.links import ProducerLinks
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.side import NodeSide, ProtocolSettings
+from tandem.kvtransfer.protocol.side import Clock, NodeSide, PeerKey, ProtocolSettings
 from tandem.kvtransfer.protocol.statistics import LinkMeter, LinkPace, Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError

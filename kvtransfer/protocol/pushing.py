@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.checksums import Checksums
-from tandem.kvtransfer.protocol.identity import Clock
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
 from tandem.kvtransfer.protocol.sending import (
@@ -19,7 +18,7 @@ from tandem.kvtransfer.protocol.sending import (
     SendPhase,
     Write,
 )
-from tandem.kvtransfer.protocol.side import NodeSide, ProtocolSettings
+from tandem.kvtransfer.protocol.side import Clock, NodeSide, ProtocolSettings
 from tandem.kvtransfer.protocol.statistics import LinkPace, Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
 from tandem.wire.errors import TransferError

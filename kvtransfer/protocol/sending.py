@@ -11,12 +11,12 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
-from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.kvtransfer.base import NULL_BLOCK_ID, count_blocks
 from tandem.kvtransfer.protocol.cache_map import GrainPlace, Mapping
 from tandem.kvtransfer.protocol.checksums import Checksums, ChecksumSample, PendingSums, pack
-from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
-from tandem.kvtransfer.protocol.identity import PeerKey, key_of
+from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend
 from tandem.kvtransfer.protocol.links import ConsumerLink
+from tandem.kvtransfer.protocol.side import PeerKey, key_of
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import HandleId
 from tandem.wire.errors import TransferError

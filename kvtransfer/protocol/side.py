@@ -1,23 +1,50 @@
-"""What both sides of one node have in common: durations and limits, who the node is, what moves its bytes, what its messages leave by, and
-what it says to a message that it cannot act on, or has acted on already."""
+"""What both sides of one node have in common: who the node is to its peers, durations and limits, what moves its bytes, what its messages
+leave by, what it says to a message that it cannot act on, or has acted on already, and how it remembers what is over."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from tandem.kvtransfer.config import MAX_LEASE_S, ChecksumPolicy, LoadFailurePolicy, TransferConfig
 from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.checksums import Checksums
-from tandem.kvtransfer.protocol.identity import Clock, Identity
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.handoff import Envelope, ProcessIdentity, Refusal, RefusalCode, TransferClosed
+
+Clock = Callable[[], float]
+
+
+class PeerKey(NamedTuple):
+    """One incarnation of one node."""
+
+    node_id: str
+    epoch: int
+
+
+def key_of(envelope: Envelope) -> PeerKey:
+    return PeerKey(envelope.sender_id, envelope.sender_epoch)
+
+
+class Identity(NamedTuple):
+    node_id: str
+    epoch: int
+    endpoint: str
+
+    def envelope(self, receiver_epoch: int) -> Envelope:
+        return Envelope(
+            sender_id=self.node_id,
+            sender_epoch=self.epoch,
+            receiver_epoch=receiver_epoch,
+            reply_to=self.endpoint,
+        )
 
 
 class ProtocolSettings(msgspec.Struct, frozen=True):
@@ -108,6 +135,7 @@ class ProtocolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Options = TypeVar("Options", bound=ProtocolOptions)
+Value = TypeVar("Value")
 
 
 def parse_options(kind: type[Options], connector: str, options: Mapping[str, str]) -> Options:
@@ -151,6 +179,32 @@ class NodeSide:
     process: ProcessIdentity
     checksums: Checksums
     checksum_policy: ChecksumPolicy
+
+
+class BoundedMemory(Generic[Value]):
+    """A bounded memory of things that are over, so that what comes late is recognised as late."""
+
+    def __init__(self, limit: int, seconds: float, clock: Clock) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._clock = clock
+        self._entries: OrderedDict[str, tuple[float, Value]] = OrderedDict()
+
+    def add(self, key: str, value: Value) -> None:
+        self._entries.pop(key, None)
+        self._entries[key] = (self._clock() + self._seconds, value)
+        while len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
+
+    def get(self, key: str) -> Value | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        expires, value = entry
+        if expires <= self._clock():
+            del self._entries[key]
+            return None
+        return value
 
 
 class TransferEnd(msgspec.Struct, frozen=True):

@@ -16,7 +16,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 from tandem.kvtransfer.base import TransferStats
-from tandem.kvtransfer.protocol.identity import Clock
 from tandem.wire.requests import WaitHistogram
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
@@ -127,7 +126,7 @@ class Patience:
     """Gives a transfer up when waiting for it takes `patience_s` longer than computing what is missing here would. What was
     given up before is computed first, so that of many transfers over one slow link some stay on it."""
 
-    def __init__(self, patience_s: float, clock: Clock) -> None:
+    def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
         self._patience_s = patience_s
         self._clock = clock
         self._computing_until = 0.0  # what was given up so far
@@ -190,7 +189,7 @@ RECENT = 32
 
 
 class Recorder:
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._left_out: dict[str, float] = {}  # peers, and until when
         self._lock = threading.Lock()

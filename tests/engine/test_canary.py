@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
-from tandem.engine.canary import Canary
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.request import Request
@@ -22,7 +22,7 @@ PROMPT = [(7 * i + 3) % 90 + 5 for i in range(200)]
 class Node:
     """A real engine over a tiny model. What it computes itself stands for what a peer sent."""
 
-    def __init__(self, path: Path, native: bool, draw: float = 0.0) -> None:
+    def __init__(self, path: Path, native: bool, share: float = 1.0) -> None:
         self.runner = load(path, native=native)
         info = self.runner.info
         self.scheduler = Scheduler(
@@ -32,8 +32,8 @@ class Node:
             info.num_blocks,
             info.max_model_len,
         )
-        self.engine = Engine(self.scheduler, self.runner, None, debug=True)
-        self.canary = Canary(self.scheduler, self.runner, share=0.5, draw=lambda: draw)
+        self.engine = Engine(self.scheduler, self.runner, None, canary_share=share, debug=True)
+        self.findings = self.engine.canary_findings
         self.free = self.scheduler.stats().free_blocks
 
     def receive(self, name: str, prompt: list[int]) -> Request:
@@ -41,14 +41,13 @@ class Node:
         self.engine.add_request(request)
         while self.scheduler.has_unfinished_requests():
             self.engine.step()
-        self.canary.loaded(request)
+        self.engine.received(request)
         return request
 
     def idle(self) -> None:
         for _ in range(50):
-            if not self.canary.has_work:
+            if not self.engine.use_idle_time():
                 return
-            self.canary.step()
             self.scheduler.check_integrity()
         pytest.fail("the canary does not come to an end")
 
@@ -66,7 +65,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Node:
 def test_right_kv_passes_and_every_block_comes_back(node: Node) -> None:
     request = node.receive("r", PROMPT)
     node.idle()
-    assert (node.canary.checked, node.canary.wrong) == (1, {})
+    assert (node.findings.checked, node.findings.wrong) == (1, {})
     assert node.scheduler.stats().free_blocks == node.free
     assert node.cached_blocks(request), "the checked blocks stay cached"
 
@@ -75,7 +74,7 @@ def test_wrong_kv_is_counted_named_and_no_longer_cached(node: Node, caplog: pyte
     request = node.receive("r", PROMPT)
     node.runner.kv_cache[node.cached_blocks(request)[-1]] *= -1
     node.idle()
-    assert (node.canary.checked, node.canary.wrong) == (1, {"a connector": 1})
+    assert (node.findings.checked, node.findings.wrong) == (1, {"a connector": 1})
     assert node.cached_blocks(request) == []
     assert "the KV of r, received from a connector, is wrong in 1 of" in caplog.text
     assert node.scheduler.stats().free_blocks == node.free
@@ -85,26 +84,28 @@ def test_kv_that_is_no_number_is_wrong(node: Node) -> None:
     request = node.receive("r", PROMPT)
     node.runner.kv_cache[node.cached_blocks(request)[-1]] = float("nan")
     node.idle()
-    assert node.canary.wrong == {"a connector": 1}
+    assert node.findings.wrong == {"a connector": 1}
 
 
 def test_a_request_that_arrives_is_served_at_once_and_the_check_begins_again(node: Node) -> None:
     node.receive("r", PROMPT)
-    node.canary.step()
+    assert node.engine.use_idle_time()
     assert node.scheduler.stats().free_blocks < node.free
-    node.canary.stand_aside()
+    node.engine.add_request(Request("other", [9, *PROMPT], SamplingParams(temperature=0.0, max_tokens=2)))
     assert node.scheduler.stats().free_blocks == node.free
     node.scheduler.check_integrity()
-    node.receive("other", [9, *PROMPT])
+    assert not node.engine.use_idle_time()
+    while node.scheduler.has_unfinished_requests():
+        node.engine.step()
     node.idle()
-    assert (node.canary.checked, node.canary.wrong) == (1, {}), (
+    assert (node.findings.checked, node.findings.wrong) == (1, {}), (
         "the first prompt; only one is checked at a time"
     )
 
 
 def test_a_prompt_that_fills_no_block_is_left_out(node: Node) -> None:
     node.receive("short", PROMPT[:3])
-    assert not node.canary.has_work
+    assert node.engine.canary is None
 
 
 def test_the_newest_of_those_that_wait_is_checked(node: Node) -> None:
@@ -112,20 +113,24 @@ def test_the_newest_of_those_that_wait_is_checked(node: Node) -> None:
     second = node.receive("second", [9, *PROMPT])
     node.runner.kv_cache[node.cached_blocks(second)[0]] *= -1
     node.idle()
-    assert (node.canary.checked, node.canary.wrong) == (1, {"a connector": 1})
+    assert (node.findings.checked, node.findings.wrong) == (1, {"a connector": 1})
 
 
 def test_blocks_that_were_evicted_meanwhile_are_not_judged(node: Node) -> None:
     request = node.receive("r", PROMPT)
     node.scheduler.uncache(node.cached_blocks(request))
     node.idle()
-    assert (node.canary.checked, node.canary.wrong) == (0, {})
+    assert (node.findings.checked, node.findings.wrong) == (0, {})
 
 
-def test_only_a_share_is_checked(tmp_path: Path) -> None:
-    node = Node(tiny.save("llama", tmp_path), native=False, draw=0.7)
+@pytest.mark.parametrize(("drawn", "is_checked"), [(0.49, True), (0.7, False)])
+def test_only_a_share_is_checked(
+    drawn: float, is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tiny.save("llama", tmp_path), native=False, share=0.5)
+    monkeypatch.setattr(random, "random", lambda: drawn)
     node.receive("r", PROMPT)
-    assert not node.canary.has_work
+    assert (node.engine.canary is not None) == is_checked
 
 
 def test_a_prompt_without_room_for_a_second_copy_is_left_out(tmp_path: Path) -> None:
@@ -136,6 +141,6 @@ def test_a_prompt_without_room_for_a_second_copy_is_left_out(tmp_path: Path) -> 
         held = Request(f"{held.request_id}.", held.prompt_token_ids, held.sampling)
     room = node.scheduler.stats().free_blocks
     node.idle()
-    assert node.canary.checked in (0, 1)
+    assert node.findings.checked in (0, 1)
     assert node.scheduler.stats().free_blocks == room
     assert request.is_finished

@@ -57,7 +57,8 @@ def available() -> list[tuple[torch.dtype, str]]:
 def _call(name: str, *arguments: Any) -> None:
     function = getattr(library.load(), name)
     function.restype, function.argtypes = c_int32, _SIGNATURES[name]
-    library.check(function(*arguments))
+    if function(*arguments) != 0:
+        raise RuntimeError(f"{name}: {library.last_error()}")
 
 
 def _parts(tensors: list[torch.Tensor] | None) -> Any:

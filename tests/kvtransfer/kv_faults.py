@@ -18,10 +18,9 @@ from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.sharded import ShardedTransport
 from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
-from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
+from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
 from tandem.kvtransfer.protocol.side import ProtocolOptions
 from tandem.kvtransfer.protocol.transport import AskedSums, Direction, HandleId, Move, RemoteId, Transport
-from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
@@ -190,7 +189,7 @@ class FaultySend:
 
 def nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
     agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())
-    return _create(context, ShardedTransport(NixlTransport(agent), context.rank_lines))
+    return _create(context, ShardedTransport(agent, context.rank_lines))
 
 
 def device_nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from kv_fake_network import SETTINGS, Node, Receive, Send, World
 
-from tandem.kvtransfer.protocol.identity import token_hash
+from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.handoff import HandoffNotice
 

@@ -19,7 +19,7 @@ from kv_processes import EngineProcess
 from kv_pulse import Pulse
 
 from tandem.kvtransfer.base import Handoff
-from tandem.kvtransfer.channel import IDLE_S
+from tandem.kvtransfer.protocol.endpoint import IDLE_S
 from tandem.wire.requests import KVTransferParams, TransferRole
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from tandem.kvtransfer.protocol.commands import (
     FinishSend,
     PreemptedRequests,
 )
-from tandem.kvtransfer.protocol.identity import token_hash
+from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (

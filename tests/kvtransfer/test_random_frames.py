@@ -22,10 +22,10 @@ import torch
 import zmq
 
 from tandem.kvtransfer.base import KVCacheMemory
-from tandem.kvtransfer.channel import SideChannel
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.pair import Announce, Leave
 from tandem.kvtransfer.nccl.transport import NcclTransport
+from tandem.kvtransfer.protocol.endpoint import SideChannel
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.handoff import CancelTransfer, Envelope, RenewLease
 from tandem.wire.lines import Letter, LetterToNode, LetterToRouter

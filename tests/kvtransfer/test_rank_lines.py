@@ -30,7 +30,7 @@ from tandem.kvtransfer.nixl.rank_lines import (
 )
 from tandem.kvtransfer.nixl.rank_thread import RankTransfers
 from tandem.kvtransfer.nixl.sharded import ShardedTransport
-from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
+from tandem.kvtransfer.nixl.transport import NixlAgent
 from tandem.kvtransfer.protocol.cache_map import AXES, BlockLayout, GrainPlace, Mapping
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.transport import HandleId, Operation
@@ -157,14 +157,13 @@ def a_node(cache: torch.Tensor, name: str) -> tuple[ShardedTransport, list[RankT
             lines.append(ours)
             threads.append(RankTransfers(theirs, ranks[head], threading.Event().set))
             threads[-1].start()
-    own = NixlTransport(NixlAgent(name, NixlOptions()))
-    return ShardedTransport(own, lines), threads, ranks[0]
+    return ShardedTransport(NixlAgent(name, NixlOptions()), lines), threads, ranks[0]
 
 
 def test_a_cache_in_shards_is_reached_in_another_way_at_all_ranks_and_the_first_is_closed() -> None:
     wide, threads, memory = a_node(torch.zeros(8, 2, 2, 2, 4, 8), "wide")
     whole = torch.arange(8 * 2 * 2 * 2 * 4 * 8, dtype=torch.float32).view(8, 2, 2, 2, 4, 8)
-    narrow = ShardedTransport(NixlTransport(NixlAgent("narrow", NixlOptions())))
+    narrow = ShardedTransport(NixlAgent("narrow", NixlOptions()))
     try:
         first = wide.register(memory)
         ours = narrow.register(KVCacheMemory(whole, "m", 2, 1, 1000))

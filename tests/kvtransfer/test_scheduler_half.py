@@ -17,8 +17,7 @@ from tandem.kvtransfer.protocol.commands import (
     PlanSend,
     StepCommands,
 )
-from tandem.kvtransfer.protocol.identity import token_hash
-from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
+from tandem.kvtransfer.protocol.halves import SchedulerHalf, token_hash
 from tandem.wire.nodes import PeerAddress
 
 PEER = PeerAddress("peer", 9, "tcp://peer")

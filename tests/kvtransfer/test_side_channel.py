@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kvtransfer import channel
-from tandem.kvtransfer.channel import SideChannel
+from tandem.kvtransfer.protocol import endpoint
+from tandem.kvtransfer.protocol.endpoint import SideChannel
 from tandem.wire.handoff import CancelTransfer, Envelope, HandoffMessage
 from tests.waiting import until
 from tests.wire.members import endpoint_at
@@ -55,7 +55,7 @@ def test_an_endpoint_that_cannot_be_is_counted_and_harms_nobody(receiver: Receiv
 
 
 def test_the_number_of_connections_is_bounded(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MAX_ENDPOINTS", 3)
+    monkeypatch.setattr(endpoint, "MAX_ENDPOINTS", 3)
     for port in range(9000, 9010):
         receiver.channel.send(endpoint_at(port), cancel())
     assert len(receiver.channel._used) == 3
@@ -64,10 +64,10 @@ def test_the_number_of_connections_is_bounded(receiver: Receiver, monkeypatch: p
 
 
 def test_as_many_connections_as_are_kept_can_be_made(receiver: Receiver) -> None:
-    for port in range(20_000, 20_000 + channel.MAX_ENDPOINTS):
+    for port in range(20_000, 20_000 + endpoint.MAX_ENDPOINTS):
         receiver.channel.send(endpoint_at(port), cancel())
     assert receiver.channel.undeliverable == 0
-    assert len(receiver.channel._used) == channel.MAX_ENDPOINTS
+    assert len(receiver.channel._used) == endpoint.MAX_ENDPOINTS
 
 
 def test_peers_that_nothing_is_sent_to_any_more_keep_no_descriptor() -> None:
@@ -84,7 +84,7 @@ def test_peers_that_nothing_is_sent_to_any_more_keep_no_descriptor() -> None:
         receiver.wait_for(1)
         before = descriptors()
         for port in range(20000, 20060):
-            now[0] += channel.IDLE_S / 2
+            now[0] += endpoint.IDLE_S / 2
             sender.send(endpoint_at(port), cancel())
             sender.send(receiver.channel.endpoint, cancel(f"t{port}"))
         receiver.wait_for(61)
@@ -92,7 +92,7 @@ def test_peers_that_nothing_is_sent_to_any_more_keep_no_descriptor() -> None:
         # A connection under way has a descriptor of its own for a moment, and one that is dropped until ZMQ's thread
         # has come to it.
         until(lambda: descriptors() - before <= 12)
-        now[0] += 10 * channel.IDLE_S
+        now[0] += 10 * endpoint.IDLE_S
         sender.send(receiver.channel.endpoint, cancel("again"))
         receiver.wait_for(62)
     finally:

@@ -19,7 +19,7 @@ from tandem.kvtransfer.offload.exchange import (
     RemoteRead,
     RemoteReadEnded,
 )
-from tandem.kvtransfer.protocol.identity import PeerKey
+from tandem.kvtransfer.protocol.side import PeerKey
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory

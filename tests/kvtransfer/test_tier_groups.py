@@ -14,7 +14,7 @@ from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.kvtransfer.offload.fetches import MAX_ASKED
 from tandem.kvtransfer.offload.prefixes import Prefixes
 from tandem.kvtransfer.offload.sharing import ANSWER_S, MAX_MIRROR_FETCHES
-from tandem.kvtransfer.protocol.identity import PeerKey
+from tandem.kvtransfer.protocol.side import PeerKey
 from tandem.wire.requests import CachePeers
 from tandem.wire.sharing import AskChunks, ChunksFound, PrefixFound
 from tests.kvtransfer.test_tier_prefixes import (

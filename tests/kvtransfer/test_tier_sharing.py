@@ -19,7 +19,7 @@ from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.prefixes import Prefixes
 from tandem.kvtransfer.offload.sharing import ANSWER_S, TierSharing
 from tandem.kvtransfer.protocol.checksums import SAMPLE_EVERY
-from tandem.kvtransfer.protocol.identity import Identity
+from tandem.kvtransfer.protocol.side import Identity
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers

@@ -4,8 +4,8 @@ import socket
 
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
+from tandem.kvtransfer.protocol.halves import WorkerHalf
 from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
-from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 from tandem.wire.handoff import CacheMemory
 from tests.wire.members import address_of
 

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from tandem.node.answers import KeptAnswers
 from tandem.node.config import AnswersConfig
-from tandem.node.requests import KeptAnswers, keeps_here
+from tandem.node.requests import keeps_here
 from tandem.wire.errors import Cancelled, WireError
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch

@@ -39,10 +39,8 @@ HEAD = "lm_head.weight"
 
 def checked(status: int) -> None:
     """A call that the library refuses is a mistake of ours."""
-    try:
-        library.check(status)
-    except library.KernelError as error:
-        raise InternalError(str(error)) from error
+    if status != 0:
+        raise InternalError(f"native model: {library.last_error()}")
 
 
 def numbered(status: int) -> int:

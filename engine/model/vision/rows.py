@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
+from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.model.staging import to_device
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.wire.embeds import PromptEmbeds
@@ -33,35 +34,14 @@ class ImageRows:
         self._tower = tower
         self._device = device
         self._kept: dict[str, torch.Tensor | TandemError] = {}
-        self._media: dict[int, Sequence[MediaFeature]] = {}  # by row: of requests with images
-        self._embeds: dict[
-            int, torch.Tensor
-        ] = {}  # by row: what stands in the place of the whole prompt, in host memory
-
-    def __bool__(self) -> bool:
-        """Whether any request has such rows."""
-        return bool(self._media or self._embeds)
-
-    def set(self, row: int, media: Sequence[MediaFeature], embeds: torch.Tensor | None = None) -> None:
-        if media:
-            self._media[row] = media
-        else:
-            self._media.pop(row, None)
-        if embeds is not None:
-            self._embeds[row] = embeds
-        else:
-            self._embeds.pop(row, None)
-
-    def media(self, row: int) -> Sequence[MediaFeature]:
-        return self._media.get(row, ())
-
-    def embeds(self, row: int) -> torch.Tensor | None:
-        return self._embeds.get(row)
+        self.media: dict[int, Sequence[MediaFeature]] = {}  # by row, of requests with images
+        # By row: what stands in the place of the whole prompt, in host memory.
+        self.embeds: dict[int, torch.Tensor] = {}
 
     def forget_all(self) -> None:
         self._kept.clear()
-        self._media.clear()
-        self._embeds.clear()
+        self.media.clear()
+        self.embeds.clear()
 
     def update(self, step: SchedulerOutput) -> None:
         for identifier in step.forgotten_media:
@@ -70,13 +50,12 @@ class ImageRows:
             return
         if self._tower is None:
             raise InternalError("a request has images, and the model was loaded without its tower")
-        received = [one for one in step.encoder_inputs if one.rows is not None]
-        wanted = [one for one in step.encoder_inputs if one.rows is None]
-        made: list[torch.Tensor | TandemError | None] = [rows_of(one.rows) for one in received]
-        made += self._tower.encode(wanted) if wanted else []
-        for one, rows in zip([*received, *wanted], made, strict=True):
-            if rows is None:
-                raise InternalError(f"{one.identifier} has neither rows nor a reason why there are none")
+        made: list[tuple[EncoderInput, torch.Tensor | TandemError]] = [
+            (one, rows_of(one.rows)) for one in step.encoder_inputs if one.rows is not None
+        ]
+        if wanted := [one for one in step.encoder_inputs if one.rows is None]:
+            made += zip(wanted, self._tower.encode(wanted), strict=True)
+        for one, rows in made:
             if isinstance(rows, torch.Tensor):
                 rows = rows.to(self._device)
             if isinstance(rows, torch.Tensor) and rows.shape[0] != one.length:
@@ -92,7 +71,7 @@ class ImageRows:
         errors: dict[str, TandemError] = {}
         rope: npt.NDArray[np.int64] | None = None
         for index, row in enumerate(scheduled.rows.tolist()):
-            media, embeds = self._media.get(row), self._embeds.get(row)
+            media, embeds = self.media.get(row), self.embeds.get(row)
             if media is None and embeds is None:
                 continue
             begin, end = (int(at) for at in scheduled.query_start[index : index + 2])
@@ -133,10 +112,8 @@ class ImageRows:
         return dataclasses.replace(batch, image_rows=places, image_states=torch.cat(states)), errors
 
 
-def rows_of(embeds: PromptEmbeds | None) -> torch.Tensor | None:
+def rows_of(embeds: PromptEmbeds) -> torch.Tensor:
     """[rows, width], in host memory."""
-    if embeds is None:
-        return None
     # A copy, because torch wants memory that may be written to.
     flat = torch.frombuffer(bytearray(embeds.data), dtype=getattr(torch, embeds.dtype))
     return flat.view(embeds.count, embeds.width)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tandem.engine.cache.hashing import BlockHasher, extra_keys, make_block_hasher
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
-from tandem.kvtransfer.protocol.identity import token_hash
+from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.adapters import identity_of
 from tandem.wire.errors import InvalidRequest

@@ -52,11 +52,13 @@ def test_a_window_is_made_and_grows_with_what_is_used() -> None:
     maker = PageMaker(cache)
     until(maker, 4 * BLOCK)
     assert resident(cache) <= 6 * BLOCK, "no more than a window, and what the kernel rounds to"
-    maker.reached(9)
+    assert maker.reached(9)
     until(maker, 14 * BLOCK)
-    maker.reached(3)
-    maker.reached(39)
+    assert maker.reached(3)
+    assert not maker.reached(39), "the rest is wanted: nothing more need be said"
     until(maker, 40 * BLOCK)
+    maker._thread.join(PATIENCE_S)
+    assert not maker._thread.is_alive()
     assert resident(cache) == 40 * BLOCK
     maker.stop()
     maker.stop()

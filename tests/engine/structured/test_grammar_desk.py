@@ -39,7 +39,7 @@ class Panics(Grammars):
 
 
 class Desk(GrammarDesk):
-    def __init__(self, of: Grammars | None) -> None:
+    def __init__(self, of: Grammars) -> None:
         self.told: queue.Queue[GrammarReady] = queue.Queue()
         super().__init__(of, 5.0, self.told.put)
 
@@ -55,7 +55,6 @@ def slow() -> Iterator[tuple[Slow, Desk]]:
 
 def test_a_compiled_grammar_needs_no_waiting(slow: tuple[Slow, Desk]) -> None:
     of, desk = slow
-    assert not desk.must_wait(None)
     assert desk.must_wait('start: "a"')
     desk.begin("r", 'start: "a"', now=0.0)
     of.go.set()
@@ -115,8 +114,3 @@ def test_a_panic_is_an_error_and_does_not_end_the_thread() -> None:
     for _ in range(3):
         assert isinstance(desk.told.get(timeout=PATIENCE_S).error, InternalError)
     desk.close()
-
-
-def test_a_node_without_grammars_refuses_them() -> None:
-    with pytest.raises(InvalidRequest, match="follows no grammars"):
-        Desk(None).must_wait('start: "a"')

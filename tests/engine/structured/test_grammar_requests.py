@@ -126,3 +126,13 @@ def test_a_request_whose_grammar_breaks_in_a_step_ends_alone(node: Node, monkeyp
     node.submit("next")
     assert node.outgoing.until_finished("next")[-1].finish is FinishReason.LENGTH
     all_free(node)
+
+
+def test_a_node_without_grammars_refuses_them() -> None:
+    node = Node(DecodeRules(Role.DECODE))
+    try:
+        node.submit("r", sampling=FOLLOWS)
+        (chunk,) = node.outgoing.until_finished("r")
+        assert chunk.error.message == "this node follows no grammars"
+    finally:
+        node.service.stop()

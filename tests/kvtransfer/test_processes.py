@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tandem.kvtransfer.protocol import identity
-from tandem.kvtransfer.protocol.identity import has_ended, this_process
+from tandem.kvtransfer.protocol import processes
+from tandem.kvtransfer.protocol.processes import has_ended, this_process
 
 
 def test_this_process_has_not_ended() -> None:
@@ -36,7 +36,7 @@ def _proc(folder: Path, monkeypatch: pytest.MonkeyPatch, *, numbers: str) -> Non
     (folder / "self/ns/pid").write_text("")
     (folder / "self/stat").write_text("1 (python) S " + "7 " * 30)
     (folder / "self/status").write_text(f"Name:\tpython\nNSpid:\t{numbers}\n")
-    monkeypatch.setattr(identity, "_PROC", folder)
+    monkeypatch.setattr(processes, "_PROC", folder)
 
 
 def test_a_process_that_proc_hides_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
