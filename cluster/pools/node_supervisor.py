@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import msgspec
 
 from tandem.cluster.describe import ranges
-from tandem.cluster.launcher import Host, NodeHandle
+from tandem.cluster.launcher import Host, LogSource, NodeHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.cluster.pools.unseen_node import UnseenNode
 from tandem.cluster.tasks import first_of
@@ -82,6 +82,9 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._role_change = (
             asyncio.Event()
         )  # set when the process is drained and `config` has another role than the node
+
+    def log_sources(self) -> dict[str, LogSource]:
+        return super().log_sources() | (dict(self.handle.keepers) if self.handle is not None else {})
 
     @property
     def machines(self) -> set[str]:
