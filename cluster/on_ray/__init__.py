@@ -2,7 +2,8 @@
 
 runtime             starts a Ray of our own or joins one that runs; no other file does either
 neighbours          the other deployments on the same Ray cluster: where their nodes are, and what they ask for
-hosts, launcher, state_store    implement `cluster.launcher` on Ray; errors translates Ray's exceptions
+launcher, hosts, state_store    implement `cluster.launcher` on Ray; errors translates Ray's exceptions
+handles             the actors that the launcher starts: found or made, watched, ended
 deploying           builds a deployment from these parts
 controller_actor, node_actor, router_actor   actors without logic of their own; ending: how the last two handle SIGTERM
 spread              a node whose ranks are on several machines: its placement group, and the actor that keeps the ranks on each other machine

@@ -188,7 +188,7 @@ def test_routers_move_to_another_port_under_load_and_no_request_fails_at_the_old
 def test_a_router_and_a_node_that_get_sigterm_finish_what_they_have_and_are_replaced(
     deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path
 ) -> None:
-    from tandem.cluster.on_ray.launcher import RayHandle  # they import Ray, which `deploy` has prepared
+    from tandem.cluster.on_ray.handles import RayHandle  # they import Ray, which `deploy` has prepared
     from tandem.cluster.on_ray.processes import find_process
 
     prompts = [[(11 * token + which) % 40_000 for token in range(1, 40)] for which in range(4)]

@@ -28,11 +28,11 @@ def hold_until_it_ends(
 ) -> tuple[str, int]:
     """What `ended` says when `hold` comes to these outcomes, and how often it was called. `alive`: what Ray says of the machine
     each time."""
-    from tandem.cluster.on_ray import launcher
+    from tandem.cluster.on_ray import handles
 
-    monkeypatch.setattr(launcher, "_REACH_AGAIN_S", 0.0)
+    monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.0)
     told, said = iter(outcomes), iter(alive)
-    monkeypatch.setattr(launcher, "ray_nodes", lambda: [{"NodeID": machine, "Alive": next(said)}])
+    monkeypatch.setattr(handles, "ray_nodes", lambda: [{"NodeID": machine, "Alive": next(said)}])
     asked = 0
 
     class Hold:
@@ -49,7 +49,7 @@ def hold_until_it_ends(
 
     async def work() -> str:
         actor = SimpleNamespace(hold=Hold())
-        handle = launcher.RayHandle("decode-0", "tandem", lambda config: True, lambda: actor, 1.0, machine)
+        handle = handles.RayHandle("decode-0", "tandem", lambda config: True, lambda: actor, 1.0, machine)
         monkeypatch.setattr(handle, "_running", no_actor)
         return await asyncio.wait_for(handle.ended(), 5)
 
