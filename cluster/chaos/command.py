@@ -212,7 +212,8 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         probes = Probes(url, key, view.model, rules.seed, options.users)
         checked = await probes.learn()
         console.print(
-            f"asked in peace: {checked} of {len(probes.questions)} questions have one answer", style="dim"
+            f"before the first blow {checked} of {len(probes.questions)} questions have one answer",
+            style="dim",
         )
     before = finished(urls, key)
     await _carry_out(conductor, plan, probes, rules.minutes * 60)
