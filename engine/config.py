@@ -344,7 +344,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_fields(self, "scheduler")
         if self.trace_folder and not self.trace_folder.startswith("/"):
             raise ConfigurationError(
-                f"scheduler.trace_folder must begin with /, for nodes have folders of their own: not {self.trace_folder!r}"
+                f"scheduler.trace_folder must be a whole path such as /var/tmp/tandem, not {self.trace_folder!r}: nodes run in folders of their own"
             )
 
     @property

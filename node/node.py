@@ -250,8 +250,8 @@ class Node:
         cache = self.config.engine.cache
         if cache.tiers and runner.info.state_blocks and not cache.checkpoint_tokens:
             raise ConfigurationError(
-                "cache.tiers: this model keeps recurrent states, which a tier stores where the prefix cache keeps them, and "
-                "cache.checkpoint_tokens: 0 says nowhere: set it to 256, its default, or leave cache.tiers empty"
+                "cache.tiers: a tier stores this model's recurrent states where the prefix cache keeps them, and with "
+                "cache.checkpoint_tokens: 0 it keeps none: set it to 256, its default, or leave cache.tiers empty"
             )
         wanted = cache.host_bytes_of_tiers
         # A KV cache in host memory takes it only when it is used.

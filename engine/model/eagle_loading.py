@@ -66,7 +66,8 @@ def layers_read(source: ModelSource, target: Any) -> tuple[int, ...]:
     found = tuple(int(number) for number in said) if said else (2, count // 2, count - 3)
     if len(found) != 3 or not all(0 <= number <= count for number in found):
         raise ConfigurationError(
-            f"model.draft names {source.name}, a head that reads the layers {list(found)} of a model that has {count}"
+            f"model.draft names {source.name}, a head that reads the layers {list(found)} of a model that has {count}: "
+            "name a head that was made for this model"
         )
     return found
 

@@ -105,7 +105,7 @@ def test_what_a_tier_cannot_keep_is_refused_with_the_reason(
 
 def test_a_tier_for_states_that_are_kept_nowhere_is_refused(tmp_path: Path) -> None:
     node, _ = node_with([TierConfig(cpu=1 << 20)], checkpoint_tokens=0)
-    with pytest.raises(ConfigurationError, match=r"cache.checkpoint_tokens: 0 says nowhere"):
+    with pytest.raises(ConfigurationError, match=r"cache.checkpoint_tokens: 0 it keeps none"):
         node.start(runner=runner_of("mamba2", tmp_path))
 
 

@@ -288,7 +288,9 @@ def _update(
             f"{(outputs, rank)} times {(rank, inputs)} would be right"
         )
     if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-        raise ConfigurationError(f"{about}: the update of {layer} holds what is no number")
+        raise ConfigurationError(
+            f"{about}: the update of {layer} holds infinite numbers or NaN: save the adapter again"
+        )
     scaled = up.float() * config.scale(layer)
     return LayerUpdate(down.to(dtype).contiguous(), scaled.to(dtype).contiguous())
 
