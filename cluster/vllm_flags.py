@@ -118,13 +118,11 @@ def _speculation(values: list[str]) -> list[Assignment]:
     model, count = described.pop("model", None), described.pop("num_speculative_tokens", None)
     method = described.pop("method", "draft_model" if model else "ngram")
     if method not in ("ngram", "draft_model", "eagle", "eagle3"):
-        raise RefusedValue(
-            f"guesses come by `ngram`, from a `draft_model` or an `eagle` head, not by {method!r}"
-        )
+        raise RefusedValue(f"`method` must be `ngram`, `draft_model`, `eagle` or `eagle3`, not {method!r}")
     if described:
         raise RefusedValue(f"has {', '.join(map(repr, described))}, which Tandem does not read: leave it out")
     if method != "ngram" and not model:
-        raise RefusedValue("needs `model`, the model that guesses")
+        raise RefusedValue("needs `model`, the draft model or head")
     if count is None:
         raise RefusedValue("needs `num_speculative_tokens`")
     draft = [("model.draft", str(model))] if method != "ngram" else []

@@ -177,9 +177,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
     access = RayProcessAccess(name, the_controller)
     view = await access.view()
     if view.failure:
-        raise Unavailable(
-            f"the cluster is no longer repaired by its controller, so it cannot be tested: {view.failure}"
-        )
+        raise Unavailable(f"the cluster has failed, and cannot be tested: {view.failure}")
     kinds = chosen_kinds(rules, view)
     plan = make_plan(rules, kinds)
     unresponsive_s = (await the_controller(name).configuration()).timeouts.unresponsive_s
@@ -203,7 +201,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         else list(dict.fromkeys(router.url for router in view.routers if router.phase == "ready"))
     )
     if not urls:
-        raise Unavailable("no router of this cluster is ready: no request would be answered")
+        raise Unavailable("no router of this cluster is ready: wait for one (`tandem status`)")
     turns = iter(range(1 << 62))
 
     def url() -> str:

@@ -82,7 +82,7 @@ class RayHandle:
         running = await self._running()
         if running is not None:
             if await self._is_the_same(running):
-                logger.info("%s is already running with this configuration: it is adopted", self._name)
+                logger.info("%s is running already, and is adopted", self._name)
                 self.is_adopted = True
                 return running
             await self._kill(running)

@@ -218,7 +218,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         )
 
     def releasing(self, record: NodeRecord) -> ClusterState:
-        """The node goes, and its pool is one smaller; where it has a node for each place, the place is closed."""
+        """Returns the state in which this node leaves and its pool is one smaller; in a pool with a node for each place, the place is closed."""
         new = self.with_node(msgspec.structs.replace(record, leaving=True))
         if new.sizes[record.role] is None and record.placement is not None:
             slots = [ClosedSlot(part.host, part.slot) for part in record.placement.parts]

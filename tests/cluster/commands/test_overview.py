@@ -301,4 +301,4 @@ def test_deployments_are_listed_with_what_is_wrong_with_each() -> None:
     said = console.export_text()
     assert "prefill 0 of 1, decode 1 of 2" in said
     assert "the controller did not answer" in said
-    assert "no node that writes answers is ready" in said
+    assert "no node that can decode is ready" in said
