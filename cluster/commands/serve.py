@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.cluster.commands.address import forget_address, remember_address
-from tandem.cluster.commands.output import OtherPeoplesOutput, UnfailingOutput
+from tandem.cluster.commands.output import LibraryOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
 from tandem.cluster.commands.progress import Display
 from tandem.cluster.commands.ready_lines import ready_lines, ready_values
@@ -80,7 +80,7 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
     # Until the event loop handles signals, they raise as Ctrl-C does.
     for number in _ENDINGS:
         signal.signal(number, _terminated)
-    with redirect_stdout(OtherPeoplesOutput("ray")):
+    with redirect_stdout(LibraryOutput("ray")):
         try:
             display.start()
             if where.address is None:

@@ -224,12 +224,12 @@ class RayHandle:
 class RayNode(RayHandle):
     async def start(self, report: Report) -> NodeInfo:
         actor = await self.actor()
-        started = actor.start.remote(*await self._told_at_start(actor))
+        started = actor.start.remote(*await self._start_arguments(actor))
         info = msgspec.msgpack.decode(await self._followed(actor, started, report), type=NodeInfo)
         self._serves = True
         return info
 
-    async def _told_at_start(self, actor: Any) -> Sequence[Any]:
+    async def _start_arguments(self, actor: Any) -> Sequence[Any]:
         return ()
 
     async def admit(self, keys: list[str]) -> None:
@@ -288,7 +288,7 @@ class SpreadNode(RayNode):
     ranks: Sequence[RayRanks] = ()
     placement_group: NodePlacementGroup
 
-    async def _told_at_start(self, actor: Any) -> Sequence[Any]:
+    async def _start_arguments(self, actor: Any) -> Sequence[Any]:
         """Opens a keeper for rank 0 in each other actor. Returns their addresses, which rank 0's `start` takes."""
         key = await answer(actor.key.remote())
         return [[await part.open(key) for part in self.ranks]]

@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.cluster.describe import ranges
 from tandem.cluster.launcher import Host, NodeHandle
-from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
+from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, SupervisorContext
 from tandem.cluster.pools.unseen_node import UnseenNode
 from tandem.cluster.tasks import first_of
 from tandem.node.config import NodeConfig
@@ -52,7 +52,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         host: Host,
         slot: Role,
         needs: Mapping[str, float],
-        around: Surroundings,
+        context: SupervisorContext,
         admit: Admit,
         keep_left_out: KeepLeftOut,
         adapters: WantedAdapters,
@@ -60,7 +60,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         seen: asyncio.Event | None = None,  # set when its machine is seen; None: it has been
         beside: Sequence[Host] = (),  # the other machines of its ranks
     ) -> None:
-        super().__init__(config.node_id, around)
+        super().__init__(config.node_id, context)
         self.config = config
         self.host = host
         self.slot = slot
@@ -96,7 +96,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return unseen or self._launch_now()
 
     def _launch_now(self) -> NodeHandle:
-        launcher = self._around.launcher
+        launcher = self._context.launcher
         return launcher.launch_node(self.config, self.host, self.slot, self._needs, self._beside)
 
     async def _start(self, handle: NodeHandle) -> NodeInfo:
@@ -116,8 +116,8 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return await self._announce(info)
 
     async def _tell_keys(self, handle: NodeHandle) -> None:
-        revision = self._offered = self._around.membership.revision
-        await handle.admit(self._around.membership.keys)
+        revision = self._offered = self._context.membership.revision
+        await handle.admit(self._context.membership.keys)
         self._told = revision
 
     async def _tell_adapters(self, handle: NodeHandle, *, is_member: bool) -> None:
@@ -155,7 +155,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     async def _announce(self, info: NodeInfo) -> NodeInfo:
         await self._admit(info)
         self.info = info
-        await self._around.membership.announce(info)
+        await self._context.membership.announce(info)
         return info
 
     def _describe(self, info: NodeInfo) -> str:
@@ -171,7 +171,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self.status = None
         if self.info is not None:
             info, self.info = self.info, None
-            await self._around.membership.withdraw(info)
+            await self._context.membership.withdraw(info)
 
     # --- watching
 
@@ -211,7 +211,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
 
     async def _as_routers_see_it(self, info: NodeInfo, silent_s: float) -> str | None:
         """Returns why the node must be replaced; None if routers hear it, or if no router can be asked."""
-        seen = await self._around.witnesses.of_node(info)
+        seen = await self._context.witnesses.of_node(info)
         if seen is None:
             self._say_vouched(
                 "does not answer the controller, and no router can be asked about it: it is kept"
@@ -232,13 +232,13 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
                 self._events.trouble(self.name, what)
 
     async def _ask(self, handle: NodeHandle) -> NodeStatus:
-        if self._told != self._around.membership.revision:
+        if self._told != self._context.membership.revision:
             await self._tell_keys(handle)
         return await handle.status()
 
     async def _beat(self) -> None:
         """Waits until the next heartbeat, a change of role, or new keys. Keys that the node did not confirm are sent again then."""
-        membership = self._around.membership
+        membership = self._context.membership
         with contextlib.suppress(TandemError):
             await self._clock.within(
                 self._timeouts.heartbeat_s,
@@ -251,7 +251,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     async def _in_its_role(self, handle: NodeHandle, info: NodeInfo) -> NodeInfo:
         if info.role is self.config.role:
             return info
-        await self._around.membership.withdraw(info)
+        await self._context.membership.withdraw(info)
         new = await self._while_it_progresses(
             handle.change_role(self.config, self.report), f"changing the role of {self.name}"
         )
@@ -337,7 +337,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
 
     async def _withdraw(self, info: NodeInfo | None) -> None:
         if info is not None:
-            await self._around.membership.withdraw(info)
+            await self._context.membership.withdraw(info)
 
     async def drain(self, limit_s: float) -> bool:
         handle = self.handle
