@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 _AT_ONCE = 4  # files that are hashed in parallel; hashing releases the GIL
-_FRESH_NS = (
-    2_000_000_000  # a file that was just written may be written again within the same tick of its clock
-)
+# A file that was just written may be written again within the same tick of its clock
+_FRESH_NS = 2_000_000_000
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 

@@ -56,9 +56,8 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # from a service manager, and from a
 class ServeTarget:
     address: str | None = None  # of a Ray cluster; None: start a Ray of our own
     detach: bool = False  # the deployment outlives the command
-    as_json: bool = (
-        False  # print one JSON document on standard output when it answers; the rest goes to standard error
-    )
+    # Print one JSON document on standard output when it answers; the rest goes to standard error
+    as_json: bool = False
 
 
 def serve(config: TandemConfig, where: ServeTarget) -> int:

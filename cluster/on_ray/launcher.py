@@ -67,9 +67,8 @@ class RayHandle:
         self._name = name
         self._namespace = namespace
         self._machine = machine
-        self._is_wanted = (
-            is_wanted  # whether an actor that was created with this configuration may be adopted
-        )
+        # Whether an actor that was created with this configuration may be adopted
+        self._is_wanted = is_wanted
         self._create = create
         self._stop_s = stop_s
         self._actor = asyncio.ensure_future(self._find_or_create())
@@ -181,9 +180,8 @@ class RayHandle:
 
     async def _follow_progress(self, actor: Any, report: Report) -> None:
         if not hasattr(actor, "progress_after"):
-            await (
-                asyncio.Event().wait()
-            )  # a router of an older version, which has no progress; it runs already
+            # A router of an older version, which has no progress; it runs already
+            await asyncio.Event().wait()
         seen = 0
         while True:
             try:

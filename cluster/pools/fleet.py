@@ -47,14 +47,12 @@ class Fleet:
         self._changed = changed
         self._admit = admit
         self._keep_left_out = keep_left_out
-        self._unseen: dict[
-            str, asyncio.Event
-        ] = {}  # by machines that this controller has not seen yet: set when it sees them
+        # By machines that this controller has not seen yet: set when it sees them
+        self._unseen: dict[str, asyncio.Event] = {}
         self._admit_router = admit_router
         self._adapters = adapters
-        self.wake: Callable[[], None] = lambda: (
-            None
-        )  # called when a router begins to serve, and when a router's process got SIGTERM
+        # Called when a router begins to serve, and when a router's process got SIGTERM.
+        self.wake: Callable[[], None] = lambda: None
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}

@@ -73,15 +73,13 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._admit = admit
         self._keep_left_out = keep_left_out
         self._adapters = adapters
-        self._adapters_told: AdapterPlaces | None = (
-            None  # the set that it last took or refused; None: unknown
-        )
+        # The set that it last took or refused; None: unknown
+        self._adapters_told: AdapterPlaces | None = None
         self._unseen = UnseenNode(info, seen, self._launch_now) if info and seen else None
         self._told = -1  # the membership revision whose keys it has confirmed
         self._offered = -1  # the membership revision that was last sent to it, confirmed or not
-        self._role_change = (
-            asyncio.Event()
-        )  # set when the process is drained and `config` has another role than the node
+        # Set when the process is drained and `config` has another role than the node
+        self._role_change = asyncio.Event()
 
     @property
     def machines(self) -> set[str]:
@@ -293,9 +291,8 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         """Returns when the node is ready in the new role. Raises Unavailable if it is left out instead. A process that does not finish
         its requests in time is replaced by a new one."""
         if self.phase is ProcessPhase.READY:
-            draining = (
-                self.info
-            )  # kept: the process may die during the drain and return as another incarnation
+            # Kept: the process may die during the drain and return as another incarnation
+            draining = self.info
             self._enter(ProcessPhase.DRAINING, f"its role changes to {config.role.value}")
             if not await self.drain(limit_s):
                 await self._withdraw(draining)

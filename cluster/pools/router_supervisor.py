@@ -15,9 +15,8 @@ from tandem.wire.nodes import RouterInfo, RouterQueue
 
 logger = logging.getLogger(__name__)
 
-_ASK_SOON_S = (
-    0.05  # the first wait for a router that does not use all its nodes yet; it doubles up to a heartbeat
-)
+# The first wait for a router that does not use all its nodes yet; it doubles up to a heartbeat
+_ASK_SOON_S = 0.05
 
 AdmitRouter = Callable[[str, RouterInfo], Awaitable[None]]
 """Records for the next controller what the router with this name announced."""
@@ -30,9 +29,8 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         host: Host | None,  # None: the head
         context: SupervisorContext,
         admit: AdmitRouter,
-        beside: Callable[
-            [], Sequence[RouterSupervisor]
-        ],  # returns the other routers in its place, the longest-serving first
+        # Returns the other routers in its place, the longest-serving first
+        beside: Callable[[], Sequence[RouterSupervisor]],
         wake: Callable[[], None],  # called when it begins to serve, and when its process got SIGTERM
     ) -> None:
         super().__init__(record.name, context)

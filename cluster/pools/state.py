@@ -97,12 +97,10 @@ class Revision(msgspec.Struct, frozen=True):
 
     number: int = 0
     config: TandemConfig | None = None  # None: the one with which the controller's process was created
-    commit: str = (
-        ""  # of a model on the hub: the one for which its name stood when this configuration was applied
-    )
-    content: str = (
-        ""  # the model's, as the revision's first node announced it; nodes with another content are refused
-    )
+    # Of a model on the hub: the one for which its name stood when this configuration was applied
+    commit: str = ""
+    # The model's, as the revision's first node announced it; nodes with another content are refused
+    content: str = ""
     adapters: dict[str, str] | None = None  # by name, if they were changed since; None: the configuration's
 
 
