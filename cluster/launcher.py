@@ -32,7 +32,13 @@ returns ""."""
 Ready = TypeVar("Ready", covariant=True)
 
 
-class Handle(Protocol[Ready]):
+class LogSource(Protocol):
+    async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
+        """Returns up to `most` lines of the process's log: those after `after`, or the `last` lines when it is None."""
+        ...
+
+
+class Handle(LogSource, Protocol[Ready]):
     async def start(self, report: Report) -> Ready:
         """Returns when the process can take work. Raises ConfigurationError when another try would fail in the same way."""
         ...
@@ -42,10 +48,6 @@ class Handle(Protocol[Ready]):
         processes has, because the others are useless without it."""
         ...
 
-    async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
-        """Returns up to `most` lines of the process's log: those after `after`, or the `last` lines when it is None."""
-        ...
-
     async def stop(self) -> None:
         """Ends the process and all that belong to it: asks them to stop first, then kills them. Returns when they have ended.
         Idempotent."""
@@ -53,6 +55,11 @@ class Handle(Protocol[Ready]):
 
 
 class NodeHandle(Handle[NodeInfo], Protocol):
+    @property
+    def keepers(self) -> Mapping[str, LogSource]:
+        """The processes that keep its ranks on other machines, by name."""
+        ...
+
     async def admit(self, keys: list[str]) -> None:
         """Sets the public keys of the processes that may connect to the node. Replaces the previous list."""
         ...

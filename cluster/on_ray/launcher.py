@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.launcher import Host, NodeHandle, RouterHandle
+from tandem.cluster.launcher import Host, LogSource, NodeHandle, RouterHandle
 from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.exchange import only_with
 from tandem.cluster.on_ray.hosts import ray_nodes
@@ -46,6 +46,7 @@ _REACH_AGAIN_S = 0.5
 _ADOPT_S = 5.0  # an actor under the name that does not tell its configuration within this time is replaced
 _NAME_S = 10.0  # for Ray to free the name of an actor that was killed
 _HTTP_S = 2.0
+_LOG_S = 5.0  # for the lines of one process
 _NAME_RETRY_S = 0.05  # Ray does not announce when a name is free, so creating the actor is tried again
 
 Create = Callable[[], Any]
@@ -220,6 +221,10 @@ class RayHandle:
 
 
 class RayNode(RayHandle):
+    @property
+    def keepers(self) -> Mapping[str, LogSource]:
+        return {}
+
     async def start(self, report: Report) -> NodeInfo:
         actor = await self.actor()
         started = actor.start.remote(*await self._start_arguments(actor))
@@ -275,8 +280,19 @@ class RayRanks(RayHandle):
             await self._kill(running)
         return await self._created()
 
+    @property
+    def name(self) -> str:
+        return self._name
+
     async def open(self, key: str) -> str:
         return str(await answer((await self.actor()).open.remote(key)))
+
+    async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
+        """Raises Unavailable if it does not answer in time: its machine may be cut off."""
+        try:
+            return await asyncio.wait_for(super().log_page(after, last, most), _LOG_S)
+        except TimeoutError:
+            raise Unavailable(f"no answer within {_LOG_S:.0f} s") from None
 
 
 class SpreadNode(RayNode):
@@ -285,6 +301,10 @@ class SpreadNode(RayNode):
 
     ranks: Sequence[RayRanks] = ()
     placement_group: NodePlacementGroup
+
+    @property
+    def keepers(self) -> Mapping[str, LogSource]:
+        return {part.name: part for part in self.ranks}
 
     async def _start_arguments(self, actor: Any) -> Sequence[Any]:
         """Opens a keeper for rank 0 in each other actor. Returns their addresses, which rank 0's `start` takes."""

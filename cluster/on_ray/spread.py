@@ -25,7 +25,7 @@ from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.node.config import NodeConfig
 from tandem.node.ranks.keeper import RankKeeper
 from tandem.wire.errors import InternalError, Unavailable
-from tandem.wire.logs import begin_logging
+from tandem.wire.logs import LogPosition, begin_logging, recent_page
 from tandem.wire.sockets import raise_descriptor_limit
 
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives each of its nodes
@@ -100,6 +100,12 @@ class RanksActor:
 
     def open(self, lead: str) -> str:
         return self._keeper.open(lead)
+
+    def log_page(self, seen: tuple[str, int] | None, last: int, most: int) -> bytes:
+        """Returns a LogPage of this process's log: the lines after one that was seen, or the last ones."""
+        return msgspec.msgpack.encode(
+            recent_page(LogPosition(*seen) if seen is not None else None, last, most)
+        )
 
     def hold(self, timeout_s: float) -> bool:
         """Returns False after this long. The controller learns that the actor has ended because the call fails."""

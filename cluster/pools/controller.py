@@ -415,9 +415,10 @@ class Controller:
         return done
 
     async def logs(self, query: LogsQuery) -> ClusterLogs:
-        for name in query.names:
-            if name != CONTROLLER and name not in self._fleet.routers:
-                self._check_names([name])
+        others = {CONTROLLER, *self._fleet.routers}
+        for node in self._fleet.nodes.values():
+            others.update(node.log_sources())
+        self._check_names([name for name in query.names if name not in others])
         return await collected_logs(self._fleet, query)
 
     def _check_names(self, names: list[str]) -> None:

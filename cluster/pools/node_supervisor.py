@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import msgspec
 
 from tandem.cluster.describe import ranges
-from tandem.cluster.launcher import Host, NodeHandle
+from tandem.cluster.launcher import Host, LogSource, NodeHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, SupervisorContext
 from tandem.cluster.pools.unseen_node import UnseenNode
 from tandem.cluster.tasks import first_of
@@ -80,6 +80,9 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._offered = -1  # the membership revision that was last sent to it, confirmed or not
         # Set when the process is drained and `config` has another role than the node
         self._role_change = asyncio.Event()
+
+    def log_sources(self) -> dict[str, LogSource]:
+        return super().log_sources() | (dict(self.handle.keepers) if self.handle is not None else {})
 
     @property
     def machines(self) -> set[str]:

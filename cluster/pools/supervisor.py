@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.events import Events
-from tandem.cluster.launcher import Handle, Launcher
+from tandem.cluster.launcher import Handle, Launcher, LogSource
 from tandem.cluster.pools.state import Membership
 from tandem.cluster.pools.witnesses import Silence, Witnesses
 from tandem.cluster.tasks import Clock, first_of, has_ended
@@ -102,6 +102,10 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         """Called first whenever the process has stopped serving, or did not start."""
 
     # --- what both do alike
+
+    def log_sources(self) -> dict[str, LogSource]:
+        """Its processes by name. Those that are not running are missing, except the one that has its own name."""
+        return {self.name: self}
 
     async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
         """Raises errors of `wire.errors` if it has no process, or the process does not answer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from tandem.cluster.launcher import NodeHandle
+from tandem.cluster.launcher import LogSource, NodeHandle
 from tandem.node.config import NodeConfig
 from tandem.wire.errors import Unavailable
 from tandem.wire.logs import LogPage, LogPosition
@@ -23,6 +23,12 @@ class UnseenNode:
         self._seen = seen
         self._launch = launch
         self._found: asyncio.Task[NodeHandle] | None = None
+
+    @property
+    def keepers(self) -> Mapping[str, LogSource]:
+        if self._found is None or not self._found.done() or self._found.exception() is not None:
+            return {}
+        return self._found.result().keepers
 
     async def start(self, report: Report) -> NodeInfo:
         return self._info

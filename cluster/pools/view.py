@@ -14,7 +14,7 @@ from tandem.cluster.control import (
     RouterView,
     SupervisedNode,
 )
-from tandem.cluster.launcher import Host
+from tandem.cluster.launcher import Host, LogSource
 from tandem.cluster.pools.autoscaling import PoolBounds
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
@@ -142,25 +142,29 @@ def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet)
 
 async def collected_logs(fleet: Fleet, query: LogsQuery) -> ClusterLogs:
     """Returns the log lines of each process, the controller's own included, and for each process that did not answer the reason."""
-    asked: list[NodeSupervisor | RouterSupervisor] = [
-        *(node for node in fleet.nodes.values() if _is_named(query, node.name, node.config.role.value)),
-        *(router for router in fleet.routers.values() if _is_named(query, router.name)),
-    ]
+    asked: dict[str, LogSource] = {}
+    for node in fleet.nodes.values():
+        for name, source in node.log_sources().items():
+            if _is_named(query, name, node.name, node.config.role.value):
+                asked[name] = source
+    for router in fleet.routers.values():
+        if _is_named(query, router.name):
+            asked[router.name] = router
     # With many processes, each sends fewer lines at once.
     most = max(10, _LOG_LINES_AT_ONCE // max(len(asked), 1))
     answers = await asyncio.gather(
-        *(process.log_page(query.after.get(process.name), query.last, most) for process in asked),
+        *(source.log_page(query.after.get(name), query.last, most) for name, source in asked.items()),
         return_exceptions=True,
     )
     pages: dict[str, LogPage] = {}
     silent: dict[str, str] = {}
     if _is_named(query, CONTROLLER):
         pages[CONTROLLER] = recent_page(query.after.get(CONTROLLER), query.last)
-    for process, answer in zip(asked, answers, strict=True):
+    for name, answer in zip(asked, answers, strict=True):
         if isinstance(answer, LogPage):
-            pages[process.name] = answer
+            pages[name] = answer
         elif isinstance(answer, TandemError):
-            silent[process.name] = str(answer)
+            silent[name] = str(answer)
         else:
             raise answer
     return ClusterLogs(pages, silent)

@@ -3,6 +3,7 @@ answers, and that whatever ends one of its processes, or one of its machines, en
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -99,6 +100,14 @@ def test_its_ranks_are_on_three_machines_and_hand_over(tandem: Tandem, machines:
     assert len(machines.ranks()) == 2
     assert len(machines.processes(KEEPER)) == 2
     assert re.search(r"prefill-0.* \S+ \+ \S+ \+ \S+", tandem("status"))
+
+
+def test_its_logs_are_those_of_all_its_machines(tandem: Tandem) -> None:
+    names = {
+        line["process"] for line in map(json.loads, tandem("logs", "prefill-0", "-o", "json").splitlines())
+    }
+    assert names == {"prefill-0", "prefill-0-machine1", "prefill-0-machine2"}
+    assert "prefill-0-machine2" in tandem("logs", "prefill-0-machine2")
 
 
 @pytest.mark.parametrize(

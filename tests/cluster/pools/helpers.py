@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.config import DEFAULT_MODEL, ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.launcher import Host, Needs, Offer, StateStore, TakenPlace
+from tandem.cluster.launcher import Host, LogSource, Needs, Offer, StateStore, TakenPlace
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.pools.room import places, places_left
 from tandem.cluster.tasks import Clock
@@ -29,7 +29,7 @@ from tandem.wire.progress import Report
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
 
-PATIENCE_S = 30.0  # on a busy machine; it only ends what hangs
+PATIENCE_S = 60.0  # on a busy machine; it only ends what hangs
 
 TIMEOUTS = ClusterTimeouts(
     start_s=100.0,
@@ -210,6 +210,10 @@ class FakeNode(FakeProcess):
         self.routed_when_told: bool | None = None
         self._epochs = epochs
         self._begin_epoch()
+
+    @property
+    def keepers(self) -> dict[str, LogSource]:
+        return {f"{self.config.node_id}-machine{number}": self for number, _ in enumerate(self.beside, 1)}
 
     def _begin_epoch(self) -> None:
         self.info = node_info(self.config, next(self._epochs))

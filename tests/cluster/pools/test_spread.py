@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tandem.cluster.config import PoolConfig
+from tandem.wire.logs import LogsQuery
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, machine, pool_of, pools
@@ -36,6 +37,20 @@ async def test_a_spread_node_takes_a_place_on_each_of_its_machines() -> None:
             rig.launcher.node("prefill-1").host.name,
             *(h.name for h in rig.launcher.node("prefill-1").beside),
         } == {"3", "5"}
+
+
+@in_loop
+async def test_the_logs_of_its_machines_are_found_by_their_own_names_and_by_the_nodes() -> None:
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", prefill=1), machine("3", decode=1))
+    async with Rig(pools=pools(spread(1), 1), hosts=hosts) as rig:
+        await rig.controller.start()
+        both = {"prefill-0", "prefill-0-machine1"}
+        for name in ("prefill", "prefill-0"):
+            assert (await rig.controller.logs(LogsQuery([name]))).pages.keys() == both
+        assert (await rig.controller.logs(LogsQuery(["prefill-0-machine1"]))).pages.keys() == both - {
+            "prefill-0"
+        }
+        assert both < (await rig.controller.logs(LogsQuery())).pages.keys()
 
 
 @in_loop
