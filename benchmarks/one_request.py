@@ -55,9 +55,8 @@ class Watch:
         found: dict[str, list[str]] = defaultdict(list)
         for name in sorted(self.files):
             path = Path(name).resolve()
-            is_ours = (
-                path.is_relative_to(ROOT) and ".venv" not in path.parts and path.is_file()
-            )  # leaves out "<string>"
+            # Leaves out "<string>"
+            is_ours = path.is_relative_to(ROOT) and ".venv" not in path.parts and path.is_file()
             if is_ours and path != Path(__file__).resolve():
                 relative = path.relative_to(ROOT)
                 found[relative.parts[0]].append(str(relative))

@@ -135,9 +135,8 @@ def throughput(processes: int, each: int) -> dict[str, float]:
                 time.sleep(0.01)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(processes, mp_context=context) as clients:
-            list(
-                clients.map(ask, [url] * processes, [20] * processes)
-            )  # warm-up: everything has been used once
+            # Warm-up: everything has been used once
+            list(clients.map(ask, [url] * processes, [20] * processes))
             before = [_asked(pipe, "cpu") for pipe in pipes]
             rates = list(clients.map(ask, [url] * processes, [each] * processes))
         cpu_s = [_asked(pipe, "cpu") - earlier for pipe, earlier in zip(pipes, before, strict=True)]

@@ -44,9 +44,8 @@ class CacheShape(NamedTuple):
         cache = torch.empty(
             num_blocks, self.layers, 2, heads, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=device
         )
-        return cache.fill_(
-            1.0
-        )  # touched: a page that was never written would be mapped during the first transfer
+        # Touched: a page that was never written would be mapped during the first transfer
+        return cache.fill_(1.0)
 
 
 SMOLLM2 = CacheShape(layers=30, heads=3)

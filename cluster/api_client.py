@@ -28,7 +28,7 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
     key = environ.get(KEY) or None
     if key is not None and not (key.isascii() and key.isprintable()):
         raise ConfigurationError(
-            f"{KEY} has characters that a key cannot have: keys are printable ASCII; set it again"
+            f"{KEY} must be letters, digits and signs in ASCII, without spaces: set it again"
         )
     return key
 
@@ -91,8 +91,8 @@ class ApiClient:
     def unreachable(self, error: httpx.HTTPError) -> Unavailable:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return Unavailable(
-                f"{self.url} has a certificate that this machine does not trust ({error}): use the host name in the certificate with "
-                "--url, or put the file of its authority into SSL_CERT_FILE"
+                f"{self.url} has a certificate that this machine does not trust ({error}): name the address that it was made for with "
+                "--url, or its authority's file in SSL_CERT_FILE"
             )
         return Unavailable(
             f"{self.url} does not answer ({error}): is `tandem serve` running there? Name another router with --url"

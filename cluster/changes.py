@@ -70,9 +70,8 @@ def _different(running: TandemConfig, wanted: TandemConfig) -> list[str]:
     from the model, and an inbox host that is not set, which the controller fills in."""
     names = set(_differences("", _without_sizes(running), _without_sizes(wanted))) - {"router.tokenizer_path"}
     if wanted.name == DEFAULT_NAME:
-        names.discard(
-            "name"
-        )  # a configuration that is sent to the deployment's router need not repeat its name
+        # A configuration that is sent to the deployment's router need not repeat its name
+        names.discard("name")
     if wanted.router.inbox_host == TandemConfig().router.inbox_host:
         names.discard("router.inbox_host")
     return sorted(names)

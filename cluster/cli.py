@@ -29,9 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal that cannot show a character must not end the command
+            # A terminal that cannot show a character must not end the command
+            stream.reconfigure(errors="replace")
     logging.basicConfig(
         level=logging.DEBUG if options.verbose else logging.ERROR,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

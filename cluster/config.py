@@ -18,9 +18,8 @@ from tandem.wire.settings import AtLeastOne, Seconds, about
 DEFAULT_MODEL = "smollm2"
 DEFAULT_NAME = "tandem"
 
-MOST_NODES = (
-    10_000  # of one pool: far more than any cluster has, and few enough for the code that counts nodes
-)
+# Of one pool: far more than any cluster has, and few enough for the code that counts nodes
+MOST_NODES = 10_000
 MOST_RANKS = 16  # of one node
 NodeCount = Annotated[int, Meta(ge=0, le=MOST_NODES)]
 

@@ -103,9 +103,8 @@ class RolloutView(msgspec.Struct, frozen=True):
     left: list[str]  # nodes and routers that are still to be replaced
     unix_time: float  # of its beginning
     waits: str = ""  # what it is waiting for
-    going_back: str = (
-        ""  # why the rollout is being taken back: nodes and routers get the old configuration again
-    )
+    # Why the rollout is being taken back: nodes and routers get the old configuration again
+    going_back: str = ""
 
 
 class AppliedChange(msgspec.Struct, frozen=True):

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 MOST_QUESTIONS = 64
 
 
-class _Asked(NamedTuple):
+class _QueuedQuestion(NamedTuple):
     question: Encode
     at: float
 
@@ -78,7 +78,7 @@ class EncodeNode:
         self._tower: LoneTower | None = None
         self._content = ""
         self._cache = RowsCache(config.engine.cache.encoder_tokens)
-        self._questions: queue.Queue[_Asked | None] = queue.Queue()
+        self._questions: queue.Queue[_QueuedQuestion | None] = queue.Queue()
         self._worker: threading.Thread | None = None
         self._at_rest = threading.Condition()
         self._ended: Counter[str] = Counter()  # ended questions by outcome
@@ -123,7 +123,7 @@ class EncodeNode:
             silence_s=timeouts.router_silence_s,
             clock=time.monotonic,
         )
-        self._inbox = Inbox(config.host, Encode, self._asked, name=f"{config.node_id}-images")
+        self._inbox = Inbox(config.host, Encode, self._on_question, name=f"{config.node_id}-images")
         self._state = NodeState.READY
         self._worker = threading.Thread(target=self._work, name="encoder", daemon=True)
         self._worker.start()
@@ -267,14 +267,14 @@ class EncodeNode:
 
     # --- questions (the inbox's thread)
 
-    def _asked(self, question: Encode) -> None:
+    def _on_question(self, question: Encode) -> None:
         why = self._refusal(question)
         if why is not None:
             self._refuse(question, why)
             return
         with self._at_rest:
             self._unanswered += 1
-        self._questions.put(_Asked(question, time.monotonic()))
+        self._questions.put(_QueuedQuestion(question, time.monotonic()))
 
     def _refusal(self, question: Encode) -> str | None:
         name = self.config.node_id
@@ -309,7 +309,7 @@ class EncodeNode:
                     self._unanswered -= 1
                     self._at_rest.notify_all()
 
-    def _answer(self, asked: _Asked) -> None:
+    def _answer(self, asked: _QueuedQuestion) -> None:
         question, self._begun = asked.question, time.monotonic()
         if self._state is NodeState.FAILED:
             self._refuse(question, f"{self.config.node_id} has failed")

@@ -164,9 +164,8 @@ class _Connection(asyncio.Protocol):
             await self._ended
         finally:
             if not self._ended.done() or self._ended.cancelled():
-                self._open = (
-                    False  # the rest of this response may still arrive, so the connection must not be reused
-                )
+                # The rest of this response may still arrive, so the connection must not be reused
+                self._open = False
             self._ended = self._sink = None
 
     # --- called by asyncio

@@ -105,9 +105,8 @@ class Summary(msgspec.Struct, frozen=True):
     failures: list[FailureCount]
     input_tokens: int
     output_tokens: int
-    short_answers: (
-        int  # answers that ended before `max_tokens`, so that the run was lighter than its settings say
-    )
+    # Answers that ended before `max_tokens`, so that the run was lighter than its settings say
+    short_answers: int
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float

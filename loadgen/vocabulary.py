@@ -20,9 +20,8 @@ from tandem.wire.errors import ConfigurationError
 
 # Every text begins with this word, so that each drawn word follows another word.
 ANCHOR = "The"
-_WORD = re.compile(
-    r"[Ġ▁]([a-z]{2,})"
-)  # how byte-level and sentencepiece vocabularies spell a word after a space
+# How byte-level and sentencepiece vocabularies spell a word after a space
+_WORD = re.compile(r"[Ġ▁]([a-z]{2,})")
 _ENOUGH_WORDS = 256
 _MOST_WORDS = 16384
 

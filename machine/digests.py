@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 _AT_ONCE = 4  # files that are hashed in parallel; hashing releases the GIL
-_FRESH_NS = (
-    2_000_000_000  # a file that was just written may be written again within the same tick of its clock
-)
+# A file that was just written may be written again within the same tick of its clock
+_FRESH_NS = 2_000_000_000
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -29,7 +28,7 @@ OnRead = Callable[[int], None]
 """Called with each number of bytes that was read, from several threads."""
 
 
-def _unheard(num_bytes: int) -> None:
+def _ignore(num_bytes: int) -> None:
     pass
 
 
@@ -44,13 +43,13 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
         return None
 
 
-def digests_of(files: Sequence[Path], on_read: OnRead = _unheard) -> list[str]:
+def digests_of(files: Sequence[Path], on_read: OnRead = _ignore) -> list[str]:
     """Returns each file's digest in hexadecimal. Reads several files at once. Raises OSError."""
     with ThreadPoolExecutor(max_workers=min(_AT_ONCE, max(1, len(files)))) as pool:
         return list(pool.map(lambda file: digest_of(file, on_read), files))
 
 
-def digest_of(file: Path, on_read: OnRead = _unheard) -> str:
+def digest_of(file: Path, on_read: OnRead = _ignore) -> str:
     real = file.resolve()
     if real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name

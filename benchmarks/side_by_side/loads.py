@@ -45,9 +45,8 @@ class LoadPlan:
     shared_requests: int
     shared_prefix: int
     shared: Lengths
-    at_most_s: (
-        float  # after this nothing more is sent: a slow system gets fewer requests, and the report shows it
-    )
+    # After this nothing more is sent: a slow system gets fewer requests, and the report shows it
+    at_most_s: float
 
 
 FULL = LoadPlan(

@@ -123,9 +123,8 @@ class ProcessWatch:
 
     def __init__(self) -> None:
         self._samples: dict[int, list[ProcessSample]] = {}
-        self._titles: dict[
-            int, str
-        ] = {}  # the latest: Ray names a process when it knows the process's purpose
+        # The latest: Ray names a process when it knows the process's purpose
+        self._titles: dict[int, str] = {}
         self._began: float | None = None
         self._ended = 0.0
 

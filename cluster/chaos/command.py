@@ -177,9 +177,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
     access = RayProcessAccess(name, the_controller)
     view = await access.view()
     if view.failure:
-        raise Unavailable(
-            f"the cluster is no longer repaired by its controller, so it cannot be tested: {view.failure}"
-        )
+        raise Unavailable(f"the cluster has failed, and cannot be tested: {view.failure}")
     kinds = chosen_kinds(rules, view)
     plan = make_plan(rules, kinds)
     unresponsive_s = (await the_controller(name).configuration()).timeouts.unresponsive_s

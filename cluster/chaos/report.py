@@ -41,9 +41,8 @@ class BlowReport(msgspec.Struct):
     machine: str
     stop_s: float
     whole_after_s: float | None
-    longest_gap_s: (
-        float | None
-    )  # of any answer before the cluster was whole; None for a cluster's own traffic, which is not timed
+    # Of any answer before the cluster was whole; None for a cluster's own traffic, which is not timed
+    longest_gap_s: float | None
     detail: str = ""
 
 

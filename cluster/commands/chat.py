@@ -18,7 +18,7 @@ _HELP = "/quit leaves, /reset forgets the conversation, Ctrl-C stops a reply"
 Message = dict[str, str]
 
 
-_NOT_WHAT_IT_SHOULD_BE = (ValueError, LookupError, TypeError, AttributeError)
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
 
 
 class ChatClient:
@@ -35,7 +35,7 @@ class ChatClient:
         response = self._api.get("/v1/models")
         try:
             return str(response.json()["data"][0]["id"])
-        except _NOT_WHAT_IT_SHOULD_BE as error:
+        except _MALFORMED as error:
             raise Unavailable(
                 f"{self._api.url} answers, but lists no models: is it an OpenAI-compatible server?"
             ) from error
@@ -71,7 +71,7 @@ def _pieces(lines: Iterator[str]) -> Iterator[str]:
             event = json.loads(data)
             failure = event["error"]["message"] if "error" in event else None
             pieces = [choice["delta"].get("content") or "" for choice in event.get("choices", ())]
-        except _NOT_WHAT_IT_SHOULD_BE as error:
+        except _MALFORMED as error:
             raise Unavailable(
                 f"the reply broke off: the server sent {data[:200]!r}, which is not part of a reply"
             ) from error

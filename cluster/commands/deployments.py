@@ -54,7 +54,7 @@ def described(name: str, view: ClusterView) -> StandingDeployment:
         [router.url for router in view.routers if router.phase == "ready"],
         {pool.role.value: pool.ready for pool in view.pools},
         {pool.role.value: pool.wanted for pool in view.pools},
-        view.failure or ("" if writers else "no node that writes answers is ready"),
+        view.failure or ("" if writers else "no node that can decode is ready"),
     )
 
 

@@ -22,9 +22,8 @@ _CONNECT_S = 3.0
 _RAY_PORTS = (6379, 8076)  # of the head
 _CAP_IPC_LOCK = 1 << 14
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
-_MICROSECONDS_OF_ANY_CLOCK = (
-    1_000_000  # for a synchronised clock, the kernel's bound of the error is far below this
-)
+# For a synchronised clock, the kernel's bound of the error is far below this
+_MICROSECONDS_OF_ANY_CLOCK = 1_000_000
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 

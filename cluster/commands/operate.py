@@ -14,7 +14,7 @@ from tandem.cluster.admin import LOADING_S, OperatedCluster
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.commands.address import WhichCluster, choose_address
 from tandem.cluster.commands.http_control import HttpControl
-from tandem.cluster.commands.output import OtherPeoplesOutput
+from tandem.cluster.commands.output import LibraryOutput
 from tandem.cluster.config import MOST_NODES
 from tandem.cluster.on_ray.runtime import connect_to_ray, stop_ray
 from tandem.wire.errors import ConfigurationError, TandemError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 END_S = 60.0
 DOWN = "`tandem down`"
-_WONDER_S = 0.7
+_SAY_AFTER_S = 0.7
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -61,7 +61,7 @@ async def _awaited(work: Awaitable[T]) -> T:
 @contextmanager
 def joined(which: WhichCluster) -> Iterator[None]:
     address = choose_address(which.address)
-    with redirect_stdout(OtherPeoplesOutput("ray")):
+    with redirect_stdout(LibraryOutput("ray")):
         connect_to_ray(address)
         try:
             yield
@@ -72,7 +72,7 @@ def joined(which: WhichCluster) -> Iterator[None]:
 async def told_of(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
     """Awaits `work`. Calls `say` once if it takes so long that an operator would wonder."""
     task = asyncio.ensure_future(work)
-    done, _ = await asyncio.wait({task}, timeout=_WONDER_S)
+    done, _ = await asyncio.wait({task}, timeout=_SAY_AFTER_S)
     if not done:
         say()
     return await task

@@ -21,7 +21,7 @@ def add_commands(commands: Any) -> None:
     status = commands.add_parser("status", help="a running cluster on one screen")
     add_address(status)
     add_output(status)
-    status.add_argument("--url", help="ask this router alone, from wherever it can be reached")
+    status.add_argument("--url", help="ask only this router, from any machine that reaches it")
     status.add_argument("--all", action="store_true", help="list the deployments on that Ray cluster")
     status.add_argument(
         "--watch",
@@ -29,7 +29,7 @@ def add_commands(commands: Any) -> None:
         const=2.0,
         type=float,
         metavar="S",
-        help="show it again every S seconds (2), until it is interrupted",
+        help="update every S seconds (2), until interrupted",
     )
     status.set_defaults(run=_status)
 
@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
     add_output(scale)
     scale.set_defaults(run=_scale)
 
-    drain = commands.add_parser("drain", help="let nodes finish what they have, and go")
+    drain = commands.add_parser("drain", help="let nodes finish their requests, then end them")
     drain.add_argument(
         "nodes", nargs="+", metavar="NODE", help="a node's name, or the address of its machine"
     )
@@ -51,7 +51,7 @@ def add_commands(commands: Any) -> None:
     drain.set_defaults(run=_drain)
 
     evacuate = commands.add_parser(
-        "evacuate", help="empty a machine that is about to go: others take over for it"
+        "evacuate", help="empty a machine that is about to go away; other machines take over"
     )
     evacuate.add_argument("machine", metavar="ADDRESS")
     add_limit(evacuate)
@@ -60,7 +60,9 @@ def add_commands(commands: Any) -> None:
     add_output(evacuate)
     evacuate.set_defaults(run=_evacuate)
 
-    role = commands.add_parser("role", help="make a node one of another pool, with the weights it has loaded")
+    role = commands.add_parser(
+        "role", help="move a node to another pool, with the weights that it has loaded"
+    )
     role.add_argument("node", metavar="NODE")
     role.add_argument("role", metavar="ROLE", help="prefill, decode or aggregated")
     add_address(role)
@@ -69,9 +71,13 @@ def add_commands(commands: Any) -> None:
     role.set_defaults(run=_role)
 
     for name, what, run in (
-        ("pause", "let no new requests begin; what runs goes on", _pause),
+        ("pause", "hold back new requests; running ones go on", _pause),
         ("resume", "end a pause", _resume),
-        ("reset-cache", "empty prefix caches, in every tier; what runs keeps its blocks", _reset_cache),
+        (
+            "reset-cache",
+            "empty prefix caches, in every tier; running requests keep their blocks",
+            _reset_cache,
+        ),
     ):
         command = commands.add_parser(name, help=what)
         command.add_argument(
@@ -93,37 +99,33 @@ def add_commands(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="NAME=FOLDER",
-        help="that clients may name from now on; or NAME=OWNER/NAME on the Hugging Face hub",
+        help="adapters to load: a folder, or NAME=OWNER/NAME on the Hugging Face hub",
     )
-    adapters.add_argument(
-        "--unload", nargs="+", default=[], metavar="NAME", help="that clients may no longer name"
-    )
+    adapters.add_argument("--unload", nargs="+", default=[], metavar="NAME", help="adapters to unload")
     add_address(adapters)
     add_router(adapters)
     add_output(adapters)
     adapters.set_defaults(run=_adapters)
 
-    logs = commands.add_parser(
-        "logs", help="what the cluster's processes wrote to their logs, on any machine"
-    )
+    logs = commands.add_parser("logs", help="the log lines of the cluster's processes, from all machines")
     logs.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
         help="a node, a router, controller, or a pool for all of its nodes; none: all",
     )
-    logs.add_argument("-f", "--follow", action="store_true", help="go on with what they write from now on")
-    logs.add_argument("--lines", type=int, metavar="N", help="the last N of each process (default 100)")
-    logs.add_argument("--since", metavar="TIME", help="such as 30s, 10m or 2h: only what is not older")
+    logs.add_argument("-f", "--follow", action="store_true", help="also show new lines, until interrupted")
+    logs.add_argument("--lines", type=int, metavar="N", help="the last N lines of each process (default 100)")
+    logs.add_argument("--since", metavar="TIME", help="only lines of the last TIME, such as 30s, 10m or 2h")
     logs.add_argument("--request", metavar="ID", help="only lines about this request, on every process")
-    logs.add_argument("--level", choices=LEVELS, default="debug", help="the least that is shown")
+    logs.add_argument("--level", choices=LEVELS, default="debug", help="the lowest level to show")
     add_address(logs)
     add_router(logs)
     add_output(logs)
     logs.set_defaults(run=_logs)
 
     down = commands.add_parser("down", help="end everything that `tandem serve` started on a Ray cluster")
-    down.add_argument("--now", action="store_true", help="without finishing what is running")
+    down.add_argument("--now", action="store_true", help="do not wait for running requests")
     add_address(down)
     add_output(down)
     down.set_defaults(run=_down)
@@ -131,7 +133,7 @@ def add_commands(commands: Any) -> None:
 
 def add_router(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--url", help="through this router, with an operator's key in TANDEM_API_KEY: from anywhere"
+        "--url", help="go through this router, from any machine, with an operator's key in TANDEM_API_KEY"
     )
 
 
@@ -139,7 +141,7 @@ def add_address(parser: argparse.ArgumentParser, *, with_name: bool = True) -> N
     """`with_name` adds --name, unless a setting has that flag already."""
     if with_name:
         parser.add_argument(
-            "--name", help="of the deployment, where several run on that Ray cluster (default: the only one)"
+            "--name", help="the deployment, if several run on that Ray cluster (default: the only one)"
         )
     parser.add_argument(
         "--address",
@@ -246,7 +248,10 @@ def _watch_status(options: argparse.Namespace, key: str | None) -> int:
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--timeout", type=float, metavar="S", help="seconds that nodes may take for it (default 60)"
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds that nodes may take to finish their requests (default 60)",
     )
 
 

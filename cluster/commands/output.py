@@ -53,7 +53,7 @@ class UnfailingOutput(io.TextIOBase):
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
-class OtherPeoplesOutput(io.TextIOBase):
+class LibraryOutput(io.TextIOBase):
     """Logs the lines that libraries print. Ray, for example, prints worker deaths, which the controller reports better."""
 
     def __init__(self, name: str) -> None:

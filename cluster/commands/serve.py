@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.cluster.commands.address import forget_address, remember_address
-from tandem.cluster.commands.output import OtherPeoplesOutput, UnfailingOutput
+from tandem.cluster.commands.output import LibraryOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
 from tandem.cluster.commands.progress import Display
 from tandem.cluster.commands.ready_lines import ready_lines, ready_values
@@ -56,9 +56,8 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # from a service manager, and from a
 class ServeTarget:
     address: str | None = None  # of a Ray cluster; None: start a Ray of our own
     detach: bool = False  # the deployment outlives the command
-    as_json: bool = (
-        False  # print one JSON document on standard output when it answers; the rest goes to standard error
-    )
+    # Print one JSON document on standard output when it answers; the rest goes to standard error
+    as_json: bool = False
 
 
 def serve(config: TandemConfig, where: ServeTarget) -> int:
@@ -80,7 +79,7 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
     # Until the event loop handles signals, they raise as Ctrl-C does.
     for number in _ENDINGS:
         signal.signal(number, _terminated)
-    with redirect_stdout(OtherPeoplesOutput("ray")):
+    with redirect_stdout(LibraryOutput("ray")):
         try:
             display.start()
             if where.address is None:

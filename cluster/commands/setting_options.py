@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from tandem.cluster.settings import Settings
 
 DEFAULT_FILE = "tandem.yaml"
+
 # Flags that set one setting: flag -> (setting, placeholder of the value, help).
-# Flags that set one setting: flag -> (setting, what it shows for a value, help).
 _SETTING_FLAGS = {
     "--model": ("model.path", "NAME", "a folder, a GGUF file, a Hugging Face name, or smollm2 (the default)"),
-    "--prefill": ("pools.prefill", "N", "nodes that read prompts (default 1)"),
-    "--decode": ("pools.decode", "N", "nodes that write answers (default 1)"),
-    "--aggregated": ("pools.aggregated", "N", "instead of the two: nodes that do both"),
-    "--encode": ("pools.encode", "N", "nodes that encode images, for a model that reads them (default 0)"),
+    "--prefill": ("pools.prefill", "N", "prefill nodes, which compute prompts (default 1)"),
+    "--decode": ("pools.decode", "N", "decode nodes, which generate tokens (default 1)"),
+    "--aggregated": ("pools.aggregated", "N", "aggregated nodes, which do both, instead of the two"),
+    "--encode": ("pools.encode", "N", "encoder nodes, for a model that reads images (default 0)"),
     "--host": ("router.host", "ADDRESS", "where the router listens (default 127.0.0.1)"),
     "--name": ("name", "NAME", "this deployment's name, unique on its Ray cluster (default tandem)"),
     "--port": ("router.port", "P", "where the router listens (default 8000; 0 takes a free one)"),

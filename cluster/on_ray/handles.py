@@ -58,9 +58,8 @@ class RayHandle:
         self._name = name
         self._namespace = namespace
         self._machine = machine
-        self._is_wanted = (
-            is_wanted  # whether an actor that was created with this configuration may be adopted
-        )
+        # Whether an actor that was created with this configuration may be adopted
+        self._is_wanted = is_wanted
         self._create = create
         self._stop_s = stop_s
         self._actor = asyncio.ensure_future(self._find_or_create())
@@ -73,7 +72,7 @@ class RayHandle:
         running = await self._running()
         if running is not None:
             if await self._is_the_same(running):
-                logger.info("%s is already running with this configuration: it is adopted", self._name)
+                logger.info("%s is running already, and is adopted", self._name)
                 self.is_adopted = True
                 return running
             await self._kill(running)
@@ -172,9 +171,8 @@ class RayHandle:
 
     async def _follow_progress(self, actor: Any, report: Report) -> None:
         if not hasattr(actor, "progress_after"):
-            await (
-                asyncio.Event().wait()
-            )  # a router of an older version, which has no progress; it runs already
+            # A router of an older version, which has no progress; it runs already
+            await asyncio.Event().wait()
         seen = 0
         while True:
             try:
@@ -223,12 +221,12 @@ class RayNode(RayHandle):
 
     async def start(self, report: Report) -> NodeInfo:
         actor = await self.actor()
-        started = actor.start.remote(*await self._told_at_start(actor))
+        started = actor.start.remote(*await self._start_arguments(actor))
         info = msgspec.msgpack.decode(await self._followed(actor, started, report), type=NodeInfo)
         self._serves = True
         return info
 
-    async def _told_at_start(self, actor: Any) -> Sequence[Any]:
+    async def _start_arguments(self, actor: Any) -> Sequence[Any]:
         return ()
 
     async def admit(self, keys: list[str]) -> None:
@@ -295,7 +293,7 @@ class SpreadNode(RayNode):
     def keepers(self) -> Mapping[str, LogSource]:
         return {part.name: part for part in self.ranks}
 
-    async def _told_at_start(self, actor: Any) -> Sequence[Any]:
+    async def _start_arguments(self, actor: Any) -> Sequence[Any]:
         """Opens a keeper for rank 0 in each other actor. Returns their addresses, which rank 0's `start` takes."""
         key = await answer(actor.key.remote())
         return [[await part.open(key) for part in self.ranks]]

@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 LOOK_AGAIN_S = 1.0  # Ray does not announce changes of its nodes, so they are polled
 _FIND_OUT_S = 60.0  # Ray first has to start a process on the machine
 _ASK_AGAIN_S = 10.0
-_WAIT_FOR_NEW_S = (
-    10.0  # how long `present` waits for the answers of new machines; a later answer counts at the next look
-)
+# How long `present` waits for the answers of new machines; a later answer counts at the next look
+_WAIT_FOR_NEW_S = 10.0
 
 FindOut = Callable[[str], Awaitable[MachineFacts]]
 """Asks the Ray node with this id for its cores, GPUs and quota."""
@@ -82,9 +81,8 @@ class RayHosts:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._late: set[str] = set()  # machines for whose answers `present` no longer waits
         self._ask_after: dict[str, float] = {}
-        self._complaints: dict[
-            str, str
-        ] = {}  # the last reason that was reported for a machine, so that it is reported once
+        # The last reason that was reported for a machine, so that it is reported once
+        self._complaints: dict[str, str] = {}
         self._returned: frozenset[str] = frozenset()
         self._wanted: list[Offer] | None = None
 

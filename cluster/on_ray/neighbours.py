@@ -21,12 +21,10 @@ logger = logging.getLogger(__name__)
 
 STATE = "controller"  # what a deployment's controller keeps; the deployment's namespace
 WANTED = "wanted"  # the resources that a deployment's nodes take of machines; the deployment's namespace
-WANTED_LABELS = (
-    "wanted-labels"  # the labels of those machines, in the same order; not every version keeps them
-)
-_STANDS = (
-    "stands-"  # followed by a name: that deployment was started and has not ended; the default namespace
-)
+# The labels of those machines, in the same order; not every version keeps them
+WANTED_LABELS = "wanted-labels"
+# Followed by a name: that deployment was started and has not ended; the default namespace
+_STANDS = "stands-"
 _PLACING = RayStateStore("placing", NAMESPACE)
 # A controller that is killed while it places nodes holds the lock; the others break it when it is this old.
 _LONGEST_S = 30.0

@@ -82,7 +82,7 @@ def deployment_in(namespace: str) -> str | None:
     return namespace.removeprefix(f"{NAMESPACE}-") if namespace.startswith(f"{NAMESPACE}-") else None
 
 
-_apart = _ForkGroups()  # one for the process: a fork hook cannot be unregistered
+_fork_groups = _ForkGroups()  # one for the process: a fork hook cannot be unregistered
 
 
 def start_ray() -> Path:
@@ -94,7 +94,7 @@ def start_ray() -> Path:
     ray = import_ray()
 
     try:
-        with _apart:
+        with _fork_groups:
             context = ray.init(
                 address="local",  # ignores RAY_ADDRESS
                 namespace=NAMESPACE,

@@ -30,9 +30,8 @@ from tandem.wire.sockets import raise_descriptor_limit
 
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives each of its nodes
 _ROUND_S = 3600.0  # one wait for the ranks' end; it is repeated
-_LAST_WORDS_S = (
-    2.0  # for rank 0 to tell the controller why the node ended: Ray only reports that a process died
-)
+# For rank 0 to tell the controller why the node ended: Ray only reports that a process died
+_LAST_WORDS_S = 2.0
 
 
 class NodePlacementGroup:

@@ -25,9 +25,8 @@ import msgspec
 from tandem.cluster.config import AutoscalingConfig, SloConfig
 from tandem.wire.nodes import Role
 
-QUEUE_SHARE = (
-    0.5  # the share of the target for TTFT that a request may wait; the rest is for computing and sending
-)
+# The share of the target for TTFT that a request may wait; the rest is for computing and sending
+QUEUE_SHARE = 0.5
 BLOCKS_LIMIT = 0.9  # with a larger share of blocks taken, requests begin to be preempted
 ROOM_TO_SPARE = 0.7  # a pool may shrink if the smaller one would have at most this load
 CLEARLY_LOWER = 0.8  # times the load that was too much for a smaller pool
@@ -256,9 +255,8 @@ def _demand(load: PoolLoad, slo: SloConfig) -> float:
     among the nodes, and a step's duration grows at most in proportion to its requests."""
     shares = [load.blocks / BLOCKS_LIMIT]
     if load.reads_prompts and not load.writes_tokens:
-        shares.append(
-            load.busy
-        )  # not for decode nodes: they compute all the time, for one request or for fifty
+        # Not for decode nodes: they compute all the time, for one request or for fifty
+        shares.append(load.busy)
     if load.writes_tokens:
         shares.append(load.step_s / slo.inter_token_s)
     return load.nodes * max(shares)

@@ -1,7 +1,7 @@
-"""Keeps a deployment what it should be: pools of the size that was asked for, on the machines that there are.
+"""The controller of a deployment: keeps each pool at the size that was ordered, on the machines that exist.
 
-Plain asyncio, no Ray: where machines come from is `Hosts`' business, where processes run the launcher's. Everything
-that the next controller must know is kept before it is done.
+Plain asyncio without Ray: `Hosts` provides the machines, the launcher runs processes on them. Everything that the next controller must
+know is recorded before it is carried out.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 _POOLS = tuple(role.value for role in Role)
-_WORTH_SAYING_S = 1.0  # a wait of so long
+_WORTH_SAYING_S = 1.0  # a longer wait is reported
 
 
 class Controller:
-    """`start`, then `failed` for as long as it serves, then `drain` if there is time, then `stop`. Implements
-    `cluster.control.Control`. Made inside a running event loop."""
+    """Implements `cluster.control.Control`. Must be constructed inside a running event loop. Its owner calls `start`, waits for `failed`
+    while it serves, calls `drain` if there is time, and then `stop`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Controller:
 
     @property
     def members(self) -> list[NodeInfo]:
-        """The nodes that routers are told of."""
+        """The nodes that routers may use."""
         return self._fleet.membership.members
 
     @property
@@ -91,25 +91,25 @@ class Controller:
         router = self._fleet.head_router
         return router.url if router is not None else ""
 
-    # --- its life
+    # --- starting and ending
 
     async def start(self) -> None:
-        """Starts everything at once, or takes over what an earlier controller started. Returns when each part that
-        has a machine is ready or left out, and together they can answer; raises Unavailable when they cannot."""
+        """Starts all nodes and routers at once, or adopts those of an earlier controller. Returns when each one that has a machine is
+        ready or left out and together they can answer requests. Raises Unavailable when they cannot."""
         await self._pools.take_over()
         self._tasks.spawn(self._pools.run(), "reconcile")
         self._autoscale()
         await self._unless_it_fails(self._until_answering())
 
     def _autoscale(self) -> None:
-        """From when a pool may be scaled by its load."""
+        """Starts the autoscaler, once any pool may be scaled by its load."""
         if not self._autoscales and any(self._config.pools.of(role).max is not None for role in Role):
             self._autoscales = True
             self._tasks.spawn(self._autoscaler.run(), "autoscale")
 
     async def recovered(self) -> None:
-        """After a `start` that gave up: returns when together they can answer after all. Machines may come yet, and
-        who was left out may be tried again."""
+        """Call this after `start` has raised. Returns when nodes and routers can answer requests: machines may still come, and an operator
+        may start again what was left out."""
         await self._unless_it_fails(self._until_ready())
 
     async def _unless_it_fails(self, work: Coroutine[Any, Any, None]) -> None:
@@ -119,19 +119,19 @@ class Controller:
         done.result()
 
     async def failed(self) -> str:
-        """Returns when the controller itself can no longer do its work, with the reason."""
+        """Returns the reason when one of the controller's own tasks has died, so that it can no longer do its work."""
         return await self._tasks.failed()
 
     async def drain(self) -> bool:
         return await self._fleet.drain(self._config.timeouts.nodes.drain_s)
 
     async def stop(self) -> None:
-        """Ends every process. Idempotent; whatever is still running is lost."""
+        """Ends every process. Requests that are still running are lost. Idempotent."""
         await self._tasks.stop()
         await self._fleet.stop()
 
     async def _until_answering(self) -> None:
-        """What starts has a limit of its own; machines may never come."""
+        """Waits for starting processes, which have limits of their own, and up to `timeouts.machines_s` for machines, which may never come."""
         waiting_since = self._clock.now()
         while not self._is_answering():
             if any(not part.has_settled for part in self._fleet.parts):
@@ -145,8 +145,8 @@ class Controller:
                 )
 
     async def until_in_view(self, limit_s: float) -> None:
-        """Returns when every router that serves sends requests to every node that does. A node that a router does not hear within
-        `limit_s` is told of, and the rest serves."""
+        """Returns when every serving router uses every serving node. After `limit_s` it reports the nodes that a router does not hear, and
+        returns: the rest serves."""
         fleet, began = self._fleet, self._clock.now()
         revision, waited_for = fleet.membership.revision, set[str]()
         while missing := fleet.out_of_view(revision):
@@ -181,7 +181,8 @@ class Controller:
         return [node for node in self._fleet.nodes.values() if node.config.role.writes_answers]
 
     def _is_answering(self) -> bool:
-        """False: it may still come to that. Raises Unavailable as soon as it will not, whatever else is still starting."""
+        """Returns whether requests can be answered; False while that may still come. Raises Unavailable as soon as it cannot, whatever else
+        is still starting."""
         router = self._fleet.head_router
         if router is not None and router.phase is ProcessPhase.LEFT_OUT:
             raise Unavailable(f"the router cannot start: {router.detail}")
@@ -190,13 +191,13 @@ class Controller:
         writers = self._writers()
         if writers and all(node.phase is ProcessPhase.LEFT_OUT for node in writers):
             if self._pools.state.rollout is not None:
-                return False  # it is taken back
+                return False  # the rollout will be taken back
             reasons = "; ".join(sorted({f"{node.name}: {node.detail}" for node in writers}))
-            raise Unavailable(f"no node that can write answers has started: {reasons}")
+            raise Unavailable(f"no node that can decode has started: {reasons}")
         if not all(part.has_settled for part in self._fleet.parts):
             return False
         if not writers:
-            self._events.progress("machines", "waiting for one with room for a node that writes answers", 0.0)
+            self._events.progress("machines", "waiting for one with room for a node that decodes", 0.0)
         return bool(writers)
 
     # --- cluster.control.Control
@@ -228,7 +229,7 @@ class Controller:
         return lines
 
     def _left_out(self, wanted: dict[Role, int]) -> list[str]:
-        """The nodes that may be tried again. When a pool shrinks, its left-out nodes go first."""
+        """Returns the routers and nodes to start again if they were left out. A pool that shrinks loses its left-out nodes instead."""
         names = list(self._fleet.routers)
         for role, size in wanted.items():
             staying = self._pools.state.staying(role)
@@ -236,7 +237,7 @@ class Controller:
         return names
 
     async def _resize(self, wanted: dict[Role, int]) -> None:
-        """Holding `writing`."""
+        """Requires `writing`."""
         new = self._pools.state.with_sizes(wanted)
         check_writers(new)
         check_room(self._config.pools, self._pools.state, new, self._pools.machines)
@@ -250,7 +251,7 @@ class Controller:
             for role in Role
             if self._config.pools.of(role).max is not None
             and self._pools.state.sizes[role]
-            and not self._pools.state.paused  # what waits then is no load
+            and not self._pools.state.paused  # requests that wait because of a pause are no load
             and self._pools.state.rollout is None
         ]
 
@@ -308,7 +309,7 @@ class Controller:
             routers = [r for r in self._fleet.routers.values() if r.runs_on(hosts)]
         self._pools.wake()
         finished = await asyncio.gather(*map(asyncio.shield, retiring.values()))
-        # Last: the streams of these nodes may go through them.
+        # Routers come last, because streams of these nodes may go through them.
         left_s = max(0.0, deadline - self._clock.now())
         await asyncio.gather(*(router.drain(left_s) for router in routers))
         return dict(zip(retiring, finished, strict=True))
@@ -326,7 +327,7 @@ class Controller:
                 return change
             if before.rollout is not None:
                 raise Unavailable(
-                    "a rollout is under way: wait for its end (`tandem status`), or take it back with `tandem apply --back`"
+                    "a rollout is running: wait for its end (`tandem status`), or take it back with `tandem apply --back`"
                 )
             for role, size in found.sizes.items():
                 check_limits(wanted, role, size)
@@ -364,7 +365,7 @@ class Controller:
         async with self._pools.writing:
             rollout = self._pools.state.rollout
             if rollout is None:
-                raise ConfigurationError("no rollout is under way")
+                raise ConfigurationError("no rollout is running: there is nothing to take back")
             if not rollout.going_back:
                 await self._pools.go_back("as asked")
 
@@ -385,7 +386,7 @@ class Controller:
             return await self._keep_paused(paused - {*names} if names else set())
 
     async def _keep_paused(self, names: set[str]) -> list[str]:
-        """Holding `writing`. The autoscaler is told: what it measured meanwhile was no load."""
+        """Requires `writing`. Resets the autoscaler's measurements, because requests that waited during a pause were no load."""
         paused = sorted(names)
         if paused != self._pools.state.paused:
             await self._pools.keep(msgspec.structs.replace(self._pools.state, paused=paused))
@@ -408,7 +409,9 @@ class Controller:
         await asyncio.gather(*(router.forget_prefixes(done) for router in self._fleet.routers.values()))
         self._pools.note(f"the prefix cache was emptied, as asked: {', '.join(done) or 'of no node'}")
         if silent := sorted({node.name for node in chosen} - {*done}):
-            raise Unavailable(f"{', '.join(silent)} did not say that the prefix cache is empty: ask again")
+            raise Unavailable(
+                f"{', '.join(silent)} did not confirm that the prefix cache is empty: try again"
+            )
         return done
 
     async def logs(self, query: LogsQuery) -> ClusterLogs:
@@ -424,7 +427,7 @@ class Controller:
                 self._pools.state.known(name)
 
     async def _until_others_write(self, node: NodeRecord, limit_s: float) -> None:
-        """The last node that can write answers goes on until another one can, which may be starting for it."""
+        """Waits until another node can decode, so that the last one serves until its replacement has started; at most `limit_s`."""
 
         async def another() -> None:
             while not any(
@@ -434,14 +437,14 @@ class Controller:
 
         if node.role.writes_answers:
             with contextlib.suppress(DeadlineExceeded):
-                await self._clock.within(limit_s, another(), "starting another node that writes answers")
+                await self._clock.within(limit_s, another(), "starting another node that decodes")
 
     async def change_role(self, node_id: str, role: Role) -> None:
         async with self._pools.writing:
             record = self._pools.state.known(node_id)
             if record.role is not role and self._pools.state.rollout is not None:
                 raise Unavailable(
-                    "a rollout is under way, which replaces nodes: change the role when it is done"
+                    "a rollout is replacing nodes: change the role when it is over (`tandem status`)"
                 )
             if record.role is not role:
                 await self._keep_role(record, role)
@@ -455,7 +458,7 @@ class Controller:
         supervisor = self._fleet.nodes.get(record.node_id)
         if record.leaving or supervisor is None or supervisor.phase is not ProcessPhase.READY:
             phase = "waiting for a machine" if supervisor is None else supervisor.phase.value
-            raise Unavailable(f"{record.node_id} is {phase}: only a node that is ready can change its role")
+            raise Unavailable(f"{record.node_id} is {phase}: only a ready node can change its role")
         self._check_may_go(record)
         check_limits(self._config, role, self._wanted(role) + 1)
         check_alike(self._config.pools, record.role, role)
@@ -477,13 +480,13 @@ class Controller:
         self._changing[record.node_id] = task
         task.add_done_callback(lambda _: self._changing.pop(record.node_id, None))
 
-    # --- what may not be asked for
+    # --- checks of orders
 
     def _wanted(self, role: Role) -> int:
         return plan.wanted_size(self._pools.state, self._pools.machines, role, self._config.pools)
 
     def _check_may_go(self, record: NodeRecord) -> None:
-        """Its pool can do without it."""
+        """Raises ConfigurationError if the pool, or the deployment, cannot do without this node."""
         role = record.role
         check_limits(self._config, role, self._wanted(role) - 1)
         if not role.writes_answers:
@@ -492,6 +495,6 @@ class Controller:
             node.name != record.node_id and node.phase is ProcessPhase.READY for node in self._writers()
         ):
             raise ConfigurationError(
-                f"{record.node_id} is the last node that can write answers: `tandem scale {role.value}="
+                f"{record.node_id} is the last node that can decode: run `tandem scale {role.value}="
                 f"{self._wanted(role) + 1}` first"
             )

@@ -113,7 +113,7 @@ class Platform(Protocol):
         ...
 
 
-class _Operated:
+class _OperatorControl:
     """The cluster as `cluster.admin.act` calls it for an operator's HTTP request."""
 
     def __init__(
@@ -339,7 +339,7 @@ class ControllerHost:
     async def act(self, action: str, body: bytes) -> bytes:
         """Serves an operator's request that came through a router, in JSON."""
         timeouts = (await self._running()).timeouts
-        operated = _Operated(self._control(), timeouts, self._clock, self._view, self._apply)
+        operated = _OperatorControl(self._control(), timeouts, self._clock, self._view, self._apply)
         return await act(operated, action, body)
 
     def _control(self) -> Control:

@@ -34,9 +34,8 @@ class EventLog:
     def __init__(self, also: Events) -> None:
         self._also = also
         self._kept: dict[int, LoggedEvent] = {}
-        self._progress: dict[
-            str, int
-        ] = {}  # the number of each name's latest progress; older ones are dropped
+        # The number of each name's latest progress; older ones are dropped
+        self._progress: dict[str, int] = {}
         self._news = asyncio.Event()  # set once, for those that wait now; later ones wait for its replacement
         self.latest = 0
 

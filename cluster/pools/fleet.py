@@ -16,7 +16,7 @@ from tandem.cluster.pools.node_supervisor import Admit, KeepLeftOut, NodeSupervi
 from tandem.cluster.pools.placement import node_config, router_config
 from tandem.cluster.pools.router_supervisor import AdmitRouter, RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, Membership, NodePlacement, NodeRecord, RouterRecord
-from tandem.cluster.pools.supervisor import ProcessPhase, Surroundings
+from tandem.cluster.pools.supervisor import ProcessPhase, SupervisorContext
 from tandem.cluster.pools.witnesses import Witnesses
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, cancel
 from tandem.router.config import RouterConfig, RouterPlacement
@@ -47,14 +47,12 @@ class Fleet:
         self._changed = changed
         self._admit = admit
         self._keep_left_out = keep_left_out
-        self._unseen: dict[
-            str, asyncio.Event
-        ] = {}  # by machines that this controller has not seen yet: set when it sees them
+        # By machines that this controller has not seen yet: set when it sees them
+        self._unseen: dict[str, asyncio.Event] = {}
         self._admit_router = admit_router
         self._adapters = adapters
-        self.wake: Callable[[], None] = lambda: (
-            None
-        )  # called when a router begins to serve, and when a router's process got SIGTERM
+        # Called when a router begins to serve, and when a router's process got SIGTERM.
+        self.wake: Callable[[], None] = lambda: None
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
@@ -66,7 +64,7 @@ class Fleet:
             clock,
             timeouts.silence_s,
         )
-        self._around = Surroundings(
+        self._context = SupervisorContext(
             launcher, self.membership, witnesses, timeouts, events, clock, changed.ring
         )
         self._ending: set[NodeSupervisor | RouterSupervisor] = set()
@@ -90,7 +88,7 @@ class Fleet:
     def use(self, config: TandemConfig, configs: Mapping[int, TandemConfig]) -> None:
         """Sets the configuration for everything that starts from now on. `configs` are the nodes' by revision."""
         self.config, self._configs = config, dict(configs)
-        self._around.timeouts = config.timeouts
+        self._context.timeouts = config.timeouts
         for router in self.routers.values():
             router.config = self._with_tokenizer(router.config)
 
@@ -109,7 +107,7 @@ class Fleet:
             host,
             placement.slot,
             config.pools.of(placement.slot).resources_per_machine,
-            self._around,
+            self._context,
             self._admit,
             self._keep_left_out,
             self._adapters,
@@ -137,7 +135,7 @@ class Fleet:
     async def may_serve_on(self, host: Host) -> bool:
         """Returns whether a node or router on this machine, which cannot be seen, may be serving: the processes that work with it
         have heard it within the routers' own limit for silence, or none of them can be asked."""
-        witnesses, limit_s = self._around.witnesses, self.config.router.heartbeat.silence
+        witnesses, limit_s = self._context.witnesses, self.config.router.heartbeat.silence
         for node in self._nodes_on(host):
             if node.info is not None:  # it is announced
                 seen = await witnesses.of_node(node.info)
@@ -275,7 +273,7 @@ class Fleet:
     def launch_router(self, record: RouterRecord, host: Host | None) -> None:
         record = msgspec.structs.replace(record, config=self._with_tokenizer(record.config))
         router = RouterSupervisor(
-            record, host, self._around, self._admit_router, lambda: self._beside(router), self.wake
+            record, host, self._context, self._admit_router, lambda: self._beside(router), self.wake
         )
         self.routers[record.name] = router
         self._run(router)

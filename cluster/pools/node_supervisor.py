@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.cluster.describe import ranges
 from tandem.cluster.launcher import Host, LogSource, NodeHandle
-from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
+from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, SupervisorContext
 from tandem.cluster.pools.unseen_node import UnseenNode
 from tandem.cluster.tasks import first_of
 from tandem.node.config import NodeConfig
@@ -52,7 +52,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         host: Host,
         slot: Role,
         needs: Mapping[str, float],
-        around: Surroundings,
+        context: SupervisorContext,
         admit: Admit,
         keep_left_out: KeepLeftOut,
         adapters: WantedAdapters,
@@ -60,7 +60,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         seen: asyncio.Event | None = None,  # set when its machine is seen; None: it has been
         beside: Sequence[Host] = (),  # the other machines of its ranks
     ) -> None:
-        super().__init__(config.node_id, around)
+        super().__init__(config.node_id, context)
         self.config = config
         self.host = host
         self.slot = slot
@@ -73,15 +73,13 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._admit = admit
         self._keep_left_out = keep_left_out
         self._adapters = adapters
-        self._adapters_told: AdapterPlaces | None = (
-            None  # the set that it last took or refused; None: unknown
-        )
+        # The set that it last took or refused; None: unknown
+        self._adapters_told: AdapterPlaces | None = None
         self._unseen = UnseenNode(info, seen, self._launch_now) if info and seen else None
         self._told = -1  # the membership revision whose keys it has confirmed
         self._offered = -1  # the membership revision that was last sent to it, confirmed or not
-        self._role_change = (
-            asyncio.Event()
-        )  # set when the process is drained and `config` has another role than the node
+        # Set when the process is drained and `config` has another role than the node
+        self._role_change = asyncio.Event()
 
     def log_sources(self) -> dict[str, LogSource]:
         return super().log_sources() | (dict(self.handle.keepers) if self.handle is not None else {})
@@ -99,7 +97,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return unseen or self._launch_now()
 
     def _launch_now(self) -> NodeHandle:
-        launcher = self._around.launcher
+        launcher = self._context.launcher
         return launcher.launch_node(self.config, self.host, self.slot, self._needs, self._beside)
 
     async def _start(self, handle: NodeHandle) -> NodeInfo:
@@ -119,8 +117,8 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return await self._announce(info)
 
     async def _tell_keys(self, handle: NodeHandle) -> None:
-        revision = self._offered = self._around.membership.revision
-        await handle.admit(self._around.membership.keys)
+        revision = self._offered = self._context.membership.revision
+        await handle.admit(self._context.membership.keys)
         self._told = revision
 
     async def _tell_adapters(self, handle: NodeHandle, *, is_member: bool) -> None:
@@ -158,7 +156,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     async def _announce(self, info: NodeInfo) -> NodeInfo:
         await self._admit(info)
         self.info = info
-        await self._around.membership.announce(info)
+        await self._context.membership.announce(info)
         return info
 
     def _describe(self, info: NodeInfo) -> str:
@@ -174,7 +172,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self.status = None
         if self.info is not None:
             info, self.info = self.info, None
-            await self._around.membership.withdraw(info)
+            await self._context.membership.withdraw(info)
 
     # --- watching
 
@@ -214,7 +212,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
 
     async def _as_routers_see_it(self, info: NodeInfo, silent_s: float) -> str | None:
         """Returns why the node must be replaced; None if routers hear it, or if no router can be asked."""
-        seen = await self._around.witnesses.of_node(info)
+        seen = await self._context.witnesses.of_node(info)
         if seen is None:
             self._say_vouched(
                 "does not answer the controller, and no router can be asked about it: it is kept"
@@ -235,13 +233,13 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
                 self._events.trouble(self.name, what)
 
     async def _ask(self, handle: NodeHandle) -> NodeStatus:
-        if self._told != self._around.membership.revision:
+        if self._told != self._context.membership.revision:
             await self._tell_keys(handle)
         return await handle.status()
 
     async def _beat(self) -> None:
         """Waits until the next heartbeat, a change of role, or new keys. Keys that the node did not confirm are sent again then."""
-        membership = self._around.membership
+        membership = self._context.membership
         with contextlib.suppress(TandemError):
             await self._clock.within(
                 self._timeouts.heartbeat_s,
@@ -254,7 +252,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     async def _in_its_role(self, handle: NodeHandle, info: NodeInfo) -> NodeInfo:
         if info.role is self.config.role:
             return info
-        await self._around.membership.withdraw(info)
+        await self._context.membership.withdraw(info)
         new = await self._while_it_progresses(
             handle.change_role(self.config, self.report), f"changing the role of {self.name}"
         )
@@ -296,9 +294,8 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         """Returns when the node is ready in the new role. Raises Unavailable if it is left out instead. A process that does not finish
         its requests in time is replaced by a new one."""
         if self.phase is ProcessPhase.READY:
-            draining = (
-                self.info
-            )  # kept: the process may die during the drain and return as another incarnation
+            # Kept: the process may die during the drain and return as another incarnation
+            draining = self.info
             self._enter(ProcessPhase.DRAINING, f"its role changes to {config.role.value}")
             if not await self.drain(limit_s):
                 await self._withdraw(draining)
@@ -340,7 +337,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
 
     async def _withdraw(self, info: NodeInfo | None) -> None:
         if info is not None:
-            await self._around.membership.withdraw(info)
+            await self._context.membership.withdraw(info)
 
     async def drain(self, limit_s: float) -> bool:
         handle = self.handle

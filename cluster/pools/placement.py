@@ -349,9 +349,8 @@ def visible_gpus(environ: os._Environ[str] | dict[str, str], devices: Path = Pat
     if listed is None:
         return present
     named = [entry for entry in listed.split(",") if entry.strip()]
-    usable = (
-        named[: named.index("-1")] if "-1" in named else named
-    )  # CUDA ignores everything from the first -1 on
+    # CUDA ignores everything from the first -1 on
+    usable = named[: named.index("-1")] if "-1" in named else named
     return min(present, len(usable))
 
 

@@ -52,9 +52,8 @@ class Reconciler:
         fix_model: FixModel,
     ) -> None:
         self.config = config  # as the operator wants it
-        self.on_config: Callable[[TandemConfig], None] = lambda config: (
-            None
-        )  # called with each new configuration
+        # Called with each new configuration
+        self.on_config: Callable[[TandemConfig], None] = lambda config: None
         self._given = config  # with which this process was created, maybe long ago
         self._hosts = hosts
         self._store = store

@@ -8,16 +8,15 @@ from typing import Any
 
 from tandem.cluster.launcher import Host, RouterHandle
 from tandem.cluster.pools.state import RouterRecord
-from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
+from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, SupervisorContext
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import RouterInfo, RouterQueue
 
 logger = logging.getLogger(__name__)
 
-_ASK_SOON_S = (
-    0.05  # the first wait for a router that does not use all its nodes yet; it doubles up to a heartbeat
-)
+# The first wait for a router that does not use all its nodes yet; it doubles up to a heartbeat
+_ASK_SOON_S = 0.05
 
 AdmitRouter = Callable[[str, RouterInfo], Awaitable[None]]
 """Records for the next controller what the router with this name announced."""
@@ -28,14 +27,13 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         self,
         record: RouterRecord,
         host: Host | None,  # None: the head
-        around: Surroundings,
+        context: SupervisorContext,
         admit: AdmitRouter,
-        beside: Callable[
-            [], Sequence[RouterSupervisor]
-        ],  # returns the other routers in its place, the longest-serving first
+        # Returns the other routers in its place, the longest-serving first
+        beside: Callable[[], Sequence[RouterSupervisor]],
         wake: Callable[[], None],  # called when it begins to serve, and when its process got SIGTERM
     ) -> None:
-        super().__init__(record.name, around)
+        super().__init__(record.name, context)
         self.config = record.config
         self.place = record.place
         self.host = host
@@ -54,7 +52,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         there = [other for other in self._beside() if other.serves and other.info is not None]
         there.sort(key=lambda other: _address(other.config) != _address(self.config))
         doors = [other.info.door for other in there if other.info is not None]
-        return self._around.launcher.launch_router(
+        return self._context.launcher.launch_router(
             self.name, self.config, self.host, doors[0] if doors else ""
         )
 
@@ -62,12 +60,12 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         info = await handle.start(self.report)
         self.info = info
         await self._admit(self.name, info)
-        await self._around.membership.announce_router(self.name, info)
+        await self._context.membership.announce_router(self.name, info)
         return info
 
     async def _lost(self) -> None:
         self.load, self.told = RouterQueue(), -1
-        await self._around.membership.withdraw_router(self.name)
+        await self._context.membership.withdraw_router(self.name)
 
     def _may_leave_out(self) -> bool:
         """Without a router no request is served. A router that has worked before will work again once its port or memory is free. One
@@ -81,7 +79,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         """Sends the membership at every change, and every heartbeat; the answers show that the router lives. A router that does not
         answer is kept as long as clients or nodes hear it. Returns why it must be replaced."""
         self._wake()
-        timeouts, membership = self._timeouts, self._around.membership
+        timeouts, membership = self._timeouts, self._context.membership
         silence = self._new_silence()
         said = ""
         soon_s = _ASK_SOON_S
@@ -98,7 +96,9 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             except TandemError as error:
                 silence.not_answered()
                 if silence.seconds >= timeouts.unresponsive_s:
-                    serves = await self._around.witnesses.of_router(handle, info, is_alone=not self._beside())
+                    serves = await self._context.witnesses.of_router(
+                        handle, info, is_alone=not self._beside()
+                    )
                     if serves is False:
                         return f"it has not answered for {silence.seconds:.0f} s, and no node or client hears it: {error}"
                     who = "clients and nodes hear it" if serves else "no node can be asked about it"
@@ -114,7 +114,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             before, self.load = self.load, load
             was_told, self.told = self.told, revision
             if was_told != revision or _what_it_serves(load) != _what_it_serves(before):
-                self._around.on_change()
+                self._context.on_change()
             if load.is_ending and not before.is_ending:
                 self._wake()
             await self._change_or_heartbeat(revision, soon_s if load.out_of_view else timeouts.heartbeat_s)
@@ -133,7 +133,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         try:
             await self._clock.within(
                 heartbeat_s,
-                self._around.membership.newer_than(revision),
+                self._context.membership.newer_than(revision),
                 "a change of membership",
             )
         except TandemError:

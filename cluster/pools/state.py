@@ -97,12 +97,10 @@ class Revision(msgspec.Struct, frozen=True):
 
     number: int = 0
     config: TandemConfig | None = None  # None: the one with which the controller's process was created
-    commit: str = (
-        ""  # of a model on the hub: the one for which its name stood when this configuration was applied
-    )
-    content: str = (
-        ""  # the model's, as the revision's first node announced it; nodes with another content are refused
-    )
+    # Of a model on the hub: the one for which its name stood when this configuration was applied
+    commit: str = ""
+    # The model's, as the revision's first node announced it; nodes with another content are refused
+    content: str = ""
     adapters: dict[str, str] | None = None  # by name, if they were changed since; None: the configuration's
 
 
@@ -218,7 +216,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         )
 
     def releasing(self, record: NodeRecord) -> ClusterState:
-        """The node goes, and its pool is one smaller; where it has a node for each place, the place is closed."""
+        """Returns the state in which this node leaves and its pool is one smaller; in a pool with a node for each place, the place is closed."""
         new = self.with_node(msgspec.structs.replace(record, leaving=True))
         if new.sizes[record.role] is None and record.placement is not None:
             slots = [ClosedSlot(part.host, part.slot) for part in record.placement.parts]

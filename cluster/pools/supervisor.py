@@ -44,7 +44,7 @@ class ProcessPhase(enum.StrEnum):
 
 
 @dataclass(slots=True)
-class Surroundings:
+class SupervisorContext:
     """What all supervisors of a fleet share. The time-outs can change."""
 
     launcher: Launcher
@@ -59,23 +59,23 @@ class Surroundings:
 class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
     """`run` returns when the process is left out, or lost while it leaves; the owner may cancel it. Then `stop` ends the process."""
 
-    def __init__(self, name: str, around: Surroundings) -> None:
+    def __init__(self, name: str, context: SupervisorContext) -> None:
         self.name = name
         self.phase = ProcessPhase.STARTING
         self.detail = ""  # the reason for the phase; when READY again, why it was restarted
         self.restarts = 0
-        self._around = around
-        self._events = around.events
-        self._clock = around.clock
+        self._context = context
+        self._events = context.events
+        self._clock = context.clock
         self._settled = asyncio.Event()  # set once it has been READY or LEFT_OUT
         self._leaving = False  # set: the process is not replaced when it ends
-        self.progress = LastProgress(around.clock.now)  # of its start, or of later loading
+        self.progress = LastProgress(context.clock.now)  # of its start, or of later loading
         self.handle: H | None = None
         self._has_worked = False
 
     @property
     def _timeouts(self) -> ClusterTimeouts:
-        return self._around.timeouts
+        return self._context.timeouts
 
     # --- what nodes and routers do differently
 
@@ -223,7 +223,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
 
     def _enter(self, phase: ProcessPhase, detail: str) -> None:
         self.phase, self.detail = phase, detail
-        self._around.on_change()
+        self._context.on_change()
 
     async def stop(self) -> None:
         """Call this after `run` was cancelled or has returned. Withdraws the process first: it may have been announced."""

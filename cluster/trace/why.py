@@ -84,9 +84,8 @@ class OtherClusters(msgspec.Struct, frozen=True):
     requests: int  # that were simulated
     first_token_s: float  # of this request, simulated in the cluster as it was
     total_s: float
-    first_token_error: (
-        float  # the simulation's median error over all requests, as a share of what was measured
-    )
+    # The simulation's median error over all requests, as a share of what was measured
+    first_token_error: float
     total_error: float
     others: list[OtherCluster]
 

@@ -62,8 +62,8 @@ def test_one_goes_down_and_the_other_serves_on(
     assert direct == through != "", "one address serves both models"
     standing = json.loads(chat("status", "--all", "-o", "json"))
     assert {one["name"]: one["urls"] for one in standing} == {"chat": [chat.url], "code": [code.url]}
-    assert "say with --name which one is meant (chat, code)" in chat("down", status=1)
-    assert "there is chat, code (--name)" in chat("status", "--name", "other", status=1)
+    assert "choose one with --name (chat, code)" in chat("down", status=1)
+    assert "these do: chat, code (choose one with --name)" in chat("status", "--name", "other", status=1)
     chat("scale", "--name", "chat", "aggregated=2")
     waiting = "1 node without a machine"
     assert waiting in chat("status", "--name", "chat"), "the other one has the second place"

@@ -214,7 +214,7 @@ async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() ->
 async def test_what_takes_longer_than_a_moment_is_said_while_it_lasts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operate, "_WONDER_S", 0.0)
+    monkeypatch.setattr(operate, "_SAY_AFTER_S", 0.0)
     controller = FakeController()
     said: list[str] = []
 
@@ -301,4 +301,4 @@ def test_deployments_are_listed_with_what_is_wrong_with_each() -> None:
     said = console.export_text()
     assert "prefill 0 of 1, decode 1 of 2" in said
     assert "the controller did not answer" in said
-    assert "no node that writes answers is ready" in said
+    assert "no node that can decode is ready" in said

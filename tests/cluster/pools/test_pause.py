@@ -79,6 +79,6 @@ async def test_a_node_that_does_not_say_that_it_is_empty_is_named() -> None:
         rig.launcher.node("decode-0").mute.set()
         waiting = asyncio.create_task(rig.controller.reset_cache([]))
         await rig.clock.advance(TIMEOUTS.unresponsive_s + TIMEOUTS.silence_s)
-        with pytest.raises(Unavailable, match="decode-0 did not say"):
+        with pytest.raises(Unavailable, match="decode-0 did not confirm"):
             await waiting
         assert rig.launcher.router.forgot == [["prefill-0"]]

@@ -113,9 +113,9 @@ async def test_the_last_node_that_writes_answers_stays() -> None:
         await rig.controller.start()
         with pytest.raises(ConfigurationError, match="no node would be left to decode"):
             await rig.controller.scale({Role.DECODE: 0})
-        with pytest.raises(ConfigurationError, match="the last node that can write answers"):
+        with pytest.raises(ConfigurationError, match="the last node that can decode"):
             await rig.controller.drain_node("decode-0", DRAIN_S)
-        with pytest.raises(ConfigurationError, match="the last node that can write answers"):
+        with pytest.raises(ConfigurationError, match="the last node that can decode"):
             await rig.controller.change_role("decode-0", Role.PREFILL)
         with pytest.raises(
             ConfigurationError, match="there is no node decode-9; there are: prefill-0, decode-0"

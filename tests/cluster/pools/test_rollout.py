@@ -276,9 +276,9 @@ async def test_what_cannot_be_wished_for_is_refused() -> None:
         with pytest.raises(ConfigurationError, match="no rollout"):
             await rig.controller.go_back()
         await rig.controller.apply(wish(rig), dry_run=False)
-        with pytest.raises(Unavailable, match="under way"):
+        with pytest.raises(Unavailable, match="a rollout is running"):
             await rig.controller.apply(wish(rig, seqs=5), dry_run=False)
-        with pytest.raises(Unavailable, match="under way"):
+        with pytest.raises(Unavailable, match="a rollout is replacing nodes"):
             await rig.controller.change_role("prefill-0", Role.DECODE)
         await rig.clock.advance(7.0)
         await rig.controller.go_back()
