@@ -20,10 +20,10 @@ from tandem.router.http import (
     ui_routes,
     vector_routes,
 )
-from tandem.router.http.exchange import Endpoint, HttpExchange, HttpGate, Routes
+from tandem.router.http.exchange import HttpExchange, HttpGate, HttpRoute, HttpRoutes
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
-from tandem.router.openai.served_model import ModelElsewhere
+from tandem.router.openai.prompts import ModelElsewhere
 from tandem.router.responses.response_store import ResponseNotFound
 from tandem.wire.errors import TandemError
 
@@ -97,9 +97,9 @@ def make_app(services: Services) -> ASGIApp:
     ]
     elsewhere = partial(_answer_from_elsewhere, services)
     routes = [
-        Route(path, Endpoint(path, partial(handler, services), elsewhere), methods=methods)
+        Route(path, HttpRoute(path, partial(handler, services), elsewhere), methods=methods)
         for path, handler, methods in table
     ]
     # Without Starlette's application around them: its layers turn errors into answers, which is what the gate is for.
-    gate = HttpGate(Routes(routes), services.keys, services.metrics)
+    gate = HttpGate(HttpRoutes(routes), services.keys, services.metrics)
     return _with_cors(gate, services.config.cors_origins)

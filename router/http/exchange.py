@@ -147,7 +147,7 @@ def names_of(fields: list[str]) -> bytes:
     ]
 
 
-class Endpoint:
+class HttpRoute:
     """A route's function as an ASGI application. The exchange learns the route: metrics are labelled with it, not with clients' paths."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Endpoint:
                 raise
 
 
-class Routes:
+class HttpRoutes:
     """A path without parameters is looked up; Starlette tries one route after the other for the rest."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
