@@ -1,48 +1,50 @@
-# make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
-# make test     units, then real Ray, NIXL, HTTP and SmolLM2 (13 to 18 minutes on two cores)
-# make test-clusters   `tandem serve` and whole clusters, scaled, killed, cut off from their controller and head, and the guides'
-#                    commands as they stand (about 25 minutes)
-# make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; KILLS=15 kills thirty in each
-#                    phase, half greedy, half seeded). Then the controller killed ten times in three ways, and the control
-#                    plane away for ten minutes, twice (about 35 minutes). Then every fault of a KV transfer, 100 times for
-#                    each connector and direction (about 15 minutes), and the connectors' contract at all widths of nodes
-#                    And the disk tier: 10,000 crashes of a disk that tears, 50 nodes killed while they store (about 2 minutes);
-#                    10,000 steps without a leak, and streams whose connections are reset thirty times (about 3 minutes);
-#                    ten times the examples of the API's fuzzing, the transfer protocol's histories and conversations on nodes that die (about 20 minutes)
+# make serve    serve a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
+# make test     unit tests, then tests with real Ray, NIXL, HTTP and SmolLM2 (about ten minutes on two cores)
+# make test-more     further combinations of widths, blocks and models that `make test` leaves out (about ten minutes); SHARE=3/8 runs
+#                    the third of eight parts of them
+# make test-clusters   `tandem serve` and whole clusters, which are scaled, killed, and cut off from their controller and head; and the
+#                    commands in the guides as they stand (about 25 minutes)
+# make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; with KILLS=15 thirty kills in each phase, half
+#                    greedy, half seeded); the controller killed ten times in each of three ways, and the control plane away for ten
+#                    minutes, twice (about 35 minutes); every fault of a KV transfer, 100 times for each connector and direction (about
+#                    15 minutes); the disk tier: 10,000 crashes of a disk with torn writes, 50 nodes killed while they store (about
+#                    2 minutes); 10,000 steps without a leak, and streams whose connections are reset thirty times (about 3 minutes);
+#                    ten times the usual examples of the API's fuzzing, of the transfer protocol's histories, and of conversations on
+#                    nodes that die (about 20 minutes)
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
-#                    that it lacks (about 20 minutes)
+#                    that it needs (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
-#                    goes on where it was stopped; MINUTES=90 MODEL=smollm2 ONLY='reset|killed'
-# make test-clients    other projects' clients and load generators, unchanged, against a real `tandem serve`: each set in an
-#                    environment of its own under build/ (about ten minutes, two of them without the installing);
-#                    SETS='clients litellm aiperf guidellm' says which, VLLM=/path/to/vllm adds vLLM's bench
+#                    continues where it was stopped; MINUTES=90 MODEL=smollm2 ONLY='reset|killed'
+# make test-clients    other projects' clients and load generators, unchanged, against a real `tandem serve`; each set has an
+#                    environment of its own under build/ (about ten minutes, two of them without the installation);
+#                    SETS='clients litellm aiperf guidellm' chooses the sets, VLLM=/path/to/vllm adds vLLM's bench
 # make test-versions OTHER=v0.1.0   nodes, routers and controllers of this version and of that commit in one cluster, under load
-# make test-image  the image of manifests/kuberay, built as it stands on a stand-in for Ray's, and served from: needs root, buildah and debootstrap
-# make test-models   every causal model class of transformers, tiny: served exactly, or refused, as docs/models.md says (some
+# make test-image  builds the image of manifests/kuberay on a stand-in for Ray's image, and serves from it; needs root, buildah and debootstrap
+# make test-models   every causal model class of transformers, tiny: served exactly or refused, as docs/models.md says (some
 #                    minutes); make models-page writes that page
-# make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
+# make bench    a short measurement of every part, in one table with the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which
-# make test-gpu-packages   FlashInfer's own package takes our calls and writes its kernels' sources, Triton interprets ours, the GPU's
-#                    benchmark goes through on a CPU: no GPU
-# make wheel    dist/*.whl with compiled kernels, for glibc 2.28 and newer; test-install installs one in an empty environment, dependencies and all
-# make docs     the parts of documents that are written from the code
-# make clean    the environment and everything that tools left here; the model cache stays
+# make test-gpu-packages   without a GPU: FlashInfer's package accepts our calls and writes its kernels' sources, Triton interprets ours,
+#                    and the GPU's benchmark runs on a CPU
+# make wheel    dist/*.whl with compiled kernels, for glibc 2.28 and newer; test-install installs one with its dependencies in an empty environment
+# make docs     writes the parts of the documents that are generated from the code
+# make clean    deletes the environment and everything that tools left here; the model cache stays
 #
-# make serve PORT=9000 MODEL=folder-or-name PREFILL=2 DECODE=2      AGGREGATED=2 instead of the two
-# make serve ARGS='--kv-memory 2GiB --set router.policy=round_robin'   anything that `tandem serve --help` lists
+# make serve PORT=9000 MODEL=folder-or-name PREFILL=2 DECODE=2      or AGGREGATED=2 instead of the two
+# make serve ARGS='--kv-memory 2GiB --set router.policy=round_robin'   any flags that `tandem serve --help` lists
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak check wheel test-install docs clean install
+.PHONY: help serve test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
-# The first of these that is new enough; PYTHON=... names another.
+# The first of these that is new enough; PYTHON=... sets another one.
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(if $(shell $(name) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null),$(name))))
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
-# Another pyproject.toml is another environment to install.
+# A changed pyproject.toml needs a new installation.
 INSTALLED := $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-16)
 
 SERVE_FLAGS = $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)') $(if $(PREFILL),--prefill '$(PREFILL)') \
@@ -54,28 +56,33 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
-# The quick ones of these are over in four minutes. The others wait as much as they compute: for processes, for Ray.
+# The quick tests take four minutes. The others wait as much as they compute: for processes and for Ray.
 UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/benchmarks/test_gpu_dry_run.py tests
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 -m "not slow and not integration" $(UNITS)
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 --dist loadfile \
-		-m "(slow or integration) and not own_cluster" $(UNITS)
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 -m "not slow and not integration and not more" $(UNITS)
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile \
+		-m "(slow or integration) and not own_cluster and not more" $(UNITS)
+
+test-more: install
+	@$(BIN)/tandem models fetch > /dev/null
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile $(if $(SHARE),--share $(SHARE)) \
+		-m "more and not own_cluster" $(UNITS)
+	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 $(if $(SHARE),--share $(SHARE)) -m "more and own_cluster" tests/integration
 
 test-clusters: install
 	@$(BIN)/tandem models fetch > /dev/null
-	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 -m own_cluster tests/integration
+	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 -m "own_cluster and not more" tests/integration
 
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null
 	TANDEM_KILLS=$(or $(KILLS),1) $(BIN)/python -m pytest -v -s tests/faults
 	TANDEM_CONTROLLER_KILLS=10 TANDEM_AWAY_S=600 $(BIN)/python -m pytest -v \
 		tests/integration/test_killed_controllers.py tests/integration/test_head_away.py
-	TANDEM_WIDTHS=all TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 		-n 8 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
-	TANDEM_WIDTHS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 600 tests/kvtransfer/test_connector_contract.py
 	TANDEM_CRASHES=10000 TANDEM_KILLS=50 $(BIN)/python -m pytest -q --timeout 3600 tests/kvtransfer/test_tier_disk.py
 	TANDEM_STEPS=10000 TANDEM_RESETS=30 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow \
 		tests/engine/test_long_run.py tests/router/test_router_resets.py
@@ -83,7 +90,7 @@ test-faults: install
 		tests/router/test_router_api_fuzz.py tests/kvtransfer/test_protocol_hostile.py tests/kvtransfer/test_protocol_model.py \
 		tests/integration/test_shared_tiers_random.py
 
-# Beside the environment, not in it: with Triton there torch would compile for a GPU that is not there.
+# Installed beside the environment, not in it: if Triton were in it, torch would compile for a GPU that is not there.
 test-gpu-packages: install
 	$(BIN)/python -m pip install -q --no-deps --target build/gpu-packages \
 		'flashinfer-python>=0.7,<0.8' apache-tvm-ffi triton tabulate einops nvidia-ml-py
@@ -91,10 +98,10 @@ test-gpu-packages: install
 		tests/engine/model/test_flashinfer_package.py tests/engine/model/test_triton_ops.py \
 		tests/benchmarks/test_gpu_dry_run.py
 
-# The last tag, unless another commit is named. Where there is neither, .ci/run's clusters test a later version that is made from this one.
+# The last tag, unless OTHER names a commit. Without either, .ci/run's cluster tests use a later version that they derive from this one.
 OTHER ?= $(shell git describe --tags --abbrev=0 2>/dev/null)
 test-versions: install
-	@$(if $(OTHER),,echo "there is no tag yet: name a commit, OTHER=..." && exit 1)
+	@$(if $(OTHER),,echo "there is no tag yet: set OTHER to a commit, OTHER=..." && exit 1)
 	@$(BIN)/tandem models fetch > /dev/null
 	TANDEM_OTHER='$(OTHER)' $(BIN)/python -m pytest -v --durations=5 tests/integration/test_versions_together.py
 
@@ -109,7 +116,7 @@ test-lab: install
 		$(if $(ONLY),--only '$(ONLY)') $(ARGS)
 
 SETS ?= clients litellm aiperf guidellm
-# Apart because their versions of one library differ: no environment holds both LiteLLM and LangChain.
+# Each set has its own environment because their versions of one library differ: LiteLLM and LangChain do not fit into one.
 SET_clients = 'openai>=3' 'anthropic>=2' 'instructor>=1.17' 'langchain-openai>=1.7'
 SET_litellm = 'litellm>=1.80' 'mcp>=1' 'openai-harmony>=0.0.8'
 SET_aiperf = 'aiperf>=0.13'
@@ -154,7 +161,7 @@ docs: install
 	$(BIN)/python -m tandem.cluster.documents
 	$(BIN)/python docs/figures/draw.py
 
-# The native kernels are compiled once for a machine, and again when their sources change.
+# The native kernels are compiled once per machine, and again when their sources change.
 install: $(INSTALLED)
 	@$(BIN)/python -m tandem.kernels.build > /dev/null
 

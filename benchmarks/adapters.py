@@ -1,10 +1,10 @@
-"""What adapters cost: a decode step of eight requests, each with an adapter of its own, beside the same step of the model alone.
+"""What adapters cost: a decode step of eight requests, each with its own adapter, compared with the same step without adapters.
 
     python -m benchmarks.adapters [--adapters 8] [--rank 16] [--threads N] [--dtype bfloat16] [--rounds 5] [--json FILE]
 
-SmolLM2's shape with random weights, computed by transformers (the general path), and adapters for all its linear layers, written as PEFT
-writes them. The engines take turns, and medians count, so that what else the machine does falls on all. How often the kernels' threads meet
-in a step is counted beside, which no other work of the machine changes.
+The model has SmolLM2's shape and random weights and runs through transformers (the general path). Adapters are for all its linear layers, in
+PEFT's format. The engines take turns and medians count, so that other work on the machine affects all alike. The benchmark also counts how
+often the kernels' threads meet in a step, which does not depend on other work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tandem.machine.resources import usable_cores
 from tandem.wire.adapters import identity_of
 
 CONTEXT, DECODES = 256, 24
-CEILING = 1.3  # a step with all adapters beside the model's alone
+CEILING = 1.3  # for a step with all adapters, as a multiple of the step without
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -104,9 +104,9 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def engine_of(
     model: Path, adapters: dict[str, str], max_loras: int, options: argparse.Namespace
 ) -> tuple[EngineBench, Callable[[], int], list[str]]:
-    """An engine, how often its kernels' threads have met, and the adapters that it serves."""
+    """Returns an engine, a counter of how often its kernels' threads have met, and the adapters that it serves."""
     cache = CacheConfig(memory_bytes=512 << 20, prefix_caching=False)
-    # Prompts in pieces of one length, so that all runs have as many steps.
+    # All prompts are processed in chunks of one length, so that all runs have equally many steps.
     scheduler = SchedulerConfig(max_model_len=1024, max_loras=max_loras, step_target_ms=0)
     runner = load_runner(
         ModelConfig(

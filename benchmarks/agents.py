@@ -1,12 +1,12 @@
-"""How long agents' jobs take under `continuum`, beside FCFS with and without a prefix cache: the product's own scheduler on a virtual clock.
+"""How long agents' jobs take under `continuum`, compared with FCFS with and without a prefix cache. Runs Tandem's scheduler on a virtual clock.
 
     python -m benchmarks.agents [--seeds N] [--json FILE]
 
-A job is a task of some turns: a prompt that begins with all of the turn before, an answer that calls a tool, and the tool's time, from
-0.1 to 30 s by the tool. Ten jobs more than the KV cache holds are under way at any time, on one aggregated node whose
-steps take what `COSTS` says. `again` is that trace, `never` the same jobs with prompts that have nothing in common, where pins are of no use.
+A job is a task of several turns. A turn is a prompt that begins with the whole turn before, an answer that calls a tool, and the tool's time,
+from 0.1 to 30 s by the tool. At any time ten jobs more than fit into the KV cache are running, on one aggregated node whose steps take what
+`COSTS` says. `again` is that trace; `never` has the same jobs with prompts that have nothing in common, for which pins are useless.
 
-Nothing of it depends on the machine that it runs on. A mean of several traces of the same kind (`--seeds`), with the worst of them.
+No figure depends on the machine. Figures are means over several traces of the same kind (`--seeds`), with the worst of them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tandem.wire.requests import Submit, TokenBatch, TurnEnded
 from tandem.wire.sampling import SamplingParams
 
 BLOCK = 16
-SHARED_TOKENS = 1024  # the system prompt and the tools, in every job
+SHARED_TOKENS = 1024  # the system prompt and the tools, the same in every job
 JOBS_THAT_FIT = 12
 MORE = 10
 JOBS = 80
-# A tool, how often it is called, and the seconds that it takes.
+# A tool, how often it is called, and how many seconds it takes.
 TOOLS = (
     ("read", 0.35, 0.1, 0.4),
     ("search", 0.25, 0.2, 1.2),
@@ -49,7 +49,7 @@ TOOLS = (
     ("run", 0.15, 0.5, 6.0),
     ("test", 0.10, 5.0, 30.0),
 )
-# An 8B model on one GPU, in round numbers: prompts at 12,000 tokens a second and fewer with long contexts, decodes in 12 ms and more.
+# An 8B model on one GPU, in round numbers: 12,000 prompt tokens a second, fewer with long contexts; decode steps of 12 ms and more.
 COSTS = CostModel(
     name="agents",
     max_model_len=32768,
@@ -62,7 +62,7 @@ COSTS = CostModel(
 
 
 class AgentTurn(msgspec.Struct, frozen=True):
-    input_tokens: int  # that it adds to what was there: the task, or the tool's result
+    input_tokens: int  # that the turn adds: the task, or the tool's result
     answer_tokens: int
     tool: str
     tool_s: float
@@ -97,7 +97,7 @@ def make_jobs(seed: int) -> list[list[AgentTurn]]:
 
 
 def blocks_for(jobs: list[list[AgentTurn]]) -> int:
-    """The blocks that hold all jobs at the mean of their lengths."""
+    """Returns the number of blocks that hold all jobs at the mean of their lengths."""
     means = []
     for turns in jobs:
         size, sizes = 0, []
@@ -118,7 +118,7 @@ class Play:
         repeats: bool = True,
         by_steps: bool = False,
     ) -> None:
-        """`by_steps`: as for a simulated node, the same later."""
+        """`by_steps` is as for a simulated node."""
         self._by_steps = by_steps
         self._policy, self._caching, self._repeats = policy, caching, repeats
         self._jobs = make_jobs(seed)
@@ -175,7 +175,7 @@ class Play:
         )  # fmt: skip
 
     def _text(self, count: int) -> list[int]:
-        """Tokens that no other text has: a name stands for all that is before it, too."""
+        """Returns tokens that no other text has."""
         self._names += 1
         return [self._names] * count
 

@@ -1,12 +1,12 @@
-"""A burst of three times the capacity: how much is served, how much is turned away, and how soon latency is as before.
+"""A burst of three times the capacity: how much is served, how much is refused, and how soon latency is as before.
 
     python -m benchmarks.burst --quick
     python -m benchmarks.burst --vllm DIR --peers FOLDER
 
-Each system, alone on the machine, is first asked at several rates: its capacity is the highest at which the requests meet the
-service level. Then one load without a pause: most of the capacity, three times the capacity for two minutes, and most of it
-again. Goodput is requests per second that met the service level, by when they were sent. Clients are patient for a minute, and
-then go away. Work is thrown away when its tokens were computed and are in no whole answer. Writes burst.json and burst.txt.
+Each system runs alone on the machine. It is first asked at several rates: its capacity is the highest rate at which requests meet the service
+level. Then comes one load without a pause: most of the capacity, three times the capacity for two minutes, and most of it again. Goodput is
+the number of requests per second that met the service level, by the time at which they were sent. Clients wait for a minute, then go away.
+Work is lost when its tokens were computed but are in no whole answer. Writes burst.json and burst.txt.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from tandem.loadgen.workload import Lengths, random_prompts
 from tandem.wire.errors import ConfigurationError, TandemError
 
 _WIDTH = 150
-_SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)  # of what a crowd of users gets through: the rates that are tried
+_SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)  # the rates to try, as shares of what a crowd of users achieves
 _CROWD = 6
-_ENOUGH = 0.9  # of the requests must meet the service level at a rate that is called capacity
+_ENOUGH = 0.9  # the share of requests that must meet the service level at a rate that counts as capacity
 
 
 class BurstDurations(msgspec.Struct, frozen=True):
-    """Seconds."""
+    """Durations in seconds."""
 
     trial: float
     before: float
@@ -170,7 +170,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _systems(options: argparse.Namespace, model: Path) -> list[System]:
-    # The rest of the service level is for reading the prompt itself, beside others' answers.
+    # The rest of the service level is for computing the prompt itself, along with other requests' answers.
     ttft, systems = parse_service_level(options.slo).ttft, tandem_systems(model)
     if ttft is not None:
         door = ("--set", f"router.admit_within={ttft * options.within:g}")
@@ -190,7 +190,7 @@ def _systems(options: argparse.Namespace, model: Path) -> list[System]:
 
 
 class Trial:
-    """One system, from its capacity to what the burst left."""
+    """One system's trial, from its capacity to what is left after the burst."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Trial:
             return measure(self._system.title, capacity, stages, asked, computed, self._slo)
 
     async def _capacity(self) -> float:
-        """Raises ConfigurationError when the service level is met at no rate that was tried."""
+        """Returns the capacity. Raises ConfigurationError if no rate that was tried meets the service level."""
         crowd = await self._client.crowd(self._prompts(_CROWD * 4), _CROWD, self._options.output)
         whole = [one for one in crowd if one.timeline.succeeded]
         if not whole:

@@ -1,4 +1,4 @@
-"""What `benchmarks.burst` counts: every request with its end, the tokens that a server computed, and what of it was of use."""
+"""Counts for `benchmarks.burst`: every request with its end, the tokens that a server computed, and how many of them were of use."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.timeline import RequestFailure, Timeline
 from tandem.wire.errors import Unavailable
 
-_WINDOW_S = 10.0  # goodput is looked at in stretches of this length when it has to have come back
+_WINDOW_S = 10.0  # the length of the windows in which goodput must have recovered
 _BACK = 0.95
 _LATEST_S = 30.0
 _DURING = 0.9
 _THROWN = 0.05
 _VLLM = re.compile(r"^vllm:(prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.M)
-_QUIET_S = 1.0  # what counters say is up to half a second old
+_QUIET_S = 1.0  # counters can be half a second old
 
 
 @dataclass(slots=True, eq=False)
 class BurstQuestion:
     timeline: Timeline
-    at: float  # when it was to be sent, from the load's beginning
+    at: float  # when it was to be sent, from the beginning of the load
     retry_after: bool = False
 
 
@@ -53,18 +53,18 @@ class BurstStage(msgspec.Struct, frozen=True):
 
 class BurstFigures(msgspec.Struct):
     system: str
-    capacity: float  # requests a second
+    capacity: float  # requests per second
     stages: list[BurstStage]
     requests: int
-    goodput: dict[str, float]  # by stage, requests a second within the service level
-    during_share: float  # goodput during the burst, of the capacity
-    recovered_after_s: float | None  # from the burst's end; None: not while it was watched
+    goodput: dict[str, float]  # by stage: requests per second within the service level
+    during_share: float  # goodput during the burst, as a share of the capacity
+    recovered_after_s: float | None  # from the end of the burst; None: not while it was observed
     turned_away: int  # with 503 or 429
     with_retry_after: int
-    failed: int  # otherwise without a whole answer; most because their client's patience ended
+    failed: int  # had no whole answer for another reason, mostly because the client stopped waiting
     failures: dict[str, int]
     computed: Tokens
-    answered: Tokens  # in whole answers
+    answered: Tokens  # that are in whole answers
     thrown_prompt_share: float
     thrown_output_share: float
 
@@ -95,7 +95,7 @@ def floors_of(measured: BurstFigures) -> Floors:
 
 
 class BurstClient:
-    """Asks one server; each request on a connection of its own, as so many users would."""
+    """Sends requests to one server, each on a connection of its own, as that many users would."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class BurstClient:
             raise Unavailable(f"{path} is not shown: {error}") from error
 
     async def play(self, prompts: Sequence[str], times: Sequence[float], tokens: int) -> list[BurstQuestion]:
-        """Each at its time, whatever became of the others. Returns when all have ended."""
+        """Sends each request at its time, whatever became of the others. Returns when all have ended."""
         began = time.perf_counter()
 
         async def one(prompt: str, at: float) -> BurstQuestion:
@@ -137,7 +137,7 @@ class BurstClient:
         return list(await asyncio.gather(*(one(*pair) for pair in zip(prompts, times, strict=True))))
 
     async def crowd(self, prompts: Sequence[str], users: int, tokens: int) -> list[BurstQuestion]:
-        """The next one as soon as one of the users is free."""
+        """Sends the next request as soon as one of the users is free. Returns when all have ended."""
         places = asyncio.Semaphore(users)
 
         async def one(prompt: str) -> BurstQuestion:
@@ -147,7 +147,7 @@ class BurstClient:
         return list(await asyncio.gather(*map(one, prompts)))
 
     async def ask(self, prompt: str, at: float, tokens: int) -> BurstQuestion:
-        """Always returns; what went wrong stands in the timeline."""
+        """Always returns; the timeline holds the failure."""
         asked = BurstQuestion(Timeline("burst", tokens), at)
         timeline = asked.timeline
         body = {
@@ -195,13 +195,13 @@ async def _read(response: httpx.Response, timeline: Timeline) -> None:
 
 
 async def tokens_computed(client: BurstClient) -> Tokens:
-    """Since the server started, by its own account."""
+    """Returns the tokens that the server has computed since its start, by its own counters."""
     await asyncio.sleep(_QUIET_S)
     if client.is_tandem:
         nodes = msgspec.json.decode(await client.text_of("/cluster"))["nodes"]
         counters = [node.get("counters", {}) for node in nodes]
         prompt = sum(one.get("prompt_tokens_computed", 0) for one in counters)
-        # A prefill node's one token of each answer is the decode node's first one too.
+        # A prefill node's one output token of each answer is also counted as the decode node's first.
         output = sum(
             node.get("counters", {}).get("output_tokens", 0) for node in nodes if node["role"] != "prefill"
         )
@@ -267,7 +267,7 @@ def measure(
 def recovery(
     before: Sequence[BurstQuestion], after: Sequence[BurstQuestion], stage: BurstStage, slo: ServiceLevel
 ) -> float | None:
-    """From when on the requests of every window of ten seconds meet the service level as often as before, but for 5%."""
+    """Returns from when on, in every window of ten seconds, as many requests meet the service level as before, less 5%."""
     wanted = _BACK * attained(before, slo)
     starts = sorted({one.at for one in after if one.at <= stage.end - _WINDOW_S} | {stage.begin})
     back: float | None = None

@@ -1,13 +1,13 @@
-"""What checksums cost a handover: the same prompts under each policy in turn, over shared memory or over a link.
+"""What checksums add to a handover: the same prompts under each policy in turn, over shared memory or over a link.
 
     python -m benchmarks.checksums [--link 10gbit] [--tokens N] [--chunks N] [--repeats N] [--json FILE]
 
-One producer, and a consumer for each of `off`, `sample` and `all`, no model: blocks shaped like SmolLM2-135M's. A prompt's
-chunks are computed at once, so that all of it waits for the transfer. With `--link` (as root) producer and consumers are on two
-machines made of network namespaces, with UCX over TCP between them.
+One producer, and one consumer for each of `off`, `sample` and `all`; no model, but blocks shaped like SmolLM2-135M's. A prompt's chunks are all
+computed at once, so that everything waits for the transfer. With `--link` (needs root) producer and consumers are on two machines made of
+network namespaces, with UCX over TCP between them.
 
-    ms       from the last chunk's end to the consumer's scheduler: the best, and the median
-    cpu      CPU seconds of both processes per GB, the kernel's part included
+    ms       from the end of the last chunk until the consumer's scheduler knows: the best, and the median
+    cpu      CPU seconds of both processes per GB, including the kernel's part
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.transfer_nodes import BLOCK_BYTES, BLOCK_SIZE, Remote
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.wire.nodes import PeerAddress
 
-BAR_PERCENT = 5.0  # that `all` may add to the best handover over 10 Gbit
+BAR_PERCENT = 5.0  # the most that `all` may add to the best handover over 10 Gbit
 
 
 class Benchmark:
@@ -50,13 +50,13 @@ class Benchmark:
         self._count = 0
 
     def transfer(self, policy: ChecksumPolicy) -> tuple[float, float]:
-        """Seconds, and CPU seconds."""
+        """Returns the seconds and the CPU seconds of one transfer."""
         consumer = self._consumers[policy]
         self._count += 1
         names = [f"r{self._count}"]
         before = self._producer.call("cpu_seconds") + consumer.call("cpu_seconds")
         consumer.begin("receive", names, self._tokens, self._from)
-        time.sleep(0.05)  # it is registered by then
+        time.sleep(0.05)  # long enough for its registration to arrive
         self._producer.begin("send", names, self._tokens, self._to[policy], self._chunks)
         arrived_at, computed_at = consumer.result(), self._producer.result()
         spent = self._producer.call("cpu_seconds") + consumer.call("cpu_seconds") - before
@@ -67,7 +67,7 @@ class Benchmark:
         for repeat in range(repeats + 1):
             for policy, taken in seconds.items():
                 one = self.transfer(policy)
-                if repeat:  # the first connects
+                if repeat:  # the first transfer connects the two
                     taken.append(one)
         gigabytes = self._tokens // BLOCK_SIZE * BLOCK_BYTES / 1e9
         best_off = min(taken for taken, _ in seconds[ChecksumPolicy.OFF])

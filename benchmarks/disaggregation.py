@@ -1,14 +1,14 @@
-"""What separating prefill from decode buys: Tandem both ways on one machine, beside vLLM both ways.
+"""What disaggregation gains: Tandem and vLLM on one machine, each disaggregated and aggregated.
 
     python -m benchmarks.disaggregation --quick
     python -m benchmarks.disaggregation --vllm DIR --peers FOLDER
 
-DIR is a virtual environment with vLLM, FOLDER has the scripts that start it: docs/performance.md says what they run.
+DIR is a virtual environment with vLLM. FOLDER has the scripts that start vLLM: docs/performance.md says what they run.
 
-Every system has all of the machine's cores, alone, and is started, asked and stopped in turn. Loads: a closed loop of
-1, 4 and 8 users with prompts of 512 tokens and answers of 64; chats, alone and while prompts of 2,048 tokens arrive;
-prompts that share their first 1,000 tokens. Writes outcome.json, outcome.txt and outcome.png. Interrupted, the same
-command goes on where it was; with more --runs it adds them.
+Every system runs alone with all of the machine's cores; systems are started, measured and stopped in turn. Loads: a closed loop of 1, 4 and 8
+users with prompts of 512 tokens and answers of 64; chats, alone and while prompts of 2,048 tokens arrive; prompts that share their first 1,000
+tokens. Writes outcome.json, outcome.txt and outcome.png. If it was interrupted, the same command continues where it stopped; with more --runs
+it adds runs.
 """
 
 from __future__ import annotations

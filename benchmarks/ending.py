@@ -1,4 +1,4 @@
-"""How a benchmark's command ends: with its own status, a mistake in one line, or as one that was interrupted."""
+"""How a benchmark's command ends: with its own status, with a mistake reported in one line, or as interrupted."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The engine alone: prefill and decode steps, beside the machine's limit and, where it is installed, beside vLLM.
+"""The engine alone: prefill and decode steps, compared with the machine's limit and, if it is installed, with vLLM.
 
     python -m benchmarks.engine MODEL [--vllm DIR] [--threads N] [--quick] [--json FILE]
 
-MODEL is a local folder; DIR is a virtual environment with vLLM. Every side gets the same cores and the same random
-prompts, and is timed over whole engine steps: scheduling, forward pass, sampling, bookkeeping.
+MODEL is a local folder; DIR is a virtual environment with vLLM. All engines get the same cores and the same random prompts, and whole engine
+steps are timed: scheduling, forward pass, sampling, bookkeeping.
 
-The limit of a prefill is the time that its matrix products take at the machine's measured rate. That of a decode
-step is the larger of this and the time to read all weights and all the requests' KV once, at its measured bandwidth.
+The limit of a prefill is the time that its matrix products take at the machine's measured rate. The limit of a decode step is that, or if it is
+longer the time to read all weights and all requests' KV once at the measured memory bandwidth.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def measure_tandem(arguments: argparse.Namespace, threads: int, say: Say) -> tup
         max_num_seqs=max(batch for batch, _ in decodes),
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
-        step_target_ms=0,  # a batch is to be together before its first requests end
+        step_target_ms=0,  # all requests of a batch must have begun before the first one ends
     )
     model = ModelConfig(path=arguments.model, dtype=arguments.dtype, device="cpu", threads=threads)
     say("tandem: loading")
@@ -150,7 +150,7 @@ def measure_vllm(folder: str, work: Work, cores: list[int], say: Say) -> Times:
 
 
 def _result(line: str) -> dict[str, Any]:
-    """vLLM prints much besides."""
+    """Returns the result in a line of vLLM's output, which prints much else."""
     if not line.startswith("{"):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What every engine is asked to do, what came of it, and what a model's tokens cost at best, from its checkpoint alone."""
+"""The work for every engine, its results, and what a model's tokens cost at best, computed from its checkpoint."""
 
 from __future__ import annotations
 
@@ -61,28 +61,28 @@ def random_work(
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """What a token needs, in elements of the checkpoint's matrices; each is read once a step."""
+    """What a token needs, in elements of the checkpoint's matrices, each of which is read once per step."""
 
     layers: int
-    head: int  # only for tokens that are sampled from
+    head: int  # needed only for tokens from which a next one is sampled
     element_bytes: int
-    kv_bytes: int  # of one token, in all layers
-    attention_flops: int  # for one pair of a query and a key, in all layers
+    kv_bytes: int  # of one token in all layers
+    attention_flops: int  # for one pair of a query and a key in all layers
 
     def prefill_flops(self, length: int) -> int:
-        """What a prompt takes, with one token sampled after it."""
+        """The operations for a prompt and the one token that is sampled after it."""
         return 2 * (self.layers * length + self.head) + self.attention_flops * length * (length + 1) // 2
 
     def decode_flops(self, batch: int, context: int) -> int:
         return batch * (2 * (self.layers + self.head) + self.attention_flops * context)
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """All weights, and all the requests' KV, read once."""
+        """The bytes of all weights and of all requests' KV."""
         return (self.layers + self.head) * self.element_bytes + batch * context * self.kv_bytes
 
 
 def read_costs(folder: Path, dtype: torch.dtype, kv_bytes: int) -> Costs:
-    """From the checkpoint's own matrices. A mixture of experts reads fewer: there the limit is too high."""
+    """Reads the checkpoint's own matrices. A mixture of experts reads fewer, so for one the limit is too high."""
     matrices: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""Our engine under the work: the scheduler and the runner, without a node around them."""
+"""Tandem's engine under the work: the scheduler and the runner, without a node around them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class EngineBench:
         self._count = 0
 
     def prefill(self, prompt: list[int]) -> float:
-        """Seconds from a new request to its first token."""
+        """Returns the seconds from a new request to its first token."""
         self._add(prompt, 1)
         return self._timed(self._finish)
 
     def decode(self, prompts: list[list[int]], steps: int, loras: Sequence[str] = ()) -> float:
-        """Seconds of a step in which each of these requests gets a token, each with an adapter where there are any."""
+        """Returns the seconds of a step in which each of these requests gets a token. `loras` gives each an adapter."""
         names = {
             self._add(prompt, steps + len(prompts) + 2, lora) for prompt, lora in zip_longest(prompts, loras)
         }

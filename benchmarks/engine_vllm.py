@@ -1,6 +1,6 @@
-"""vLLM's engine under the same work, in its own Python: reads the work from stdin, prints a JSON object per result.
+"""vLLM's engine under the same work, in its own Python: reads the work from stdin and prints a JSON object per result.
 
-Started by `benchmarks.engine --vllm DIR`. It imports nothing of ours, because ours is not installed where it runs.
+`benchmarks.engine --vllm DIR` starts it. It imports nothing of Tandem, which is not installed there.
 """
 
 import json

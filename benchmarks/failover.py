@@ -1,13 +1,13 @@
-"""A long conversation whose decode node is killed: how long its stream stands still, and how much is computed again.
+"""A long conversation whose decode node is killed: for how long its stream pauses, and how much is computed again.
 
     python -m benchmarks.failover [--model NAME] [--tokens 7000] [--ranks N] [--url URL] [--json FILE]
 
-`tandem serve` with one prefill node and two decode nodes, with `cache.mirror` and without. A prompt of so many tokens is answered; in the
-middle of the answer the process of its decode node is killed. All on one machine: the KV goes over its memory.
+Starts `tandem serve` with one prefill node and two decode nodes, with `cache.mirror` and without. While a prompt of the given length is answered,
+the process of its decode node is killed. Everything is on one machine, so KV travels over its memory.
 
-With `--ranks`, two nodes of so many ranks that do both: one rank of the node that answers is killed, which ends its node. With `--url`, a
-cluster that serves with `cache.mirror` already, whose processes this machine sees: `python tests/hosts/failover_on_hosts.py` makes one of
-hosts with a link of 10 Gbit between them, and runs this on it.
+With `--ranks` there are two aggregated nodes of that many ranks, and one rank of the answering node is killed, which ends the node. `--url` names
+a running cluster with `cache.mirror` whose processes are visible on this machine: `python tests/hosts/failover_on_hosts.py` makes one of hosts
+with a link of 10 Gbit between them, and runs this benchmark on it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tandem.cluster.saving import write_json
 
 ANSWER, KILLED_AT = 240, 120
 PATIENCE_S = 240.0
-MAX_ELSEWHERE_S = 3.0  # after a rank was killed, until its node's requests go on
+MAX_ELSEWHERE_S = 3.0  # after a rank was killed: until the node's requests continue on another node
 RANK = b"tandem.node.ranks.process"
-# With a mirror: the stream goes on within a second, and less than this share is computed again.
+# With a mirror: the stream continues within a second, and less than this share is computed again.
 MAX_STILL_S, MAX_AGAIN = 1.0, 0.02
 SETTINGS = """
 cache: {{memory_bytes: 256MiB, mirror: {mirror}, tiers: [{{cpu: 512MiB}}]}}
@@ -54,10 +54,10 @@ cache: {{memory_bytes: 256MiB}}
 class Failover(msgspec.Struct):
     what: str
     still_s: float  # from the kill to the next token
-    elsewhere_s: float  # of these: until another node had the request
-    usual_s: float  # between two tokens, the median before it
+    elsewhere_s: float  # the part of it until another node had the request
+    usual_s: float  # between two tokens: the median before the kill
     computed_again: int  # tokens, on all nodes
-    of_tokens: int  # that the conversation had
+    of_tokens: int  # the length of the conversation
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def until_ready(client: httpx.Client, count: int) -> None:
 
 
 def listener(endpoint: str) -> int:
-    """The process that listens there, in whichever network of this machine."""
+    """Returns the process that listens at this endpoint, in any network namespace of this machine."""
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     wanted = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{int(port):04X}"
     networks: dict[str, set[str]] = {}  # the sockets that listen there, by network
@@ -114,19 +114,19 @@ def listener(endpoint: str) -> int:
             if any(os.readlink(file) in networks[network] for file in (process / "fd").iterdir()):
                 return int(process.name)
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has ended
     raise LookupError(f"no process listens at {endpoint}")
 
 
 def rank_of(node: int) -> int:
-    """The process of one of its ranks, which is its child."""
+    """Returns the process of one of the node's ranks, which is a child of the node's process."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(status.read_text().rpartition(")")[2].split()[1])
             if parent == node and RANK in (status.parent / "cmdline").read_bytes():
                 return int(status.parent.name)
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has ended
     raise LookupError(f"process {node} has started no rank")
 
 
@@ -169,7 +169,7 @@ def measure(
                 os.kill(pid, signal.SIGKILL)
     if len(arrived) != ANSWER:
         raise RuntimeError(f"{len(arrived)} of {ANSWER} tokens came")
-    # What the node had sent before it died may still arrive: the next token of its successor is after the longest gap.
+    # Tokens that the node sent before it died may still arrive. Its successor's first token comes after the longest gap.
     after = [moment for moment in arrived if moment > killed_at]
     gaps = [(later - earlier, earlier) for earlier, later in itertools.pairwise([killed_at, *after])]
     _, began = max(gaps)

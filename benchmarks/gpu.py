@@ -1,15 +1,14 @@
-"""The engine on a GPU: the same tokens as on the CPU, and how near to what the card can do.
+"""The engine on a GPU: whether it gives the CPU's tokens, and how near it is to the card's limits.
 
     python -m benchmarks.gpu [--shape 8b | --model DIR] [--dtype bfloat16] [--quick] [--json FILE] [--dry-run]
 
-Beside each step stands what is expected of it (docs/gpu.md); then how long choosing tokens takes, where decode steps spend
-their time, a prefill and a decode engine beside one engine that does both, loading by its parts, and the peak of memory.
-Needs torch, transformers, msgspec, xxhash and cbor2, and for the two engines nixl and pyzmq; they are left out without. No
-Ray, no network. Without a model it makes one with random weights, which costs what a trained one does. FlashInfer is used
-where it is installed. `--dry-run` takes a tiny model through the same steps on a CPU, so that the benchmark itself is
-tested.
+Each step is shown with what is expected of it (docs/gpu.md). Then follow: the time to choose tokens, where decode steps spend their time, a
+prefill and a decode engine compared with one engine that does both, the parts of loading, and the peak of memory. Needs torch, transformers,
+msgspec, xxhash and cbor2; the two engines also need nixl and pyzmq, and are left out without them. Needs no Ray and no network. Without a model
+it makes one with random weights, which costs the same as a trained one. Uses FlashInfer if it is installed. `--dry-run` runs a tiny model
+through the same steps on a CPU, as a test of the benchmark itself.
 
-Ends with 2 where there is no GPU, and with 1 where the GPU's answers are not the CPU's.
+Exits with 2 without a GPU, and with 1 if the GPU's answers are not the CPU's.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from tandem.engine.scheduling.scheduler import Scheduler
 
 PREFILLS = (128, 512, 2048, 8192)
 DECODES = tuple((batch, context) for context in (128, 1024, 4096) for batch in (1, 8, 32, 128, 256))
-# Thirty recordings, each with two warm-ups before: an estimate.
+# An estimate: thirty recordings with two warm-ups each.
 EXPECTED_TO_RECORD_S = 6.0
 QUICK_PREFILLS = (128, 512)
 QUICK_DECODES = ((1, 128), (8, 128), (1, 1024))
@@ -108,14 +107,14 @@ def measure(
         max_num_seqs=max(batch for batch, _ in decodes),
         max_num_batched_tokens=MAX_BATCHED_TOKENS if quick else 4 * MAX_BATCHED_TOKENS,
         max_model_len=longest,
-        step_target_ms=0,  # a batch is to be together before its first requests end
+        step_target_ms=0,  # all requests of a batch must have begun before the first one ends
     )
     model = ModelConfig(path=str(path), dtype=arguments.dtype, device=arguments.device)
     on_device = device.type == "cuda"
     if on_device:
         torch.cuda.reset_peak_memory_stats(device)
     stages = Stages()
-    # A dry run goes the way of a GPU, as far as a CPU can.
+    # A dry run takes a GPU's code path as far as a CPU can.
     runner = load_runner(model, cache, config, stages.reached, native=on_device)
     stages.reached("measuring", 0.0)
     info = runner.info
@@ -181,7 +180,7 @@ def weight_bytes(path: Path) -> int:
 
 
 class Answers:
-    """One engine's, and then those of two."""
+    """The answers of one engine, then those of two."""
 
     def __init__(
         self, singles: list[Ask], loaded: list[Ask], alone: dict[str, Told], load: dict[str, Told]
@@ -219,7 +218,7 @@ class Answers:
 
 
 def computed_by(runner: TorchRunner) -> str:
-    """Which code path was measured: a benchmark that fell back must say so."""
+    """Names the code path that was measured: a benchmark that fell back to another one must say so."""
     forward: Any = runner.forward
     replays = getattr(forward, "num_replays", None)
     inner = getattr(forward, "_forward", forward)
@@ -246,7 +245,7 @@ class Stages:
 
 
 def expected_over_limit(what: str) -> float:
-    """What 8 billion parameters in bfloat16 are expected to reach on an H200, over the limit: see docs/gpu.md."""
+    """Returns what 8 billion parameters in bfloat16 are expected to reach on an H200, as a multiple of the limit: see docs/gpu.md."""
     if what.startswith("prefill"):
         return 1 / 0.6
     batch = int(what.split()[1])

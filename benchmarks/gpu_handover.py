@@ -1,7 +1,7 @@
-"""A prefill and a decode engine in two processes on one device, NIXL between them, beside one engine that does both.
+"""A prefill and a decode engine in two processes on one device with NIXL between them, compared with one engine that does both.
 
-On one card they share its processors: what is shown is that answers are the same, how long a handover takes after a prompt's
-last chunk, and that long prompts do not stop answers. How much faster two cards are it does not show.
+On one card the two share its processors. So this shows that the answers are the same, how long a handover takes after a prompt's last chunk, and
+that long prompts do not pause other answers. It does not show how much faster two cards are.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Ask(msgspec.Struct, frozen=True):
     name: str
     prompt: list[int]
     tokens: int
-    after_s: float = 0.0  # since the others
+    after_s: float = 0.0  # how long after the others it is sent
 
 
 class Told(msgspec.Struct):
-    """One request's tokens, and when they were known: CLOCK_MONOTONIC, which all processes of a machine share."""
+    """One request's tokens and their times, on CLOCK_MONOTONIC, which all processes of a machine share."""
 
     asked: float
     tokens: list[int] = msgspec.field(default_factory=list)
@@ -60,7 +60,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def missing() -> str | None:
-    """What two processes need and is not here."""
+    """Returns what the two processes need and this machine lacks; None if nothing."""
     absent = [name for name in ("nixl", "zmq") if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(absent)}" if absent else None
 
@@ -68,7 +68,7 @@ def missing() -> str | None:
 def drive(
     engine: Engine, asks: list[Ask], wake: threading.Event, transfers: dict[str, KVTransferParams]
 ) -> dict[str, Told]:
-    """Until all are answered, and nothing is held for a peer."""
+    """Runs steps until all requests are answered and nothing is held for a peer."""
     began, told = time.monotonic(), dict[str, Told]()
     waiting, left = sorted(asks, key=lambda ask: ask.after_s), {ask.name for ask in asks}
     while left or engine.scheduler.has_work():
@@ -99,7 +99,7 @@ def drive(
 
 
 def serve(name: str, epoch: int, plan: Plan, pipe: Connection) -> None:
-    """One of the two processes."""
+    """Runs one of the two processes."""
     from tandem.kvtransfer.base import ConnectorContext
     from tandem.kvtransfer.config import TransferConfig
     from tandem.kvtransfer.registry import find_connector
@@ -123,7 +123,7 @@ def serve(name: str, epoch: int, plan: Plan, pipe: Connection) -> None:
     engine = Engine(scheduler, runner, mover, ahead=config.plans_ahead(info.device))
     pipe.send(PeerAddress(name, epoch, mover.peer_endpoint))
     peer: PeerAddress = pipe.recv()
-    from tandem.wire.sockets import admit  # needs ZMQ, which is there where a connector is
+    from tandem.wire.sockets import admit  # needs ZMQ, as the connector does
 
     admit([key_of(peer.endpoint)])
     while (asks := pipe.recv()) is not None:
@@ -187,7 +187,7 @@ def one_engine(engine: Engine, asks: list[Ask]) -> dict[str, Told]:
 
 
 def felt(told: dict[str, Told], first: dict[str, Told] | None = None) -> dict[str, float]:
-    """What users of these requests feel. `first`: who reported the first tokens."""
+    """Returns what users of these requests experience. `first` has the reports of the first tokens."""
     firsts = [1e3 * (known.times[0] - known.asked) for known in (first or told).values()]
     gaps = [
         1e3 * (after - before)
@@ -208,7 +208,7 @@ def felt(told: dict[str, Told], first: dict[str, Told] | None = None) -> dict[st
 def compare_pair(
     plan: Plan, alone: dict[str, Told], load: dict[str, Told], singles: list[Ask], loaded: list[Ask]
 ) -> dict[str, Any]:
-    """`alone` and `load` are one engine's answers to the same requests: each by itself, and all of `loaded`."""
+    """`alone` and `load` are one engine's answers to the same requests: each sent by itself, and all of `loaded` together."""
     pair = Pair(plan)
     try:
         pair.run([msgspec.structs.replace(singles[0], name="warm-up")])

@@ -1,4 +1,4 @@
-"""Models with random weights, made where they are measured: nothing can be fetched there."""
+"""Models with random weights, made on the machine that is measured, which may have no network."""
 
 from __future__ import annotations
 

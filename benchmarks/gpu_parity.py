@@ -1,5 +1,5 @@
-"""Whether a device gives the answers of the CPU: the same tokens in float32, and in half precision log-probabilities as
-near to float32's as the CPU's own in that precision."""
+"""Whether a device gives the CPU's answers: the same tokens in float32, and in half precision log-probabilities that are as near to
+float32's as the CPU's own in that precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.wire.sampling import SamplingParams
 
 _LENGTHS = (1, 7, 33, 64, 150, 301)
 _NUM_TOKENS = 24
-# Both round, each in its own order: as bad again, and a little for chance.
+# Both devices round, each in its own order: so twice the CPU's error is allowed, and a little for chance.
 _MOST_ERROR = 2.0
 _FLOOR = 1e-3
 
@@ -30,7 +30,7 @@ class Parity(msgspec.Struct, frozen=True):
 
 
 class ParitySide:
-    """An engine of its own; prompts are cut into chunks and mixed with decodes."""
+    """One engine. Prompts are cut into chunks and mixed with decodes."""
 
     def __init__(self, path: Path, dtype: str, device: str, *, native: bool) -> None:
         cache = CacheConfig(memory_bytes=256 << 20, prefix_caching=False)
@@ -47,7 +47,7 @@ class ParitySide:
         self._count = 0
 
     def answers(self, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
-        """All at once."""
+        """Returns the answers to all prompts, which are sent at once."""
         names = [self._add(prompt, sampling) for prompt in prompts]
         tokens: dict[str, list[int]] = {name: [] for name in names}
         while self._engine.scheduler.has_unfinished_requests():
@@ -56,7 +56,7 @@ class ParitySide:
         return [tokens[name] for name in names]
 
     def logprobs(self, texts: list[list[int]]) -> torch.Tensor:
-        """For every token after each text's first."""
+        """Returns the log-probability of every token after each text's first."""
         sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         names = [self._add(text, sampling) for text in texts]
         found: dict[str, list[float]] = {}
@@ -68,7 +68,7 @@ class ParitySide:
         return torch.tensor([value for name in names for value in found[name]])
 
     def chosen_logprobs(self, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
-        """Answers, and the log-probabilities that decode steps gave their tokens."""
+        """Returns answers, and the log-probabilities that decode steps gave their tokens."""
         sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True, logprobs=0)
         names = [self._add(prompt, sampling) for prompt in prompts]
         tokens: dict[str, list[int]] = {name: [] for name in names}
@@ -118,7 +118,7 @@ def _same_tokens(exact: ParitySide, tried: ParitySide, prompts: list[list[int]])
 def _near_enough(
     dtype: str, exact: ParitySide, cpu: ParitySide, tried: ParitySide, prompts: list[list[int]]
 ) -> Parity:
-    """In prompts, and in decode steps: those of what the device itself answered, read by the others as a prompt."""
+    """Compares prompts, and decode steps: the other engine computes the device's own answers as prompts."""
     answers, decoded = tried.chosen_logprobs(prompts)
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     right = exact.logprobs(texts)

@@ -1,4 +1,4 @@
-"""Where a step's time goes on a device beside the step itself: choosing tokens, the kernels' own time, the host's."""
+"""Where a step's time goes on a device: choosing tokens, the kernels' own time, the host's time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODES = {
 def sampling_times(
     vocab: int, dtype: torch.dtype, device: torch.device, batches: tuple[int, ...], repeats: int
 ) -> list[dict[str, Any]]:
-    """What it costs to choose one token for each of a batch's rows. At best the logits are read once."""
+    """Returns the time to choose one token for each row of a batch. The limit is the time to read the logits once."""
     rows = []
     for batch in batches:
         logits = torch.randn(batch, vocab, device=device).mul_(2).to(dtype)
@@ -59,8 +59,8 @@ def sampling_times(
 def decode_parts(
     engine: Engine, vocab: int, device: torch.device, batches: tuple[int, ...], steps: int
 ) -> list[dict[str, Any]]:
-    """Decode steps under torch's profiler: the sum of all kernels' time beside the time between steps, how many kernels
-    that is, and for how long the host was busy with a step."""
+    """Runs decode steps under torch's profiler. Returns the time of all kernels compared with the time between steps, the number of kernels,
+    and how long the host was busy with a step."""
     rows = []
     for batch in batches:
         names = [f"parts-{batch}-{index}" for index in range(batch)]
@@ -103,7 +103,7 @@ def decode_parts(
 
 
 def host_time(engine: Engine, steps: int) -> float:
-    """CPU seconds of this thread for a step: what it waits for the device is not among them."""
+    """Returns this thread's CPU seconds per step, which do not include waiting for the device."""
     began = time.thread_time()
     for _ in range(steps):
         engine.step()

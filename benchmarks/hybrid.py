@@ -1,10 +1,10 @@
-"""What recurrent layers cost: a hybrid of about 100M parameters beside a dense model of the same size, and beside transformers.
+"""What recurrent layers cost: a hybrid model of about 100M parameters, compared with a dense model of that size and with transformers.
 
     python -m benchmarks.hybrid [--tokens 2048] [--threads N] [--dtype bfloat16] [--json FILE]
 
-Both have random weights, and are written to a folder and loaded as any checkpoint. Times are of whole engine steps: a prompt in one
-step, then decodes; transformers' are of its forward pass over the prompt, and of its decodes one after the other. All in turn, and
-medians, so that what else the machine does falls on all.
+Both models have random weights, and are saved to a folder and loaded like any checkpoint. Tandem's times are of whole engine steps: a prompt in
+one step, then decodes. Transformers' times are of its forward pass over the prompt, and of its decodes one by one. All take turns and medians
+count, so that other work on the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tandem.machine.resources import usable_cores
 
 VOCAB = 32_000
 CONTEXT, DECODES = 256, 24  # tokens
-FLOOR = 1.5  # a hybrid's prompt beside a dense model's
+FLOOR = 1.5  # for a hybrid's prompt, as a multiple of a dense model's time
 SHARED: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 768,
@@ -50,7 +50,7 @@ SHARED: dict[str, Any] = {
 
 
 def configurations() -> dict[str, Any]:
-    """Three of four layers of the hybrid are recurrent, as Qwen3.5's are."""
+    """Three of four layers of the hybrid are recurrent, as in Qwen3.5."""
     kinds = (["linear_attention"] * 3 + ["full_attention"]) * 3
     hybrid = transformers.Qwen3_5TextConfig(
         **SHARED,
@@ -120,7 +120,7 @@ def _engine(path: Path, dtype: str, threads: int, tokens: int) -> Engine:
 
 
 def _transformers(model: Any, prompt: list[int]) -> tuple[float, float]:
-    """Seconds for the prompt, and for a token after 256 of them."""
+    """Returns the seconds for the prompt, and per token after 256 of its tokens."""
     name = cache_parameter(inspect.signature(model.forward).parameters) or ""
     with torch.inference_mode():
         start = time.perf_counter()

@@ -2,11 +2,11 @@
 
     python -m benchmarks.images [--texts 24] [--every 1.0] [--senders 1] [--apart] [--out FOLDER]
 
-A model of SmolVLM-256M's shape with random weights; an image is one tile of 512 pixels, 64 tokens. Each system is started by itself, on
-all of the machine's cores: aggregated (with --apart one prefill and one decode node), then the same beside an encoder node. Texts come
-at fixed times, first alone and then while clients send one new image after another. Writes images.json and images.txt.
+The model has SmolVLM-256M's shape and random weights; an image is one tile of 512 pixels, 64 tokens. Each system runs alone on all of the
+machine's cores: aggregated (with --apart one prefill and one decode node), then the same with an encoder node. Texts come at fixed times, first
+alone and then while clients send one new image after another. Writes images.json and images.txt.
 
-    images/s    answered while the texts came
+    images/s    images that were answered while the texts came
     gaps        between two tokens of a text's answer
 """
 
@@ -57,7 +57,7 @@ _TEMPLATE = (
 
 
 class Texts(msgspec.Struct, frozen=True):
-    """Milliseconds."""
+    """Values in milliseconds."""
 
     ttft_p50: float
     ttft_p90: float
@@ -136,7 +136,7 @@ def _systems(model: Path, *, apart: bool) -> list[System]:
 
 
 def write_model(folder: Path) -> None:
-    """SmolVLM-256M's sizes, with SmolLM2's words. An image is not cut: one tile of it takes a core long enough."""
+    """Writes a model with SmolVLM-256M's sizes and SmolLM2's words. An image stays one tile, which takes a core long enough."""
     words = tokenizers.Tokenizer.from_file(
         str(Path(prepare_model("smollm2", lambda what, share: None).path) / "tokenizer.json")
     )
@@ -176,7 +176,7 @@ async def measure(started: RunningSystem, options: argparse.Namespace) -> Images
     ):
         if "encoder" in started.system.key:
             await _until_encoder(http)
-        await _send_image(http, started.model, next(numbers))  # the first of each is slower
+        await _send_image(http, started.model, next(numbers))  # the first image of each system is slower
         await _texts(client, rng, 2, 0.1)
         alone = await _texts(client, rng, options.texts, options.every)
         before = await _encoded(http)
@@ -194,7 +194,7 @@ async def measure(started: RunningSystem, options: argparse.Namespace) -> Images
         for error in ended:
             if isinstance(error, Exception):
                 raise Unavailable(f"an image was not answered: {error}") from error
-        await asyncio.sleep(1.0)  # what counters say is up to half a second old
+        await asyncio.sleep(1.0)  # counters can be half a second old
         after = await _encoded(http)
     if not took:
         raise Unavailable("no image was answered while the texts came: ask for more --texts")

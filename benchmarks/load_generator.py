@@ -1,11 +1,11 @@
-"""Is the load generator right, and does it stay out of the way?
+"""Whether the load generator measures correctly, and how little time it takes itself.
 
     python -m benchmarks.load_generator
     python -m benchmarks.load_generator --vllm DIR --peers FOLDER --tokenizer FOLDER
 
-Against a server whose every delay is known: what the generator shows of each, what a chunk costs it, and what the
-same chunk costs httpx. With --vllm, vLLM's own generator is asked for the same figures of the same server: FOLDER has
-`bench.sh DIR TOKENIZER PORT INPUT OUTPUT REQUESTS USERS`, which runs `vllm bench serve` and prints its report.
+The server's every delay is known. Shows what the generator reports of each, what a chunk costs the generator, and what the same chunk costs
+httpx. With --vllm, vLLM's own generator measures the same server: FOLDER has `bench.sh DIR TOKENIZER PORT INPUT OUTPUT REQUESTS USERS`, which
+runs `vllm bench serve` and prints its report.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tandem.wire.errors import DeadlineExceeded, TandemError, Unavailable
 _USERS, _REQUESTS, _INPUT, _OUTPUT = 8, 64, 128, 64
 _SERVER_WITHIN_S = 20.0
 _PEER_WITHIN_S = 300.0
-# What both call the same thing, as vLLM's generator prints it.
+# Figures that both report, by the names in vLLM's output.
 _PEERS_LINES = {
     "time to first token, mean ms": "Mean TTFT (ms)",
     "time to first token, p50 ms": "Median TTFT (ms)",
@@ -97,7 +97,7 @@ def main() -> int:
 
 @contextmanager
 def _paced_server() -> Iterator[int]:
-    """In a process of its own: its time is not the generator's."""
+    """Runs the server in a process of its own, so that its time is not counted as the generator's."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -125,7 +125,7 @@ def _wait_until_it_listens(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 async def _ours(port: int) -> tuple[Summary, float]:
-    """What it shows, and its processor time for each chunk in microseconds."""
+    """Returns what the generator reports, and its processor time per chunk in microseconds."""
     sessions = random_prompts(
         GuessedVocabulary(), np.random.default_rng(0), _REQUESTS, Lengths(_INPUT, _OUTPUT)
     )
@@ -161,7 +161,7 @@ async def _httpx_cost(port: int) -> float:
 
 
 def _vllms(port: int, vllm: Path, peers: Path, tokenizer: Path) -> dict[str, float]:
-    """vLLM's own report, by its own names."""
+    """Returns vLLM's report, by its own names."""
     numbers = [str(number) for number in (port, _INPUT, _OUTPUT, _REQUESTS, _USERS)]
     try:
         ran = subprocess.run(

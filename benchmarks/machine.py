@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured in the same run as what is held against it."""
+"""The machine's limits, measured in the same run as the figures that are compared with them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 class MachineLimits(msgspec.Struct, frozen=True):
     gemm_flops: float  # per second, in large matrix products
-    read_bytes: float  # per second, when a matrix far larger than any cache is read once
+    read_bytes: float  # per second, when a matrix far larger than any cache is read
 
 
 def measure_limits(
     dtype: torch.dtype, device: torch.device, threads: int, seconds: float = 1.0, *, roughly: bool = False
 ) -> MachineLimits:
-    """The best of many tries: a limit is what is reached when nothing else is in the way. `roughly`: with small matrices, where
-    the figure is not what counts; a CPU without bfloat16 takes seconds for a large one."""
+    """Returns the best of many tries, because a limit is what is reached when nothing disturbs. `roughly` takes small matrices, for callers to
+    whom the figure does not matter: a CPU without bfloat16 takes seconds for a large one."""
     torch.set_num_threads(threads)
     rows, size, wide = (512, 2048, 8192) if device.type == "cpu" else (8192, 8192, 16384)
     if roughly:
@@ -32,7 +32,7 @@ def measure_limits(
     matrix_bytes = matrix.numel() * matrix.element_size()
     rate = matrix_bytes / read
     if device.type == "cuda":
-        # A product by a vector need not be what the memory can give: a copy reads and writes.
+        # A product with a vector may not reach the memory's bandwidth, so a copy, which reads and writes, is measured too.
         target = torch.empty_like(matrix)
         rate = max(rate, 2 * matrix_bytes / _best(lambda: target.copy_(matrix), device, seconds))
     return MachineLimits(2 * rows * size * size / product, rate)

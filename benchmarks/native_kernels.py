@@ -1,9 +1,9 @@
-"""Where a step's time goes in the native library: each kind of work beside what the machine could do at best.
+"""Where a step's time goes in the native library: each kind of work, compared with the machine's limit.
 
     python -m benchmarks.native_kernels MODEL [--threads N] [--dtype bfloat16] [--limit avx512] [--json FILE]
 
-MODEL is a local folder of the Llama family. Matrix products are given as their rate; in decodes, where they wait for
-the weights, as the rate at which weights are read. Attention of decodes is given as the rate at which KV is read.
+MODEL is a local folder of the Llama family. Matrix products are shown as their rate; in decodes, which wait for the weights, as the rate at
+which weights are read. Attention in decodes is shown as the rate at which KV is read.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class KernelStep(msgspec.Struct, frozen=True):
     requests: int
     queries: int  # per request
     context: int  # per request, these queries included
-    seconds: float  # the best of some
-    phases: dict[str, float]  # seconds, on average
+    seconds: float  # the best of several
+    phases: dict[str, float]  # seconds, the mean
 
 
 def main() -> None:
@@ -107,7 +107,7 @@ def measure(
 
 
 def make_batch(a: Architecture, requests: int, queries: int, context: int, blocks: int) -> Batch:
-    """Every request computes its last `queries` tokens; its blocks are anywhere in the cache."""
+    """Makes a batch in which every request computes its last `queries` tokens; its blocks are anywhere in the cache."""
     rng = np.random.default_rng(0)
     tables = (1 + rng.permutation(requests * blocks)).astype(np.int32).reshape(requests, blocks)
     positions = np.tile(np.arange(context - queries, context), requests)
@@ -159,7 +159,7 @@ def table_of(steps: list[KernelStep], a: Architecture, element_bytes: int, limit
 
 
 def _matrix_elements(a: Architecture) -> int:
-    """The elements of the matrices that every token passes: all but the embedding and the head."""
+    """Returns the number of elements in the matrices that every token passes: all but the embedding and the head."""
     attention = a.hidden * a.head_dim * (a.heads + 2 * a.kv_heads) + a.heads * a.head_dim * a.hidden
     return a.layers * (attention + 3 * a.hidden * a.intermediate)
 

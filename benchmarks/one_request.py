@@ -1,8 +1,8 @@
-"""Which of our files one chat request runs through: `python -m benchmarks.one_request [--list]`.
+"""Which files of Tandem one chat request runs through: `python -m benchmarks.one_request [--list]`.
 
-A router, a prefill node and a decode node in one process, over HTTP, ZMQ and NIXL, with a real model. After some requests
-that load what is loaded once, one streamed request is watched: a file counts when a function of it runs between the
-request's first byte and the end of its answer. Heartbeats and reports that happen to run meanwhile count, too.
+Runs a router, a prefill node and a decode node in one process, over HTTP, ZMQ and NIXL, with a real model. After some requests that load what is
+loaded once, one streamed request is observed: a file counts if one of its functions runs between the request's first byte and the end of its
+answer. Heartbeats and reports that happen to run in that time count, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROMPT = "Name the seas that Europe borders on, and say a sentence about each. "
 
 
 class Watch:
-    """Notes the files whose functions begin to run while it is `on`, in every thread that starts after it was installed."""
+    """While it is `on`, records the files whose functions begin to run, in every thread that starts after it was installed."""
 
     def __init__(self) -> None:
         self.on = False
@@ -51,13 +51,13 @@ class Watch:
             self.files.add(frame.f_code.co_filename)
 
     def ours(self) -> dict[str, list[str]]:
-        """By package, relative to the repository's root."""
+        """Returns the files relative to the repository's root, by package."""
         found: dict[str, list[str]] = defaultdict(list)
         for name in sorted(self.files):
             path = Path(name).resolve()
             is_ours = (
                 path.is_relative_to(ROOT) and ".venv" not in path.parts and path.is_file()
-            )  # no "<string>"
+            )  # leaves out "<string>"
             if is_ours and path != Path(__file__).resolve():
                 relative = path.relative_to(ROOT)
                 found[relative.parts[0]].append(str(relative))
@@ -65,7 +65,7 @@ class Watch:
 
 
 async def ask(client: httpx.AsyncClient, model: str, number: int) -> int:
-    """The number of chunks with text."""
+    """Returns the number of chunks with text."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": f"{number}: {PROMPT}"}],

@@ -1,9 +1,9 @@
-"""A server that does nothing but keep time: every answer's tokens come at moments that are known beforehand.
+"""A server that only keeps time: the tokens of every answer come at moments that are known beforehand.
 
     python -m benchmarks.paced_server PORT
 
-Most gaps are 12 ms, every tenth 45 ms, the first token comes after 160 ms: what a load generator shows of it can be
-checked against that, and whatever time the generator itself takes is not lost among a model's.
+Most gaps are 12 ms, every tenth is 45 ms, and the first token comes after 160 ms. So what a load generator reports can be checked, and the time
+that the generator itself takes is not hidden by a model's.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What several ranks cost a step: telling them what to compute, and what they add up and gather, beside a step of one rank.
+"""What several ranks cost a step: telling them what to compute, and what they sum and gather, compared with a step of one rank.
 
-A small model with random weights, many requests that decode, real processes. On a machine with fewer cores than ranks the ranks compute in
-turns, so there only `telling` means anything: the time that rank 0 takes to write a step's arrays and to wake the others.
+Runs a small model with random weights, many requests that decode, and real processes. On a machine with fewer cores than ranks the ranks take
+turns on a core, so only `telling` is meaningful there: the time that rank 0 takes to write a step's arrays and to wake the others.
 
     python -m benchmarks.parallel [--requests 256] [--context 512] [--widths 1 2] [--vllm DIR]
 
-`--vllm DIR`, an environment with vLLM 0.32: its multiprocessing executor tells as many workers a step of as many requests. They
-compute nothing, and answer with a token for each. There the scheduler's process writes and reads; here rank 0 computes, so nothing comes back.
+`--vllm DIR` is an environment with vLLM 0.32. Its multiprocessing executor then tells the same number of workers a step of the same requests.
+The workers compute nothing and answer with a token for each. There the scheduler's process writes and reads; here rank 0 computes, so no answer
+comes back.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from tandem.wire.errors import InternalError
 from tandem.wire.logs import LogsConfig
 
 STEPS = 100
-_SILENCE_S = 30.0  # the machine may be busy, and nothing is to be noticed here
-_VLLM_S = 600.0  # that its executor may take, start and end included
+_SILENCE_S = 30.0  # long, because the machine may be busy and no rank must count as lost here
+_VLLM_S = 600.0  # for vLLM's executor, its start and end included
 
 
 class TimedCollectives:
@@ -82,7 +83,7 @@ class TimedLead:
 
 
 class WidthCosts(msgspec.Struct):
-    """Of one decode step: medians, but for what collectives take, a mean."""
+    """The costs of one decode step: medians, except for collectives, which are a mean."""
 
     width: int
     step_ms: float
@@ -146,10 +147,10 @@ def measure(folder: Path, width: int, requests: int, context: int) -> WidthCosts
 
 
 class TellingOfVllm(msgspec.Struct):
-    """Seconds of one step, medians."""
+    """Seconds of one step, as medians."""
 
     telling: float
-    answered: float  # until the first worker's answer is here
+    answered: float  # until the first worker's answer has come
 
 
 def measure_vllm(environment: Path, folder: Path, width: int, requests: int) -> TellingOfVllm:

@@ -1,7 +1,7 @@
-"""vLLM's multiprocessing executor, in its own Python: what telling its workers a step costs, where they compute nothing.
+"""vLLM's multiprocessing executor, in its own Python: what telling its workers a step costs if they compute nothing.
 
-Started by `benchmarks.parallel --vllm DIR` with the model's folder, the number of workers and of requests. Its executor, its queues in shared
-memory and its messages are vLLM's own; the workers answer at once with a token for each request. Prints a JSON object.
+`benchmarks.parallel --vllm DIR` starts it with the model's folder, the number of workers and of requests. The executor, its queues in shared
+memory and its messages are vLLM's; the workers answer at once with a token for each request. Prints a JSON object.
 """
 
 import json
@@ -14,7 +14,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-# Workers look for this module by its name.
+# Workers import this module by its name.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from vllm.v1.outputs import ModelRunnerOutput
@@ -41,7 +41,7 @@ class IdleWorker(WorkerBase):
 
 
 def step_of(requests, number):
-    """As the scheduler makes it when all of them decode: one in sixteen gets a block."""
+    """Makes the step that the scheduler makes when all requests decode: one in sixteen gets a new block."""
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
     names = [f"cmpl-{index:032x}-0" for index in range(requests)]

@@ -1,10 +1,10 @@
-"""Routing policies on synthetic traces, in a simulator of the pools: cache hits, balance, and who waits how long.
+"""Routing policies on synthetic traces in a simulator of the pools: cache hits, balance, and waiting times.
 
     python -m benchmarks.policies [--seconds S] [--load L] [--json FILE]
 
-The router's own parts decide (`tandem.router.choosing`) on what simulated nodes report, a quarter of a second
-old as in life. Nodes are simple: a prefill node reads prompts one after another at a rate, less what its prefix cache
-has; a decode node's step grows with those that share it. Nothing sleeps: time is simulated.
+The router's own code decides (`tandem.router.choosing`) on reports of simulated nodes that are a quarter of a second old, as in reality. Nodes
+are simple: a prefill node computes prompts one after another at a fixed rate, without the part in its prefix cache; a decode node's step grows
+with its requests. Nothing sleeps, because time is simulated.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def words(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 def chats(rng: random.Random, seconds: float, load: float) -> Iterator[SimulatedRequest]:
-    """Conversations: each turn begins with all that was said before."""
+    """Conversations: each turn begins with everything that was said before."""
     asks: list[SimulatedRequest] = []
     for number in itertools.count():
         at = number / (1.6 * load)
@@ -75,7 +75,7 @@ def chats(rng: random.Random, seconds: float, load: float) -> Iterator[Simulated
 
 
 def system_prompts(rng: random.Random, seconds: float, load: float) -> Iterator[SimulatedRequest]:
-    """A few applications, each with a long prompt of its own in front of short questions; some far more popular."""
+    """A few applications, each with a long prompt of its own before short questions; some are far more popular than others."""
     applications = [words(rng, rng.randint(800, 3000)) for _ in range(12)]
     weights = [1 / (rank + 1) for rank in range(len(applications))]
     at = 0.0
@@ -90,7 +90,7 @@ def system_prompts(rng: random.Random, seconds: float, load: float) -> Iterator[
 
 
 def bursts(rng: random.Random, seconds: float, load: float) -> Iterator[SimulatedRequest]:
-    """Unrelated prompts of very different lengths, many at once and then few."""
+    """Unrelated prompts of very different lengths, alternately many and few at a time."""
     at = 0.0
     for number in itertools.count():
         busy = int(at / 5) % 3 == 0
@@ -151,9 +151,9 @@ class Simulation:
         chooser_of: Callable[[NodePool], Chooser],
         prefill_nodes: int = PREFILL_NODES,
         decode_nodes: int = DECODE_NODES,
-        routers: int = 1,  # which take requests in turns
+        routers: int = 1,  # which take requests in turn
         telling_s: float
-        | None = None,  # how long it takes to tell another router; None: it hears nodes' statuses alone
+        | None = None,  # how long a message to another router takes; None: routers only hear nodes' statuses
     ) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []

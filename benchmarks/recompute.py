@@ -1,9 +1,9 @@
-"""Many long prompts at once, at a cluster that is running: how much is computed twice, and how long streams stand still.
+"""Many long prompts at once in a running cluster: how much is computed twice, and for how long streams pause.
 
     python -m benchmarks.recompute [--url URL] [--prompts 180] [--tokens 900] [--output 16] [--rate R] [--json FILE]
 
-All prompts are random and different, so no cache answers them. The nodes' own counters are read before and after. A share of
-`prompt_tokens_twice` above zero is work that was thrown away: a prompt that the prefill node computed and the decode node computed again.
+All prompts are random and different, so no cache has them. The nodes' own counters are read before and after. A share of `prompt_tokens_twice`
+above zero is lost work: prompts that the prefill node computed and the decode node computed again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ TIMEOUT_S = 900.0
 class RecomputeOutcome(msgspec.Struct):
     prompts: int
     answered: int
-    refused: int  # 503 or 429 at the door
+    refused: int  # with 503 or 429
     failed: int
     seconds: float
-    prompt_tokens: int  # of those that were answered
+    prompt_tokens: int  # of the requests that were answered
     prompt_tokens_computed: int  # on all nodes
-    prompt_tokens_twice: float  # share of the prompts' tokens
+    prompt_tokens_twice: float  # as a share of the prompts' tokens
     preemptions: int
     transfers: dict[str, int]  # by node role and outcome
     failovers: int
@@ -45,7 +45,7 @@ class RecomputeOutcome(msgspec.Struct):
 
 
 class Counters:
-    """What the nodes have counted, as the router shows it."""
+    """The nodes' counters, as the router reports them."""
 
     def __init__(self, text: str) -> None:
         self.values: Counter[str] = Counter()
@@ -73,7 +73,7 @@ async def counters(client: httpx.AsyncClient) -> Counters:
 async def ask(
     client: httpx.AsyncClient, model: str, prompt: list[int], output: int
 ) -> tuple[str, list[float]]:
-    """How it ended, and when each event came, in seconds from the request."""
+    """Returns how the request ended, and when each event came, in seconds since it was sent."""
     began, times = time.perf_counter(), []
     body = {"model": model, "prompt": prompt, "max_tokens": output, "ignore_eos": True, "stream": True}
     try:
@@ -113,7 +113,7 @@ async def measure(options: argparse.Namespace) -> RecomputeOutcome:
                 await asyncio.sleep(1 / options.rate)
         answers = await asyncio.gather(*tasks)
         seconds = time.perf_counter() - began
-        await asyncio.sleep(1.0)  # the nodes' last reports
+        await asyncio.sleep(1.0)  # for the nodes' last reports
         after = await counters(client)
     ends = Counter(end for end, _ in answers)
     answered = [times for end, times in answers if end == "answered"]

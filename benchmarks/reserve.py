@@ -1,10 +1,10 @@
-"""What `scheduler.reserve` costs and saves: random runs under memory pressure, on a virtual clock.
+"""What `scheduler.reserve` costs and saves, in random runs under memory pressure on a virtual clock.
 
     python -m benchmarks.reserve [--runs N] [--json FILE]
 
-Every run is a random pool that is too small for its random requests, which arrive over time. The same runs are played with `none`,
-`prompt` and `sequence`. A step takes a fixed time and some more per token, as on a machine that reads prompts at
-`TOKENS_PER_S`. Nothing of it depends on the machine that it runs on.
+Every run is a random pool that is too small for its random requests, which arrive over time. The same runs are repeated with `none`, `prompt` and
+`sequence`. A step takes a fixed time and more per token, as on a machine that computes prompts at `TOKENS_PER_S`. No figure depends on the
+machine that runs this.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ REQUESTS = 60
 
 
 class ReserveOutcome(msgspec.Struct, frozen=True):
-    """Sums over all runs, except where it says otherwise."""
+    """Sums over all runs, unless a field says otherwise."""
 
     reserve: str
     preemptions: int
-    computed_twice: float  # share of the tokens that went through the model more than once
+    computed_twice: float  # the share of tokens that were computed more than once
     seconds: float  # until the last answer
     first_token_mean_s: float
     first_token_p90_s: float
-    longest_gap_mean_s: float  # between two tokens of one answer
+    longest_gap_mean_s: float  # the mean over runs of the longest time between two tokens of one answer
 
 
 class ReplayResult(msgspec.Struct):

@@ -1,13 +1,12 @@
-"""The router alone, before engines that answer instantly: what it adds to the first token, and costs per token.
+"""The router alone, with engines that answer instantly: what it adds to the first token, and what it costs per token.
 
     python -m benchmarks.router [--quick] [--json FILE]
-    python -m benchmarks.router --processes 1,2,4    # only the requests per second of so many router processes on one port
+    python -m benchmarks.router --processes 1,2,4    # only requests per second, by the number of router processes on one port
 
-Router, engines and clients are three processes. Costs are the router's own CPU time, so that they mean the same on a
-machine that has other things to do; times are what a client sees. Both are also given less what the same messages cost
-without a router: over bare sockets, and through a relay that only receives and sends. On a virtual machine that sleeps
-between two tokens, waking up can cost more than everything that a router does. What an idle router costs (pings,
-clocks) is measured first, and is not counted as the cost of tokens that come meanwhile.
+Router, engines and clients are three processes. Costs are the router's own CPU time, so that other work on the machine does not change them; times
+are what a client sees. Both are also given without what the same messages cost without a router: over bare sockets, and through a relay that
+only receives and sends. On a virtual machine that sleeps between two tokens, waking up can cost more than everything that a router does. What an
+idle router costs (pings, clocks) is measured first, and is not counted as the cost of tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def measure(tokens: int, profile: str | None) -> dict[str, Any]:
         admit(key_of(node.request_endpoint) for node in nodes)
         bare = statistics.median(bare_first_token_s(nodes[0]) for _ in range(200)) * 1000
         with running_router(nodes, profile) as (url, cpu_s):
-            asyncio.run(streams(url, 4, 8, PROMPT))  # everything has been used once
+            asyncio.run(streams(url, 4, 8, PROMPT))  # warm-up: everything has been used once
             one = [asyncio.run(streams(url, 1, 2, PROMPT))[0].first_s * 1000 for _ in range(100)]
             figures["bare_ttft_ms"] = bare
             figures["ttft_ms"] = statistics.median(one)
@@ -120,7 +119,8 @@ def measure(tokens: int, profile: str | None) -> dict[str, Any]:
 
 
 def throughput(processes: int, each: int) -> dict[str, float]:
-    """Of requests for one token, from as many processes of clients. To grow with `processes` it takes three cores for each of them."""
+    """Returns requests for one token per second, from as many client processes as router processes. To grow with `processes` it needs three
+    cores for each of them."""
     with running_engines(step_s=0.02) as nodes, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         make_tokenizer(folder)
         door, url, pipes = "", "", []
@@ -135,7 +135,9 @@ def throughput(processes: int, each: int) -> dict[str, float]:
                 time.sleep(0.01)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(processes, mp_context=context) as clients:
-            list(clients.map(ask, [url] * processes, [20] * processes))  # everything has been used once
+            list(
+                clients.map(ask, [url] * processes, [20] * processes)
+            )  # warm-up: everything has been used once
             before = [_asked(pipe, "cpu") for pipe in pipes]
             rates = list(clients.map(ask, [url] * processes, [each] * processes))
         cpu_s = [_asked(pipe, "cpu") - earlier for pipe, earlier in zip(pipes, before, strict=True)]
@@ -157,7 +159,7 @@ def _asked(pipe: Connection, what: str) -> float:
 
 
 def idle_share(cpu_s: Any) -> float:
-    """The share of a core that a router without requests takes."""
+    """Returns the share of a core that a router without requests takes."""
     before, began = cpu_s(), time.perf_counter()
     time.sleep(IDLE_S)
     return float((cpu_s() - before) / (time.perf_counter() - began))
@@ -172,7 +174,7 @@ def measure_streams(url: str, cpu_s: Any, count: int, tokens: int, idle: float) 
         answers = asyncio.run(streams(url, count, tokens, PROMPT))
         return float(cpu_s() - before - idle * (time.perf_counter() - began))
 
-    # The same requests without their tokens: what a request costs is not what a token costs.
+    # The same requests with one token each: a request's cost must not count as its tokens' cost.
     without = cost_of(2)
     with_streams = cost_of(tokens)
     first = sorted(answer.first_s for answer in answers)
@@ -192,7 +194,7 @@ def relay_us_per_token(nodes: Engines, count: int, tokens: int) -> float:
         port, key = pipe.recv()
         nodes.admit(key)
         costs = []
-        for _ in range(2):  # the first time is for warming up
+        for _ in range(2):  # the first one is a warm-up
             pipe.send("cpu")
             before = float(pipe.recv())
             asyncio.run(read_relay(port, count))
@@ -202,7 +204,7 @@ def relay_us_per_token(nodes: Engines, count: int, tokens: int) -> float:
 
 
 def bare_first_token_s(node: NodeInfo) -> float:
-    """From a Submit to its first token over the same sockets, with nothing in between."""
+    """Returns the time from a Submit to its first token over the same sockets, without a router."""
     arrived = threading.Event()
 
     def on_message(message: ToRouter) -> None:
@@ -249,7 +251,7 @@ def running_router(nodes: Engines, profile: str | None) -> Iterator[tuple[str, A
             until_ready(url)
 
             def probe(what: str = "cpu") -> float:
-                """The router's CPU time in seconds, or its memory in bytes."""
+                """Returns the router's CPU time in seconds, or its memory in bytes."""
                 pipe.send(what)
                 return float(pipe.recv())
 
@@ -262,7 +264,7 @@ def until_ready(url: str) -> None:
         try:
             urllib.request.urlopen(f"{url}/health").close()
             return
-        except urllib.error.HTTPError as error:  # its nodes have not answered yet
+        except urllib.error.HTTPError as error:  # its nodes have not reported yet
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the router is not ready: {error.read()!r}") from error
             time.sleep(0.01)
@@ -286,7 +288,7 @@ def child(work: Any, *arguments: Any) -> Iterator[Connection]:
 
 
 def make_tokenizer(folder: str) -> None:
-    """Bytes and nothing else: an encoding costs what it costs with any byte-level model, within a factor."""
+    """Writes a tokenizer of bytes only. Encoding with it costs about what any byte-level model's tokenizer costs, within a factor."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,11 +1,11 @@
-"""What others notice of clients that behave badly: the gaps between a stream's tokens, quiet and in a crowd.
+"""What other clients notice of clients that misbehave: the gaps between a stream's tokens, without and with such a crowd.
 
     python -m benchmarks.router_crowds [--seconds 6] [--json FILE]
 
-32 streams at 20 ms a token are read as they come. Beside them, one after the other: no others; 100 readers that stop
-reading; a storm of clients that ask and hang up; 500 connections whose headers never end; 1,000 strangers a second who knock at
-the decode node's and the router's internal ports, and begin CURVE's handshake there. For each: the gaps at the
-50th and 99th percentile, the latter against the quiet run, and what the router's memory grew by.
+32 streams of 20 ms per token are read as they come. In turn they run with: no other clients; 100 readers that stop reading; many clients that ask
+and hang up; 500 connections whose headers never end; 1,000 strangers a second who connect to the decode node's and the router's internal ports
+and begin CURVE's handshake there. For each it reports the gaps at the 50th and 99th percentile, the latter compared with the quiet run, and the
+growth of the router's memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def measure(tokens: int) -> list[dict[str, Any]]:
         f"{STRANGERS} strangers a second at internal ports": strangers,
     }
     with running_engines(step_s=STEP_S) as nodes, running_router(nodes, None) as (url, probe):
-        asyncio.run(gaps(url, 20, no_others, []))  # everything has been used once
+        asyncio.run(gaps(url, 20, no_others, []))  # warm-up: everything has been used once
         for name, crowd in crowds.items():
             before = probe("memory")
             doors = [nodes[1].request_endpoint, nodes.router_inbox]
@@ -83,7 +83,8 @@ def measure(tokens: int) -> list[dict[str, Any]]:
 
 
 async def gaps(url: str, tokens: int, crowd: Crowd, doors: list[str]) -> list[float]:
-    """Between two events of one stream, over all streams, while the crowd is there. `doors`: the decode node's and the router's own."""
+    """Returns the gaps between two events of one stream, over all streams, while the crowd is there. `doors` are the internal ports of the
+    decode node and the router."""
     async with crowd(url, doors):
         found = await asyncio.gather(*(read(url, tokens) for _ in range(STREAMS)))
     return list(itertools.chain.from_iterable(found))
@@ -125,7 +126,7 @@ async def no_others(url: str, doors: list[str]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def stalled(url: str, doors: list[str]) -> AsyncIterator[None]:
-    """Their buffers hold a few events; the rest waits in the router."""
+    """The clients' buffers hold a few events; the rest waits in the router."""
     found = [await ask(url, 2_000, receive_buffer=4096) for _ in range(STALLED)]
     for _, writer in found:
         writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -173,7 +174,7 @@ async def slow_headers(url: str, doors: list[str]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def strangers(url: str, doors: list[str]) -> AsyncIterator[None]:
-    """From a process of their own. They begin as a member would, and have no key."""
+    """Runs in a process of its own. Strangers begin as a member would, but have no key."""
     with child(come_as_strangers, doors) as pipe:
         await asyncio.to_thread(pipe.recv)
         yield
@@ -185,7 +186,7 @@ def come_as_strangers(pipe: Connection, doors: list[str]) -> None:
 
 
 async def _come(pipe: Connection, addresses: list[tuple[str, int]]) -> None:
-    # ZMTP 3.1's greeting for CURVE, and a HELLO whose box no one has closed.
+    # ZMTP 3.1's greeting for CURVE, and a HELLO whose box was not made with any key.
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
     hello = b"\x04\xc8" + b"\x05HELLO\x01\x00" + bytes(72) + os.urandom(32) + bytes(8) + os.urandom(80)
 

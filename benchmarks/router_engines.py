@@ -1,7 +1,7 @@
-"""Engines that answer instantly: what is left of a request's time is the router's and the sockets'.
+"""Engines that answer instantly, so that a request's time is the router's and the sockets'.
 
-A Submit is answered with its first token in the thread that received it; further tokens come in steps, one message
-per step for all that are running, as a real engine's do.
+The thread that receives a Submit answers it with the first token. Further tokens come in steps, with one message per step for all running
+requests, like a real engine's.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class InstantNode:
 
 
 def _logprobs(submit: Submit, index: int) -> list[TokenLogprobs] | None:
-    """Others for each of a few tokens, as a model's are: no two answers that are alike cost the router less."""
+    """Returns different log-probabilities for different tokens, like a model's: equal ones would cost the router less."""
     count = submit.sampling.logprobs
     if count is None:
         return None
@@ -125,7 +125,7 @@ def _logprobs(submit: Submit, index: int) -> list[TokenLogprobs] | None:
 
 
 def serve_engines(pipe: Connection, step_s: float) -> None:
-    """A process of its own: sends its nodes' addresses, admits the keys that it is given, and runs until the pipe is closed."""
+    """Runs in a process of its own: sends its nodes' addresses, admits the keys that it gets, and serves until the pipe is closed."""
     nodes = [InstantNode("p0", Role.PREFILL, step_s), InstantNode("d0", Role.DECODE, step_s)]
     pipe.send([node.info for node in nodes])
     keys: set[str] = set()
@@ -139,12 +139,12 @@ def serve_engines(pipe: Connection, step_s: float) -> None:
 
 
 class Engines(list[NodeInfo]):
-    """The nodes of one process of engines."""
+    """The nodes of one process of instant engines."""
 
     def __init__(self, pipe: Connection) -> None:
         super().__init__(pipe.recv())
         self._pipe = pipe
-        self.router_inbox = ""  # once there is a router
+        self.router_inbox = ""  # set when there is a router
 
     def admit(self, key: str) -> None:
         self._pipe.send(key)

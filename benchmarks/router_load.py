@@ -1,4 +1,4 @@
-"""Clients for the router's benchmark: plain sockets, so that what is measured is not the client library."""
+"""Clients for the router's benchmark: plain sockets, so that a client library is not measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RouterAnswer(msgspec.Struct):
 
 
 class RouterClient:
-    """One connection, one request at a time."""
+    """One connection, which carries one request at a time."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -62,7 +62,7 @@ class RouterClient:
 
 
 async def streams(url: str, count: int, tokens: int, prompt: str) -> list[RouterAnswer]:
-    """`count` streams at once, begun a little apart, as users do not come in step."""
+    """Runs `count` streams at once. They begin a little apart, because users do not act in step."""
     clients = [RouterClient(url) for _ in range(count)]
 
     async def one(index: int) -> RouterAnswer:
@@ -87,8 +87,8 @@ async def requests(
     new_prompts: bool = False,
     chats: bool = False,
 ) -> float:
-    """Whole answers as fast as they come over so many connections: requests per second. `new_prompts`: no two are alike. `chats`: each is a
-    user's message."""
+    """Returns how many whole answers per second come over this many connections. With `new_prompts` no two prompts are alike. With `chats`
+    each is a user's message."""
 
     async def one() -> None:
         client = RouterClient(url)

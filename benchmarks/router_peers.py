@@ -1,11 +1,10 @@
-"""Requests per second, ours and a published router's, on the same work in the same run.
+"""Requests per second of Tandem's router and of published routers, with the same work in the same run.
 
     python -m benchmarks.router_peers --peer path/to/vllm-router [--peer path/to/sglang-router] [--json FILE]
 
-Each router has one prefill node and one decode node behind it, which answer at once: ours in messages of `wire/`, the
-peers' over HTTP, as they expect. The same clients ask each for the same whole answers and, after that, the same streams.
-What a peer leaves to its engines (chat templates, tokenizing, detokenizing, stop strings, checking a request), ours does
-itself; the CPU column says what both take for it.
+Each router has one prefill node and one decode node behind it, which answer at once: Tandem's in messages of `wire/`, the peers' over HTTP, as
+they expect. The same clients ask each router for the same whole answers, then for the same streams. Tandem's router does what a peer leaves to its
+engines: chat templates, tokenizing, detokenizing, stop strings, checking requests. The CPU column shows the time that both take.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def main() -> int:
 
 
 def measure(name: str, url: str, cpu: Cpu) -> dict[str, Any]:
-    asyncio.run(requests(url, 4, 10, PROMPT, TOKENS))  # everything has been used once
+    asyncio.run(requests(url, 4, 10, PROMPT, TOKENS))  # warm-up: everything has been used once
     before = cpu()
     per_s = asyncio.run(requests(url, CONNECTIONS, EACH, PROMPT, TOKENS))
     whole = cpu() - before
@@ -80,12 +79,12 @@ def measure(name: str, url: str, cpu: Cpu) -> dict[str, Any]:
 
 
 class PeerFailed(Exception):
-    """It did not start, or not in time: the others are measured all the same."""
+    """The peer did not start, or not in time. The others are still measured."""
 
 
 @contextmanager
 def running_peer(command: str) -> Iterator[tuple[str, Cpu]]:
-    """Their PD mode: a request goes to the prefill server for one token, then to the decode server."""
+    """Runs the peer in its mode for disaggregation: a request goes to the prefill server for one token, then to the decode server."""
     with ExitStack() as stack:
         pipes = [stack.enter_context(child(serve_http_engine)) for _ in range(2)]
         prefill, decode = (f"http://127.0.0.1:{pipe.recv()}" for pipe in pipes)
@@ -128,7 +127,7 @@ def free_port() -> int:
 
 
 def cpu_of(pid: int) -> float:
-    """Seconds that a process and its threads took; a peer starts no other processes."""
+    """Returns the seconds that a process and its threads have taken. A peer starts no other processes."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -137,7 +136,7 @@ def cpu_of(pid: int) -> float:
 
 
 class HttpEngine(asyncio.Protocol):
-    """As much of a vLLM server as a router talks to."""
+    """The part of a vLLM server that a router uses."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport

@@ -1,6 +1,6 @@
-"""What no router can do without, and nothing else: tokens in from the nodes, bytes out to the clients.
+"""The minimum that any router has to do: take tokens from nodes and send bytes to clients.
 
-A connection is a request. Its cost per token is this machine's price for waking up, receiving and sending.
+A connection is a request. The cost per token is what this machine takes to wake up, receive and send.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What others notice of the largest requests that are allowed: the gaps between their streams' tokens.
+"""What other clients notice of the largest requests that are allowed: the gaps between the tokens of their streams.
 
     python -m benchmarks.router_worst [--tokens 1500] [--holds] [--json FILE]
 
-32 streams at 20 ms a token are read as they come. Beside them, one after the other: 128 plain requests; one request for
-128 choices of as many tokens with 20 alternatives each, whole and as a stream, of either endpoint; bodies of the largest
-size that are awkward to read. The bar: the gap at the 99th percentile is at most 50 ms above that beside the plain requests.
-Clients of the large requests are a process of their own: what they cost is not counted as the router's.
+32 streams of 20 ms per token are read as they come. In turn they run with: 128 plain requests; one request for 128 choices of as many tokens with
+20 alternatives each, whole and as a stream, to either endpoint; bodies of the largest size that are expensive to parse. The limit: the gap at the
+99th percentile is at most 50 ms above the one with the plain requests. The clients of the large requests are a process of their own, so that
+their time is not counted as the router's.
 
-With --holds the router runs in this process, and what is given is the CPU time that single turns of its event loop took:
-that says what the router itself does to others' gaps, also on a machine that has other things to do.
+With --holds the router runs in this process, and the figures are the CPU times of single turns of its event loop. They show what the router
+itself adds to others' gaps, even on a busy machine.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> int:
 def measure(tokens: int, only: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with running_engines(step_s=STEP_S) as nodes, running_router(nodes, None) as (url, probe):
-        asyncio.run(beside(url, "plain", 20))  # everything has been used once
+        asyncio.run(beside(url, "plain", 20))  # warm-up: everything has been used once
         for name in ("plain", *(name for name in CROWDS if name != "plain" and only in name)):
             memory, cpu = probe("memory"), probe()
             found = sorted(asyncio.run(beside(url, name, tokens)))
@@ -95,7 +95,7 @@ def measure(tokens: int, only: str) -> list[dict[str, Any]]:
 
 
 async def beside(url: str, name: str, tokens: int) -> list[float]:
-    """Between two events of one stream, over all streams, until the crowd has its answers."""
+    """Returns the gaps between two events of one stream, over all streams, until the crowd has its answers."""
     found: list[float] = []
     streams = [asyncio.create_task(read(url, found)) for _ in range(STREAMS)]
     await asyncio.sleep(10 * STEP_S)
@@ -114,7 +114,7 @@ def measure_holds(tokens: int, only: str) -> list[dict[str, Any]]:
 
 
 async def _measure_holds(folder: str, nodes: Engines, tokens: int, only: str) -> list[dict[str, Any]]:
-    """On asyncio's own loop, whose every turn goes through one method."""
+    """Uses asyncio's own loop, because every turn of it goes through one method."""
     held: list[float] = []
     run = asyncio.Handle._run
 
@@ -139,7 +139,7 @@ async def _measure_holds(folder: str, nodes: Engines, tokens: int, only: str) ->
     asyncio.Handle._run = timed  # type: ignore[method-assign]
     try:
         for name in (name for name in CROWDS if only in name):
-            await asyncio.to_thread(wait_for_crowd, name, url, 20)  # everything has been used once
+            await asyncio.to_thread(wait_for_crowd, name, url, 20)  # warm-up: everything has been used once
             held.clear()
             await asyncio.to_thread(wait_for_crowd, name, url, tokens)
             found = sorted(held)
@@ -182,7 +182,7 @@ def crowd_process(pipe: Connection, name: str, url: str, tokens: int) -> None:
 
 
 async def exchange(url: str, path: str, body: dict[str, object] | bytes, wanted: bytes = b"200") -> int:
-    """The size of the answer, which is read and thrown away."""
+    """Reads the answer and returns its size."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
@@ -219,7 +219,7 @@ def wide(path: str, body: Callable[..., dict[str, object]], **fields: object) ->
 
 
 def bodies(text: Callable[[], bytes]) -> Crowd:
-    """As large as they may be. They are refused, once they are read."""
+    """Bodies of the largest size that is allowed. They are refused after they have been parsed."""
 
     async def crowd(url: str, tokens: int) -> None:
         data = text()

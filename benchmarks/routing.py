@@ -1,12 +1,12 @@
-"""What a decision of the router costs by the number of nodes, and whether it is as good as one that ranks every node.
+"""What a router's decision costs by the number of nodes, and whether it is as good as one that ranks every node.
 
     python -m benchmarks.routing [--nodes N,N,...] [--requests N] [--json FILE]
 
-Cost: the router's own parts (`tandem.router.choosing`, `tandem.router.pool`) choose two nodes for each request, note what was sent and
-what is answered, and read the nodes' statuses; half of the requests share their beginnings with earlier ones. No sockets. A prompt's hashing
-is timed apart, because it is done with its tokenizing, away from the event loop. Index: the messages in which nodes tell what they
-store and evict, and what it costs a node's step to note it. Quality: the simulation of `benchmarks.policies`, with
-the router's choice and with one among all nodes, on the same requests.
+Cost: the router's own code (`tandem.router.choosing`, `tandem.router.pool`) chooses two nodes for each request, records what was sent and
+answered, and reads the nodes' statuses; half of the requests share a prefix with earlier ones. There are no sockets. Hashing a prompt is timed
+separately, because it happens with tokenizing, outside the event loop. Index: the messages in which nodes report the blocks that they store and
+evict, and what recording them adds to a node's step. Quality: the simulation of `benchmarks.policies`, with the router's choice and with one
+among all nodes, on the same requests.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus
 from tandem.wire.sampling import SamplingParams
 
-APPLICATIONS = 50  # prompts that many requests begin with
-BLOCKS = 40_000  # of a node
+APPLICATIONS = 50  # prompts with which many requests begin
+BLOCKS = 40_000  # of each node
 PROMPTS = (4_096, 100_000)
-QUALITY_NODES = (32, 96)  # prefill and decode
-TELLING_S = 0.001  # from one router process to another on its port
+QUALITY_NODES = (32, 96)  # prefill nodes and decode nodes
+TELLING_S = 0.001  # for a message from one router process to another on its port
 
 
 class EveryNode(Chooser):
-    """Ranks all nodes in view for each request, and notes every block of what was sent where."""
+    """Ranks all nodes in view for each request, and records every block that was sent to each."""
 
     def __init__(self, pool: NodePool, policy: PolicyName, local_prefill: LocalPrefill) -> None:
         super().__init__(pool, policy, local_prefill)
@@ -63,7 +63,7 @@ class EveryNode(Chooser):
 
 
 class Cluster:
-    """Nodes that report what they would at a load of about a half."""
+    """Nodes that report what they would at a load of about one half."""
 
     def __init__(self, nodes: int) -> None:
         self._rng = random.Random(nodes)
@@ -104,7 +104,7 @@ class Cluster:
         return statuses
 
     def report(self, statuses: list[NodeStatus]) -> float:
-        """Seconds of CPU for all of them."""
+        """Returns the CPU seconds for all of the statuses."""
         began = time.thread_time()
         for status in statuses:
             self.pool.on_status(status)
@@ -116,7 +116,7 @@ class Cluster:
         return (*start, *words(rng, tokens))[:tokens]
 
     def decide(self, hashes: PromptHashes, tokens: int) -> float:
-        """Seconds of CPU for all that a request's placement takes."""
+        """Returns the CPU seconds for a request's whole placement."""
         self._asked += 1
         name = f"r{self._asked}"
         began = time.thread_time()
@@ -158,7 +158,7 @@ def cost(nodes: int, tokens: int, requests: int) -> dict[str, Any]:
 
 
 def index(nodes: int, blocks: int) -> dict[str, Any]:
-    """Every node stores runs of 32 blocks, and evicts as many once it is full, as nodes at work do."""
+    """Every node stores runs of 32 blocks, and evicts as many when it is full, as real nodes do."""
     rng = random.Random(1)
     cached = CachedBlocks(NodeBits(), 10**7)
     full = blocks // nodes // 2
@@ -189,7 +189,7 @@ def index(nodes: int, blocks: int) -> dict[str, Any]:
 
 
 def step(tokens: int, requests: int) -> dict[str, Any]:
-    """What noting the events of one step costs, by the tokens that each of its requests computes."""
+    """Returns what recording one step's events costs, by the tokens that each of its requests computes."""
     hasher = make_block_hasher(HashAlgorithm.SHA256, BLOCK, "seed")
 
     def once(tells: bool) -> float:
@@ -215,7 +215,7 @@ def step(tokens: int, requests: int) -> dict[str, Any]:
 
 def quality(trace: str, seconds: float) -> dict[str, Any]:
     prefill, decode = QUALITY_NODES
-    load = 0.75 * prefill / 4  # the traces are made for four prefill nodes
+    load = 0.75 * prefill / 4  # the traces are written for four prefill nodes
 
     def mean_wait(chooser_of: Callable[[NodePool], Chooser]) -> float:
         simulation = Simulation(chooser_of, prefill, decode)
@@ -232,7 +232,7 @@ def quality(trace: str, seconds: float) -> dict[str, Any]:
 
 
 def together(trace: str, seconds: float, routers: int, telling_s: float | None) -> dict[str, Any]:
-    """Routers that know of each other's requests by nodes' statuses and cache news, and by what they tell each other."""
+    """Compares routers that know of each other's requests by nodes' statuses and cache news with routers that also tell each other."""
     prefill, decode = QUALITY_NODES
 
     def chooser_of(pool: NodePool) -> Chooser:

@@ -1,15 +1,14 @@
-"""The scheduler alone, with a model that answers at once: microseconds per step, per token, per added request.
+"""The scheduler alone, with a model that answers at once: microseconds per step, per token and per added request.
 
     python -m benchmarks.scheduler [--quick] [--json FILE]
     python -m benchmarks.scheduler --vllm-python PATH --model FOLDER --peer-script PATH
 
-With the last three, vLLM's own scheduler does the same work in the same run: PATH is the Python of an environment with
-vLLM, FOLDER a local model whose configuration it reads, and the script drives it and prints one line per workload,
+With the last three flags, vLLM's own scheduler does the same work in the same run: PATH is the Python of an environment with vLLM, FOLDER is a
+local model whose configuration it reads, and the script drives it and prints one line per workload,
 `nreq=.. plen=.. olen=.. seqs=.. shared=..: add .. us/req, .. steps, median step .. us, total ..s, .. us/token`.
 
-A workload is a number of random prompts that arrive at once and are answered to the end. `shared` tokens are the
-beginning of every prompt. A step is `schedule` and `update_from_output`, and making the model's answer between them,
-as the peer counts it.
+A workload is a number of random prompts that arrive at once and are answered to the end. All prompts begin with the same `shared` tokens. A step
+is `schedule` and `update_from_output`, and making the model's answer between them, which the peer's figures include.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ VOCABULARY = 49_000
 CONTEXT = 8192
 TOKEN_BUDGET = 8192
 NUM_BLOCKS = 20_000
-STEP_FLOOR = 3.0  # times faster than vLLM, at 256 running requests
+STEP_FLOOR = 3.0  # times faster than vLLM with 256 running requests
 ADD_FLOOR = 2.0
 PEER_LINE = re.compile(
     r"nreq=(\d+) plen=(\d+) olen=(\d+) seqs=(\d+) shared=(\d+): "
@@ -63,7 +62,7 @@ class SchedulerWorkload(msgspec.Struct, frozen=True):
         return f"{self.requests} × {self.prompt}+{self.answer}{shared}, {self.running} running"
 
 
-# The first three are the peer's.
+# The first three are also the peer's.
 WORKLOADS = (
     SchedulerWorkload(256, 512, 128, 256),
     SchedulerWorkload(64, 512, 128, 64),
@@ -76,12 +75,12 @@ WORKLOADS = (
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """Microseconds."""
+    """Values in microseconds."""
 
     add_request: float
     step: float  # median
     token: float
-    schedule: float | None = None  # medians, without the model's answer
+    schedule: float | None = None  # medians, without making the model's answer
     update: float | None = None
 
 
@@ -103,7 +102,7 @@ def random_prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
 
 
 def add_all(scheduler: Scheduler, prompts: list[list[int]], answer: int) -> float:
-    """Seconds to make, hash and add the requests."""
+    """Returns the seconds to create, hash and add the requests."""
     started = time.perf_counter()
     for i, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
@@ -112,7 +111,7 @@ def add_all(scheduler: Scheduler, prompts: list[list[int]], answer: int) -> floa
 
 
 def steps(scheduler: Scheduler) -> Iterator[tuple[float, float, float, int]]:
-    """Seconds for the whole step, for planning it and for booking it, and the tokens that it made."""
+    """Yields for each step the seconds in all, for planning and for booking, and the number of tokens that it produced."""
     while scheduler.has_unfinished_requests():
         started = time.perf_counter()
         step = scheduler.schedule()
@@ -152,14 +151,14 @@ def best(measurements: list[Speed]) -> Speed:
 
 
 def measure_decoding(scheduler: Scheduler, count: int) -> float:
-    """The median of `count` steps in which every running request gets one token, in microseconds."""
+    """Returns the median duration in microseconds of `count` steps in which every running request gets one token."""
     running = scheduler.stats().running
     timed = [whole for whole, _, _, tokens in itertools.islice(steps(scheduler), count) if tokens == running]
     return median(timed) * 1e6
 
 
 def prefilled(running: int, waiting: int = 0, num_blocks: int = NUM_BLOCKS) -> Scheduler:
-    """`running` requests that decode, at lengths that don't move in step, and a line of others that wait."""
+    """Returns a scheduler with `running` requests that decode, with lengths that do not cross block boundaries together, and `waiting` others."""
     scheduler = make_scheduler(running, num_blocks)
     draw = random.Random(1)
     prompts = [prompt[: draw.randrange(64, 192)] for prompt in random_prompts(running, 192)]
@@ -193,7 +192,7 @@ def measure_lines(lengths: tuple[int, ...], rounds: int, count: int) -> dict[int
 
 
 def measure_hashing(repeats: int) -> dict[str, float]:
-    """Microseconds for a prompt of 512 tokens."""
+    """Returns the microseconds for a prompt of 512 tokens."""
     prompts = random_prompts(repeats, 512)
     found = {}
     for algorithm in HashAlgorithm:

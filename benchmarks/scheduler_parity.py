@@ -1,14 +1,13 @@
-"""Does the scheduler take the decisions of the one that it follows? Random runs through both, compared step by step.
+"""Whether the scheduler decides like vLLM's, which it follows: random runs through both, compared step by step.
 
     PYTHONPATH=. PYTHON_WITH_VLLM_0.19 -m benchmarks.scheduler_parity MODEL [--runs N] [--first N]
 
-Runs inside an environment that has vLLM 0.19 and, for our side, msgspec, cbor2 and xxhash. MODEL is a local folder whose
-configuration vLLM reads; nothing of it is loaded. Every step must agree in who is scheduled, in which order, for how many
-tokens, in which blocks, with which drafts, who is preempted, resumed and told to have finished; and after every step the
-free queues must agree to the last block.
+Runs in an environment with vLLM 0.19 and, for Tandem's side, msgspec, cbor2 and xxhash. MODEL is a local folder whose configuration vLLM reads;
+nothing of it is loaded. In every step both must agree on who is scheduled, in which order, for how many tokens, in which blocks, with which
+drafts, and on who is preempted, resumed and reported as finished. After every step the free queues must be equal to the last block.
 
-Two things differ on purpose and are kept out of the runs: a request here may not grow beyond what the pool can hold, and
-blocks that were filed for a step that was taken back are forgotten.
+Two differences are intended and left out of the runs: a request here may not grow beyond what the pool can hold, and blocks that were cached for a
+step that was taken back are forgotten.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ FULL, SLIDING = AttentionKind.FULL, AttentionKind.SLIDING
 
 
 class Pair:
-    """Both schedulers with the same requests and settings."""
+    """Both schedulers, with the same requests and settings."""
 
     def __init__(self, draw: random.Random, model: theirs.ModelConfig) -> None:
         groups: Groups = draw.choice(
@@ -70,7 +69,7 @@ class Pair:
         policy, seqs = draw.choice(["fcfs", "priority"]), draw.choice([2, 4, 8])
         threshold, budget = draw.choice([0, 0, 6]), draw.choice([8, 24, 64, 256])
         self.caching = len(groups) > 1 or draw.random() < 0.8
-        # With a window, theirs asks for blocks that come back while the prompt is computed.
+        # With a window, vLLM's asks for blocks that become free again while the prompt is computed.
         windowed = any(window is not None for _, window in groups)
         reserve = Reserve.NONE if windowed else draw.choice([Reserve.NONE, Reserve.PROMPT])
         self.ours = Scheduler(
@@ -157,7 +156,7 @@ class Pair:
         self.theirs.finish_requests(name, TheirStatus.FINISHED_ABORTED)
 
     def step(self, draw: random.Random) -> dict[str, Any]:
-        """One step through both; returns where they differ."""
+        """Runs one step through both. Returns where they differ."""
         step, other = self.ours.schedule(), self.theirs.schedule()
         mine, yours = _ours_of(step), _theirs_of(other)
         different = {name: (mine[name], yours[name]) for name in mine if mine[name] != yours[name]}
@@ -234,7 +233,7 @@ def _theirs_of(step: Any) -> dict[str, Any]:
 
 
 def run(number: int, model: theirs.ModelConfig) -> tuple[int, int, dict[str, Any]]:
-    """Steps and preemptions, and where the last step differed."""
+    """Returns the numbers of steps and preemptions, and where the last step differed."""
     draw = random.Random(number)
     pair = Pair(draw, model)
     prefixes = [[draw.randrange(100) for _ in range(40)] for _ in range(2)]

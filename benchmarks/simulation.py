@@ -1,19 +1,19 @@
-"""Whether the simulator says what happens, how fast it is with a thousand nodes, and how the autoscaler does in it.
+"""Whether the simulator predicts real runs, how fast it is with a thousand nodes, and how the autoscaler does in it.
 
     python -m benchmarks.simulation validate --url URL --costs FILE [--loads N] [--json FILE]
     python -m benchmarks.simulation scale --costs FILE --trace FILE [--requests N] [--json FILE]
     python -m benchmarks.simulation autoscaler --costs FILE [--trace FILE] [--most N] [--json FILE]
 
-`validate` plays ten loads, twice each, at a cluster that serves (one node of each role, or one aggregated node), with `tandem bench`, and
-simulates the same arrivals and lengths on as many nodes with the costs that `tandem profile` measured there. It compares the medians of the time
-to the first token and of the time per token: the simulator's error beside the difference of the two real runs. Prompts are token
-ids without a common prefix; nothing else may ask the cluster.
+`validate` sends ten loads, twice each, to a running cluster (one node of each role, or one aggregated node) with `tandem bench`, and simulates
+the same arrivals and lengths on as many nodes with the costs that `tandem profile` measured there. It compares the medians of the time to first
+token and of the time per token: the simulator's error next to the difference of the two real runs. Prompts are token ids without a common
+prefix; the cluster must have no other traffic.
 
-`scale` plays thirty copies of a trace (Mooncake's conversation trace makes 100 requests a second) on 500 prefill and 500 decode nodes.
+`scale` simulates thirty copies of a trace (Mooncake's conversation trace makes 100 requests a second) on 500 prefill and 500 decode nodes.
 
-`autoscaler` lets the product's autoscaler size both pools for a trace, and compares it with the smallest constant sizes that keep the
-same limits, which only knowledge of the whole trace finds. Without a trace the load doubles twice and halves twice: at once every ten
-minutes, and then slowly.
+`autoscaler` lets Tandem's autoscaler size both pools for a trace, and compares it with the smallest constant sizes that keep the same limits, which
+can only be found with knowledge of the whole trace. Without a trace, the load doubles twice and halves twice: abruptly every ten minutes, and
+then gradually.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tandem.simulator.simulation import SimulationSetup, simulate
 from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
-# (requests a second, tokens of a prompt, of an answer), each for so many seconds.
+# (requests per second, tokens of a prompt, tokens of an answer), each for the same number of seconds.
 LOADS = (
     (0.5, 256, 64), (1.0, 256, 64), (2.0, 256, 64), (0.5, 1024, 64), (1.0, 1024, 64),
     (0.5, 512, 128), (1.0, 512, 128), (1.5, 512, 32), (3.0, 128, 64), (0.3, 2048, 32),
@@ -62,13 +62,13 @@ COPIES = 30
 RATES, LEVEL_S = (
     (4.0, 8.0, 16.0, 8.0, 4.0),
     600.0,
-)  # a load that doubles and halves: requests a second, seconds of each
+)  # a load that doubles and halves: requests per second, and for how many seconds
 LIMITS = ServiceLevel(ttft=2.0, itl=0.1)
 console = Console(stderr=True)
 
 
 def write_trace(load: tuple[float, int, int], seed: int, file: Path) -> None:
-    """In Azure's format, so that both sides read the same arrivals and lengths."""
+    """Writes a trace in Azure's format, so that both sides read the same arrivals and lengths."""
     rate, prompt, answer = load
     began = datetime(2024, 1, 1)
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
@@ -91,7 +91,7 @@ def real_run(url: str, trace: Path, seed: int, folder: Path, tokenizer: str) -> 
 
 
 def medians(of: Mapping[str, Any]) -> tuple[float, float, float]:
-    """The medians of the time to the first token and of the time per token, and the 99th percentile of the first."""
+    """Returns the medians of the time to first token and of the time per token, and the 99th percentile of the first."""
     return of["ttft_ms"]["p50"], of["tpot_ms"]["p50"], of["ttft_ms"]["p99"]
 
 
@@ -115,7 +115,7 @@ def validate(options: argparse.Namespace) -> list[dict[str, Any]]:
             report = msgspec.to_builtins(simulate(SimulationSetup(config, costs, traffic)))
             said = medians(report)
             rows.append({"load": load, "first": first, "second": second, "simulated": said})
-            # A run that is cut off has told what it had found.
+            # Printed at once, so that a run that is cut off has reported what it found.
             console.print(f"TTFT p50, TPOT p50, TTFT p99 in ms: {first}, {second}, simulated {said}")
     return rows
 
@@ -166,7 +166,7 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def doubling_and_halving(at_once: bool) -> PlayedTraffic:
-    """Each rate for ten minutes, or from each to the next one in ten minutes."""
+    """Keeps each rate for ten minutes, or moves from each rate to the next in ten minutes."""
     rng = random.Random(1)
     rows: list[TraceRow] = []
     now, length = 0.0, LEVEL_S * (len(RATES) if at_once else len(RATES) - 1)
@@ -181,7 +181,7 @@ def doubling_and_halving(at_once: bool) -> PlayedTraffic:
 
 
 def turns(report: SimulationReport, role: str) -> int:
-    """How often a pool that grew shrinks next, or the other way round."""
+    """Returns how often a pool's growth is followed by a shrinking, or the other way round."""
     sizes = [change.size for change in report.changes if change.role == role]
     steps = [there - here for here, there in pairwise(sizes)]
     return sum((one > 0) != (other > 0) for one, other in pairwise(steps))

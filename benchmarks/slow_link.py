@@ -1,12 +1,12 @@
-"""How long requests wait for their KV when the link drops to another rate in the middle of their transfers.
+"""How long requests wait for their KV if the link's rate drops in the middle of their transfers.
 
     python -m benchmarks.slow_link [--rate 100mbit] [--to 1mbit] [--direction push|pull] [--tokens N] [--requests N] [--json FILE]
 
-As root: producer and consumer are on two machines made of network namespaces, with UCX over TCP between them; no model. The
-producer says that it computes 10,000 tokens a second, so the consumer knows what computing the rest would take. The link is
-never mended, so that what is not given up is waited for until `transfer.timeout_s`.
+Needs root: producer and consumer are on two machines made of network namespaces, with UCX over TCP between them; there is no model. The producer
+reports that it computes 10,000 tokens a second, so the consumer knows how long computing the rest would take. The link stays slow, so a transfer
+that is not given up is waited for until `transfer.timeout_s`.
 
-    s          from the drop until the request's engine can go on, computing what is missing
+    s          from the drop until the request's engine can continue, which may mean computing what is missing
     outcomes   how the transfers ended at the consumer
 """
 
@@ -40,12 +40,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         here = PeerAddress("p", 1, producer.call("endpoint"))
         there = PeerAddress("c", 2, consumer.call("endpoint"))
         producer.call("learn_rate", _TOKENS_PER_S)
-        consumer.begin("receive", ["first"], BLOCK_SIZE, here)  # the two know each other by then
+        consumer.begin("receive", ["first"], BLOCK_SIZE, here)  # connects the two
         producer.call("send", ["first"], BLOCK_SIZE, there)
         consumer.result()
         names = [f"r{number}" for number in range(options.requests)]
         consumer.begin("receive_or_fail", names, options.tokens, here)
-        time.sleep(0.3)  # they are registered
+        time.sleep(0.3)  # long enough for the registrations to arrive
         producer.begin("send", names, options.tokens, there)
         time.sleep(_BEFORE_THE_DROP_S)
         link.limit(options.to)

@@ -1,13 +1,13 @@
-"""Does it stay as it was? Half an hour of everything that clients do, on two prefill and two decode nodes.
+"""Whether a cluster stays as it was: half an hour of everything that clients do, on two prefill and two decode nodes.
 
     python -m benchmarks.soak
     python -m benchmarks.soak --kill-every 120
     python -m benchmarks.soak --minutes 3
 
-Chats and completions, short and long, streamed and not, greedy and seeded and neither, several choices, stop strings,
-logprobs, and clients that go away at any moment. Fails on an error that was not asked for, an answer that is not what
-the quiet cluster says, memory, descriptors or threads that grow, and blocks that do not come back. With --kill-every a
-node is killed so often, and none of this may change. Writes soak.json and soak.txt.
+Chats and completions, short and long, streamed and not, greedy, seeded and neither, several choices, stop strings, logprobs, and clients that go
+away at any moment. Fails on an error that was not provoked, on an answer that differs from the quiet cluster's, on memory, descriptors or threads
+that grow, and on blocks that do not become free again. With --kill-every a node is killed that often, and none of this may change. Writes
+soak.json and soak.txt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tandem.wire.errors import TandemError
 _NODES = ("--prefill", "2", "--decode", "2")
 _NODE_COUNT = 4
 _WHOLE_WITHIN_S = 120.0
-# float32, and so little memory for KV that blocks are evicted and requests preempted all the time.
+# float32, and so little memory for KV that blocks are evicted and requests are preempted all the time.
 _SETTINGS = ("--dtype", "float32", "--kv-memory", "256MiB", "--max-model-len", "2560")
 _QUIET_WITHIN_S = 60.0
 _LOOK_EVERY_S = 2.0
@@ -145,7 +145,7 @@ async def _watch(watch: ProcessWatch, family: Family, load: SoakLoad, console: C
     while True:
         at = time.monotonic() - began
         watch.look([os.getpid(), *family.members()], at)
-        # At once: no user should wait half an hour to learn that it will end badly, and why.
+        # Reported at once: no one should wait half an hour to learn that it will fail, and why.
         while load.tally.news:
             console.print(f"{at / 60:.1f} min: {load.tally.news.pop(0)}", style="red", markup=False)
         if at - said >= _SAY_EVERY_S:

@@ -1,13 +1,12 @@
-"""What guessing from the text pays: tokens per step and time per token, with guesses, without, and where they cannot be right.
+"""What guessing from the text gains: tokens per step and time per token, with guesses, without, and where guesses cannot be right.
 
     python -m benchmarks.speculation [--model smollm2] [--draft NAME] [--guesses 4] [--tokens 192] [--requests 1] [--threads N] [--rounds 3]
                                      [--json FILE]
 
-Two kinds of prompts: code that is to be written again with a change, and chats. Both are answered greedily by engines that differ in
-`scheduler.num_speculative_tokens` and `scheduler.max_draft_loss` alone and take turns; their tokens must be the same. A third kind draws from
-sixteen tokens at random: guesses are found all the time and seldom right, and guessing as it pays may cost 3%. With `--draft` that model
-guesses, and the text itself does not. The fastest round of each
-prompt counts, because whatever else the machine does only adds time.
+There are two kinds of prompts: code that is to be repeated with a change, and chats. Both are answered greedily by engines that differ only in
+`scheduler.num_speculative_tokens` and `scheduler.max_draft_loss` and take turns; their tokens must be equal. A third kind draws from sixteen
+tokens at random: guesses are found all the time and are seldom right, and guessing only as it pays may cost 3%. With `--draft` that model guesses
+instead of the text. The fastest round of each prompt counts, because other work on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.machine.resources import usable_cores
 from tandem.wire.sampling import SamplingParams
 
-CEILING = 1.03  # of the time without guesses, where none is right
+CEILING = 1.03  # times the time without guesses, where no guess is right
 _FUNCTION = """def area(shape, width, height):
     if shape == "square":
         return width * width
@@ -61,7 +60,7 @@ ENGINES = {
 
 
 class Run(msgspec.Struct):
-    seconds: list[float]  # of each group of prompts that are answered at once
+    seconds: list[float]  # of each group of prompts that were answered at once
     tokens: list[list[int]]
     steps: int
     drafted: int
@@ -148,7 +147,7 @@ def fastest(runs: list[Run]) -> float:
 
 
 def run(engine: Engine, prompts: list[list[int]], sampling: SamplingParams, at_once: int) -> Run:
-    """Seconds and steps of decoding alone: from when all have their first token."""
+    """Measures decoding only: seconds and steps from when all requests have their first token."""
     before = engine.scheduler.stats()
     seconds: list[float] = []
     steps = 0

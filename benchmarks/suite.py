@@ -1,10 +1,10 @@
-"""Every part's benchmark, short, one after another; their headlines in one table beside the floors.
+"""Runs the benchmark of every part, shortened, one after another, and shows their main figures in one table with the floors.
 
     python -m benchmarks.suite
     python -m benchmarks.suite --only scheduler transfer --out results/suite
 
-Some ten minutes on two cores, alone on the machine. Each writes its own table and JSON into the folder; the table at
-the end is suite.txt and suite.json. Peers are left to the benchmarks' own flags.
+Takes about ten minutes on two cores, alone on the machine. Each benchmark writes its own table and JSON into the folder; the table at the end is
+suite.txt and suite.json. Comparisons with other systems need the benchmarks' own flags.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Headline(msgspec.Struct, frozen=True):
 
 class SuitePart(msgspec.Struct, frozen=True):
     name: str
-    arguments: tuple[str, ...]  # of `python -m`; {model}, {json} and {out} are filled in
+    arguments: tuple[str, ...]  # for `python -m`; {model}, {json} and {out} are replaced
     within_s: float
     read: Callable[[Any], list[Headline]]
 
@@ -178,11 +178,11 @@ def _run(only: Sequence[str] | None, model: str, folder: Path, console: Console)
 
 
 def run_part(part: SuitePart, model: str, folder: Path) -> PartResult:
-    """Never raises for what the part does: the others still have their turn."""
+    """Never raises for a failure of the part, so that the other parts still run."""
     place = folder / part.name.replace(" ", "-")
     place.mkdir(exist_ok=True)
     result = place / ("outcome.json" if "{out}" in part.arguments else "figures.json")
-    # Results of earlier runs go: disaggregation would go on where the last one was.
+    # Results of earlier runs are deleted, because disaggregation would continue the last one.
     for old in place.glob("*.json"):
         old.unlink()
     filled: Mapping[str, str] = {"{model}": model, "{json}": str(result), "{out}": str(place)}

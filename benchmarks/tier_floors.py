@@ -1,4 +1,4 @@
-"""What `benchmarks.tiers` measures, and the floors that it is held against: each beside its figure, held or missed."""
+"""The figures of `benchmarks.tiers` and their floors: whether each floor is held or missed."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ LOADED_TOKENS = 2048
 
 
 class Served(msgspec.Struct):
-    p50_s: float  # to the first token
+    p50_s: float  # time to first token
     p99_s: float
-    computed: float  # share of the prompts' tokens
-    found: dict[str, float]  # by each tier, of what it was asked for
+    computed: float  # the share of the prompts' tokens that was computed
+    found: dict[str, float]  # for each tier, the share found of what was looked for in it
 
 
 class TierFigures(msgspec.Struct):
-    step_us: dict[str, float] = {}  # median
-    compute_s: float = 0.0  # the prompt's first token, without a tier
-    load_s: dict[str, float] = {}  # the prompt's first token, from each tier
+    step_us: dict[str, float] = {}  # medians
+    compute_s: float = 0.0  # the time to the prompt's first token without a tier
+    load_s: dict[str, float] = {}  # the time to the prompt's first token from each tier
     copy_s: dict[str, float] = {}  # the copies alone
-    memcpy_s: float = 0.0  # the same bytes
+    memcpy_s: float = 0.0  # memcpy of the same bytes
     loaded_bytes: int = 0
     found: dict[str, float] = {}  # in the replayed trace: the share of prompt tokens that were not computed
-    served: dict[str, Served] = {}  # its first requests, by a real engine
-    managers: tier_parity.Parity | None = None  # beside vLLM's
+    served: dict[str, Served] = {}  # the trace's first requests, by a real engine
+    managers: tier_parity.Parity | None = None  # compared with vLLM's
 
 
-# How a step with a tier compares with one without, a prefix from host memory with memcpy and with computing it, and what host memory and a
-# disk find with what a device with room for all does.
+# How a step with a tier compares with one without, loading a prefix from host memory with memcpy and with computing it, and what host memory
+# and a disk find with what an unlimited device finds.
 MOST_OF_STEP = 1.05
 LEAST_OF_MEMCPY = 0.8
 LEAST_FASTER = 10.0
@@ -45,7 +45,7 @@ class Floor(msgspec.Struct):
     what: str
     figure: str
     floor: str
-    held: bool | None  # None: this run does not say
+    held: bool | None  # None: this run did not measure it
 
 
 def floors(figures: TierFigures) -> list[Floor]:

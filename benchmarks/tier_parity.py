@@ -1,12 +1,12 @@
-"""Do tiers give up what vLLM's would, and are they as quick? Random operations through both, compared one by one.
+"""Whether tiers evict what vLLM's would, and how fast: random operations through both, compared one by one.
 
     python -m benchmarks.tier_parity --vllm DIR [--runs N] [--json FILE]
 
-DIR is an environment that has vLLM 0.32 (`vllm/v1/kv_offload`), msgspec and xxhash. What is the same there and here is compared: which keys LRU
-and ARC find, which they give up and in which order, with keys that are being read or written and keys that are protected, what ARC
-remembers, and its target. When a request touches its keys differs, and is left out.
+DIR is an environment with vLLM 0.32 (`vllm/v1/kv_offload`), msgspec and xxhash. Compared is what both have: which keys LRU and ARC find, which they
+evict and in which order, with keys that are being read or written and keys that are protected, what ARC remembers, and its target. They differ in
+when a request touches its keys, which is left out.
 
-Then both managers do the same work, a request at a time: look its prefix up, load what is there, store the rest.
+Then both managers do the same work, one request at a time: look its prefix up, load what is there, store the rest.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from tandem.kvtransfer.offload.policies import POLICIES, ArcPolicy
 OPERATIONS = 300
 SLOTS = 2000
 REQUESTS = 2000
-PREFIX = 128  # chunks of a request
+PREFIX = 128  # chunks per request
 REPEATS = 5
 
 
 class Parity(msgspec.Struct):
     operations: int = 0  # compared
-    our_us: dict[str, float] = {}  # a request, by policy
+    our_us: dict[str, float] = {}  # per request, by policy
     their_us: dict[str, float] = {}
 
 
 class Both:
-    """One policy of ours and theirs, with the same calls."""
+    """One policy of Tandem's and of vLLM's, behind the same calls."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         from vllm.v1.kv_offload.base import ReqContext
@@ -130,7 +130,7 @@ def compare(seed: int, policy: EvictionPolicy) -> int:
 
 
 def prefixes() -> list[list[bytes]]:
-    """Requests that begin like others did, and then go on by themselves."""
+    """Returns requests that share a prefix with earlier ones and then differ."""
     draw = random.Random(5)
     made: list[list[bytes]] = []
     for number in range(REQUESTS):
@@ -176,7 +176,7 @@ def run_theirs(policy: EvictionPolicy, requests: list[list[bytes]]) -> None:
 
 
 def measure(run: Callable[[EvictionPolicy, list[list[bytes]]], None], policy: EvictionPolicy) -> float:
-    """Microseconds of a request."""
+    """Returns the microseconds per request."""
     requests, seconds = prefixes(), []
     for _ in range(REPEATS):
         started = time.perf_counter()

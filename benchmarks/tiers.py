@@ -2,20 +2,20 @@
 
     python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N] [--served N]] [--vllm DIR] [--json FILE]
 
-*Steps*: the scheduler alone, 256 requests that decode, without a tier and with one whose copies cost nothing. *Load*: a
-prompt of 2,048 tokens that the device has forgotten, from host memory and from a disk that the page cache has, beside computing
-it and beside memcpy, which copies the same bytes. All of one run on one machine: compare within it.
+*Steps*: the scheduler alone with 256 requests that decode, without a tier and with a tier whose copies cost nothing. *Load*: a prompt of 2,048
+tokens that the device no longer has, from host memory and from a disk whose files are in the page cache, compared with computing it and with
+memcpy of the same bytes. All figures of one run are of one machine: compare within a run.
 
-*Replay*, with a trace in Mooncake's format: its first requests through the real scheduler, with a model that answers at once and copies
-that cost nothing, and what each layout found of their prompts. A block of the trace is one of ours. The device has room for a
-tenth of the distinct blocks, the tier in host memory for three tenths, the one on disk for all.
+*Replay*, with a trace in Mooncake's format: the trace's first requests go through the real scheduler, with a model that answers at once and copies
+that cost nothing; shows how much of their prompts each layout found. A block of the trace is one of Tandem's. The device has room for a tenth of
+the distinct blocks, the tier in host memory for three tenths, the one on disk for all.
 
-*Served*: the first of them again, one after another, by a real engine: how long the first token takes, and what is computed. `remote`
-are two nodes that take turns, each with a tier of its own, and read the other's over NIXL.
+*Served*: the first of these requests again, one after another, by a real engine: the time to first token, and how much is computed. `remote` are
+two nodes that take turns, each with a tier of its own, and read the other's over NIXL.
 
-*Managers*, with an environment that has vLLM 0.32: what `benchmarks.tier_parity` says of both systems' bookkeeping, in the same run.
+*Managers*, with an environment that has vLLM 0.32: what `benchmarks.tier_parity` reports of both systems' bookkeeping, in the same run.
 
-Each figure that has a floor is held against it at the end.
+Each figure that has a floor is compared with it at the end.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ PATIENCE_S = 120.0
 
 
 class FreeMover(Mover):
-    """Copies nothing, at once."""
+    """Copies nothing, and reports it done at once."""
 
     stored_bytes = 0
     loaded_bytes = 0
@@ -102,7 +102,7 @@ class FreeTier:
 
 
 def median_step(policy: EvictionPolicy | None) -> float:
-    """Microseconds, of planning, the connector's two halves, and booking."""
+    """Returns the microseconds of planning, the connector's two halves, and booking."""
     planner, worker = None, None
     if policy is not None:
         tier = Tier(FreeTier(policy), 1)
@@ -140,7 +140,7 @@ class OneModel:
         num_blocks: int | None = None,
         shares: bool = False,
     ) -> None:
-        """`shares`: with other nodes."""
+        """`shares` says whether other nodes may read its tier."""
         config = SchedulerConfig(max_num_seqs=4, max_model_len=most_tokens + 64, step_target_ms=0)
         cache = CacheConfig(memory_bytes=1 << 30, hash_seed="x", tiers=tiers, remote=shares)
         self.runner = load_runner(ModelConfig(path=model, device="cpu"), cache, config)
@@ -161,7 +161,7 @@ class OneModel:
         self._count = 0
 
     def first_token(self, prompt: list[int]) -> float:
-        """Seconds; when it returns no block is held, and the device's cache is empty."""
+        """Returns the seconds to the first token. Afterwards no block is held and the device's cache is empty."""
         seconds = self.serve(prompt)
         while self.scheduler.stats().free_blocks < self.scheduler.stats().total_blocks:
             self.step()
@@ -169,7 +169,7 @@ class OneModel:
         return seconds
 
     def serve(self, prompt: list[int], peer: OneModel | None = None) -> float:
-        """Seconds to the first token. The `peer`, which may have some of it, goes on beside it."""
+        """Returns the seconds to the first token. The `peer`, which may have a part of the prompt, runs its steps meanwhile."""
         self._count += 1
         cache_peers = CachePeers(source=peer.tier) if peer is not None else None
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
@@ -181,7 +181,7 @@ class OneModel:
         return time.perf_counter() - started
 
     def step(self, patience_s: float = PATIENCE_S) -> bool:
-        """Whether there was something to report."""
+        """Returns whether there was something to report."""
         self._woken.clear()
         result = self.engine.step()
         if not result.progressed and not self.scheduler.has_work():
@@ -190,7 +190,7 @@ class OneModel:
 
 
 def copy_seconds(one: OneModel, config: TierConfig) -> float:
-    """From asking for a load of the prompt's blocks to its end, by the thread that makes it."""
+    """Returns the seconds from asking for a load of the prompt's blocks to its end, measured by the thread that copies."""
     info, cache = one.runner.info, one.runner.kv_cache
     ended = threading.Event()
     tier = create_tier(config)
@@ -213,7 +213,7 @@ def copy_seconds(one: OneModel, config: TierConfig) -> float:
 
 
 def replay(rows: Sequence[TraceRow]) -> dict[str, float]:
-    """The share of all prompt tokens that needed no computing, by layout."""
+    """Returns, for each layout, the share of all prompt tokens that needed no computing."""
     prompts = [
         [block * BLOCK_SIZE + i for block in row.blocks for i in range(BLOCK_SIZE)]
         for row in rows
@@ -258,7 +258,7 @@ def _found(prompts: list[list[int]], num_blocks: int, tiers: list[tuple[int, Evi
 
 
 def serve_trace(model: str, rows: Sequence[TraceRow]) -> dict[str, Served]:
-    """By layout. A block of the trace is one of ours here too: the prompts are short ones, as the machine is a small one."""
+    """Returns the results by layout. A block of the trace is one of Tandem's, so prompts are short, as the machine is small."""
     rows = [row for row in rows if row.blocks]
     ids = {block: random.Random(block) for row in rows for block in row.blocks}
     tokens = {block: [draw.randrange(1000, 40_000) for _ in range(BLOCK_SIZE)] for block, draw in ids.items()}
@@ -296,7 +296,7 @@ def serve_trace(model: str, rows: Sequence[TraceRow]) -> dict[str, Served]:
 
 
 def _serve(nodes: list[OneModel], prompts: list[list[int]]) -> Served:
-    nodes[0].serve([9, 9, 9])  # what is made at first use is not the layouts'
+    nodes[0].serve([9, 9, 9])  # warm-up: what is created at first use must not count for a layout
     seconds = sorted(
         nodes[turn % len(nodes)].serve(prompt, nodes[1 - turn % 2] if len(nodes) == 2 else None)
         for turn, prompt in enumerate(prompts)
@@ -341,7 +341,7 @@ def memcpy_seconds(size: int) -> float:
 
 def measure(model: str) -> TierFigures:
     figures = TierFigures()
-    # In turns, so that what else the machine does in some of these seconds slows all of them.
+    # In turns, so that other work on the machine slows all of them.
     for _ in range(REPEATS):
         for name, policy in (("no tier", None), *((policy.value, policy) for policy in EvictionPolicy)):
             figures.step_us[name] = min(median_step(policy), figures.step_us.get(name, math.inf))
@@ -400,7 +400,7 @@ def show(figures: TierFigures, console: Console) -> None:
 
 
 def beside_vllm(environment: Path) -> tier_parity.Parity:
-    """In a process of its own: ours is not installed there."""
+    """Runs in a process of its own, because Tandem is not installed in vLLM's environment."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = ["benchmarks.tier_parity", "--vllm", str(environment), "--runs", "20", "--json", file.name]
         subprocess.run([sys.executable, "-m", *command], check=True)

@@ -1,8 +1,8 @@
-"""What tokenizing a long chat costs a router: as a whole, the first time that it comes, and its next turn.
+"""What tokenizing a long chat costs a router: the whole chat at its first turn, and its next turn.
 
     python -m benchmarks.tokenizing FOLDER [--rounds N] [--json FILE]
 
-FOLDER has a model's tokenizer.json, with `<|im_start|>` and `<|im_end|>` among its tokens. Costs are CPU time of the process.
+FOLDER has a model's tokenizer.json with `<|im_start|>` and `<|im_end|>` among its tokens. Costs are CPU time of the process.
 """
 
 from __future__ import annotations

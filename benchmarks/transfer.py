@@ -1,26 +1,25 @@
-"""How fast KV travels through a connector, beside the transport alone in the same run.
+"""How fast KV travels through a connector, compared with the transport alone in the same run.
 
     python -m benchmarks.transfer [--quick] [--json FILE] [--direction push|pull] [--device cpu|cuda]
                                   [--connector NAME] [--checksums sample|all|off] [--raw-script PATH] [--ranks PxC]
 
-Two processes, each one side of a transfer, no model: blocks shaped like SmolLM2-135M's (30 layers, 3 KV heads of 64, 16
-tokens, bf16: 360 KiB). `raw` is the NIXL agent that the connector uses, without protocol, in the same two processes: one
-operation for the same blocks of the same memory. Times between processes are CLOCK_MONOTONIC, which all processes of a
-machine share.
+Two processes are the two sides of a transfer. There is no model, but blocks are shaped like SmolLM2-135M's (30 layers, 3 KV heads of 64, 16
+tokens, bf16: 360 KiB). `raw` is the NIXL agent that the connector uses, without protocol, in the same two processes: one operation for the same
+blocks of the same memory. Times between processes are on CLOCK_MONOTONIC, which all processes of a machine share.
 
     throughput   GB/s from "the prompt is computed" to "the consumer's scheduler knows", for 16 to 16,384 tokens and 1 to
-                 16 requests at once; best of several, raw and ours in turn. The largest batch is 5.6 GiB on either side:
-                 what does not fit into the memory that is free is left out, and said
+                 16 requests at once; the best of several, raw and the connector in turn. The largest batch is 5.6 GiB on either
+                 side: what does not fit into free memory is left out and named
     handover     512 tokens computed in one forward pass: from its end to the consumer's scheduler
-    overlap      2,048 tokens in chunks: bytes that had arrived before the last chunk was computed; a chunk goes layer by layer
-    cpu          CPU seconds per GB, which mean the same on a machine that has other things to do
-    idle         CPU of a process that has a connector, a peer, and nothing to do
-    step         what the connector's calls take in a step, all in all, with 1 and with 16 transfers under way
+    overlap      2,048 tokens in chunks: the bytes that arrived before the last chunk was computed; a chunk goes layer by layer
+    cpu          CPU seconds per GB, which other work on the machine does not change
+    idle         CPU of a process that has a connector and a peer, and nothing to do
+    step         the time of all connector calls in a step, with 1 and with 16 transfers running
 
-`--ranks 2x4` instead measures throughput alone between nodes of two and of four ranks, each with memory of its own for its heads, in a
-process of its own (`transfer_ranks`). `raw` is then one operation between each two ranks that have heads in common, all of them at once.
+`--ranks 2x4` measures only throughput, between nodes of two and of four ranks, each rank with its heads in memory of its own and in a process of its
+own (`transfer_ranks`). `raw` is then one operation between each two ranks that have heads in common, all at once.
 
-`--raw-script` runs another raw measurement beside; it gets the block size, and what it prints is shown.
+`--raw-script` also runs another raw measurement. The script gets the block size, and its output is shown.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ CASES_OF_RANKS = [(512, 1), (2048, 1), (1024, 16), (4096, 4)]
 
 
 def _that_fit(wanted: list[Case], device: str, block_bytes: int) -> tuple[list[Case], list[Case]]:
-    """And those that do not. Two nodes leave two fifths of what is free to other processes."""
+    """Returns the cases that fit, and those that do not. Two nodes leave two fifths of the free memory to other processes."""
     room = int(0.3 * available_bytes(torch.device(device))) // block_bytes
     fitting = [case for case in wanted if blocks_of(*case) <= room]
     return fitting, [case for case in wanted if case not in fitting]

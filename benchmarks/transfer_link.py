@@ -1,4 +1,4 @@
-"""Two machines with a link of some rate between them, made of network namespaces. Needs root, `ip` and `tc`."""
+"""Two machines made of network namespaces, with a link of some rate between them. Needs root, `ip` and `tc`."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Link:
 
 
 def enter(namespace: str) -> str:
-    """This thread, and those that it begins, are on that machine from now on; returns its address. UCX takes the network
-    there: it would find out that both machines are one."""
+    """Moves this thread, and threads that it starts later, to that machine. Returns its address. UCX must use the network: it would otherwise
+    find out that both machines are one."""
     with open(f"/run/netns/{namespace}", "rb") as there:
         if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")

@@ -1,4 +1,4 @@
-"""The processes of `benchmarks.transfer`: nodes without a model, each with the transport alone beside."""
+"""The processes of `benchmarks.transfer`: nodes without a model, and the transport alone in the same processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BLOCK_SIZE, HEAD_DIM = 16, 64
 
 class CacheShape(NamedTuple):
     layers: int
-    heads: int  # of keys and values, of all ranks
+    heads: int  # KV heads of all ranks together
 
     @property
     def block_bytes(self) -> int:
@@ -44,7 +44,9 @@ class CacheShape(NamedTuple):
         cache = torch.empty(
             num_blocks, self.layers, 2, heads, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=device
         )
-        return cache.fill_(1.0)  # touched: a page that was never written is mapped during the first transfer
+        return cache.fill_(
+            1.0
+        )  # touched: a page that was never written would be mapped during the first transfer
 
 
 SMOLLM2 = CacheShape(layers=30, heads=3)
@@ -94,8 +96,8 @@ class TransferNode:
         share: HeadShare | None = None,
         rank_lines: Sequence[socket.socket] = (),
     ) -> None:
-        """`namespace`: of the machine that it is on; see `transfer_link`. `share`: of a node whose other ranks, at the ends of
-        `rank_lines`, have the other heads; see `transfer_ranks`."""
+        """`namespace` is the machine that it is on; see `transfer_link`. `share` says which heads it has as rank 0 of a node whose other ranks are
+        at the ends of `rank_lines`; see `transfer_ranks`."""
         address = enter(namespace) if namespace else "127.0.0.1"
         self.node_id = node_id
         self.raw: RawMover | None = None
@@ -174,7 +176,7 @@ class TransferNode:
         return time.monotonic()
 
     def receive_or_fail(self, names: list[str], tokens: int, peer: PeerAddress) -> list[float]:
-        """When the scheduler knew what became of each."""
+        """Returns for each when the scheduler knew what became of it."""
         self._admit(names, tokens, TransferRole.CONSUME, peer)
         ended_at: list[float] = []
         while len(ended_at) < len(names):
@@ -209,7 +211,7 @@ class TransferNode:
         return computed_at
 
     def learn_rate(self, tokens_per_s: float) -> None:
-        """As if this node had computed prompts."""
+        """Sets the rate that this node reports for computing prompts."""
         self.scheduler_half.step_took(int(tokens_per_s), 1.0)
 
     def outcomes(self) -> dict[str, int]:
@@ -253,8 +255,7 @@ class TransferNode:
 
 
 class RawMover:
-    """The transport alone: the NIXL agent that the connector uses, without protocol, threads or side channel, for the
-    same memory."""
+    """The transport alone: the NIXL agent that the connector uses, on the same memory, without protocol, threads or side channel."""
 
     def __init__(self, node_id: str, cache: torch.Tensor) -> None:
         self._transport = NixlTransport(NixlAgent(node_id, NixlOptions()))
@@ -321,13 +322,13 @@ class Remote:
         self._process.join(10)
 
     def kill(self) -> None:
-        """For one that would still wait for a link."""
+        """For a process that would otherwise wait for a link."""
         self._process.kill()
         self._process.join(10)
 
 
 class TransferPair:
-    """Two nodes, and prompts that go from one to the other."""
+    """Two nodes, with prompts that go from one to the other."""
 
     def __init__(
         self, producer: Remote, consumer: Remote, direction: str, block_bytes: int, repeats: int
@@ -344,24 +345,24 @@ class TransferPair:
         self.transfer(16, 1)
 
     def move_raw(self, blocks: int) -> float:
-        """The seconds that the transport alone takes for these blocks."""
+        """Returns the seconds that the transport alone takes for these blocks."""
         raise NotImplementedError
 
     def transfer(self, tokens: int, at_once: int, chunks: int = 1, compute_s: float = 0.0) -> float:
         names = [next(self._names) for _ in range(at_once)]
         self.consumer.begin("receive", names, tokens, self._addresses["p"])
-        time.sleep(0.02)  # the registrations are there, as they are when a prompt takes its time
+        time.sleep(0.02)  # long enough for the registrations to arrive, as they do while a prompt is computed
         self.producer.begin("send", names, tokens, self._addresses["c"], chunks, compute_s)
         arrived_at = self.consumer.result()
         computed_at = self.producer.result()
         return float(arrived_at - computed_at)
 
     def throughput(self, cases: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-        """Of so many tokens of each request, and requests at once."""
+        """`cases` are pairs of tokens per request and requests at once."""
         rows = []
         for tokens, at_once in cases:
             blocks = blocks_of(tokens, at_once)
-            # Alternating, so that what else happens on the machine hits both.
+            # Alternating, so that other work on the machine affects both.
             pairs = [(self.move_raw(blocks), self.transfer(tokens, at_once)) for _ in range(self.repeats)]
             raw_s, ours_s = (min(seconds) for seconds in zip(*pairs, strict=True))
             size = blocks * self.block_bytes

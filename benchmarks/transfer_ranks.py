@@ -1,5 +1,5 @@
-"""`benchmarks.transfer --ranks`: nodes whose ranks keep their heads in memory of their own, each in a process with an agent of its own,
-beside NIXL alone between the same pairs of processes.
+"""`benchmarks.transfer --ranks`: nodes whose ranks each have their heads in memory of their own and an agent in a process of their own, compared
+with NIXL alone between the same pairs of processes.
 
 Blocks are shaped like Llama 3.2 1B's: 16 layers, 8 KV heads of 64, 16 tokens, bf16: 512 KiB with all heads.
 """
@@ -33,11 +33,11 @@ from tandem.kvtransfer.nixl.rank_thread import RankTransfers
 from tandem.kvtransfer.nixl.transport import BlockArray, NixlAgent
 
 LLAMA_1B = CacheShape(layers=16, heads=8)
-_HEAD_BYTES = BLOCK_SIZE * HEAD_DIM * 2  # of one layer's keys, or values
+_HEAD_BYTES = BLOCK_SIZE * HEAD_DIM * 2  # of one layer's keys, or of its values
 
 
 def parse_widths(widths: str) -> tuple[int, int]:
-    """The ranks of the two nodes, from "2x4"."""
+    """Parses the numbers of ranks of the two nodes, such as "2x4"."""
     producer, _, consumer = widths.partition("x")
     known = [width for width in range(1, LLAMA_1B.heads + 1) if LLAMA_1B.heads % width == 0]
     for width in (producer, consumer):
@@ -50,7 +50,7 @@ def parse_widths(widths: str) -> tuple[int, int]:
 
 
 class RawShard(NamedTuple):
-    """What a raw mover must know of a rank of the other node."""
+    """What a raw mover must know about a rank of the other node."""
 
     metadata: bytes
     address: int
@@ -60,12 +60,12 @@ class RawShard(NamedTuple):
 class _RawPeer(NamedTuple):
     name: str
     shard: RawShard
-    prepared: int | None  # where the two keep the same heads: whole blocks
+    prepared: int | None  # set if both ranks have the same heads, so that whole blocks are moved
 
 
 class RawPairs:
-    """NIXL's agent alone at one rank: one operation to each rank of the other node that has some of the same heads, all at once.
-    Descriptors are made before the clock starts."""
+    """NIXL's agent alone at one rank: one operation to each rank of the other node that has some of the same heads, all at once. Descriptors are
+    made before the clock starts."""
 
     def __init__(self, name: str, cache: torch.Tensor, share: HeadShare) -> None:
         self._agent = NixlAgent(name, NixlOptions())
@@ -91,7 +91,7 @@ class RawPairs:
             self._peers.append(_RawPeer(name, shard, prepared))
 
     def move(self, direction: str, blocks: int) -> tuple[float, float]:
-        """When it began, and when all had arrived."""
+        """Returns when it began, and when everything had arrived."""
         operation = "write" if direction == "push" else "read"
         ids = np.arange(1, blocks + 1)
         described = [
@@ -109,7 +109,7 @@ class RawPairs:
             handles.append(started)
         left = [handle for handle, done in handles if not done]
         while left := [handle for handle in left if not self._agent.is_done(handle)]:
-            os.sched_yield()  # to the other ranks that share the core
+            os.sched_yield()  # lets other ranks on the same core run
         ended = time.monotonic()
         for handle, _ in handles:
             self._agent.release(handle)
@@ -128,7 +128,7 @@ class RawPairs:
         )
 
     def _pieces(self, shard: RawShard, peer: _RawPeer, blocks: np.ndarray) -> BlockArray:
-        """The common heads of each layer's keys and of its values, in each block: one run."""
+        """Returns the common heads of each layer's keys and of its values in each block, which are one run each."""
         first, end = self._common(peer.shard)
         layers = np.arange(self._cache.shape[1] * 2) * shard.share.count
         inside = (layers + first - shard.share.first) * _HEAD_BYTES
@@ -158,7 +158,7 @@ class _RankOfNode:
         self.cache.fill_(value)
 
     def values_of_blocks(self) -> list[float | None]:
-        """The one value that each block has; None: it has several."""
+        """Returns the one value in each block; None for a block with several."""
         values = [block.unique().tolist() for block in self.cache]
         return [found[0] if len(found) == 1 else None for found in values]
 
@@ -218,7 +218,7 @@ def start_ranks(
     ]
     lines = [ours for ours, _ in ends]
     leading = Remote(node_id, epoch, num_blocks, config, shares[0], lines, kind=LeadingRank)
-    for ours, theirs in ends:  # the processes have their own
+    for ours, theirs in ends:  # the processes hold their own ends
         ours.close()
         theirs.close()
     return [leading, *others]
@@ -235,7 +235,7 @@ class RankPairs(TransferPair):
         if config.direction == "pull":
             self._movers, moved = moved, self._movers
         shards = [rank.call("raw_shard") for rank in moved]
-        for rank in moved:  # an agent knows who moves its blocks, as the connector's does
+        for rank in moved:  # as in the connector, an agent knows who moves its blocks
             rank.call("connect_pairs", [mover.call("raw_shard") for mover in self._movers])
         for rank in self._movers:
             rank.call("connect_pairs", shards)
@@ -249,7 +249,7 @@ class RankPairs(TransferPair):
         return float(max(ended for _, ended in times) - min(began for began, _ in times))
 
     def cpu(self, tokens: int, at_once: int) -> dict[str, float]:
-        """CPU of all ranks of both nodes. It means the same on a machine that has other things to do, and where ranks share cores."""
+        """Returns the CPU time of all ranks of both nodes, which neither other work nor ranks that share a core change."""
         spent = {"raw": 0.0, "connector": 0.0}
         for _ in range(self.repeats):
             for name in spent:

@@ -1,21 +1,21 @@
-"""The composition root: from one configuration to a running deployment, and everything that keeps it running.
+"""The composition root: turns one configuration into a running deployment, and keeps it running.
 
-    cli           the `tandem` command; subcommands: what each does with its options, by commands/ and trace/; vllm_flags: the
-                  flags that people bring from vLLM and SGLang; completion: in bash, zsh and fish;
-                  documents: what the pages say of settings and flags
-    config        everything that can be set; setting_names, setting_layers: found by name, read from each source;
-                  settings, rules, describe: put together, checked, its mistakes named at once; labels: of machines;
-                  changes: what of it a cluster that runs can take on
-    control, launcher, events   the contracts between what follows; tasks, saving: what
-                  several of them need; api_client: a router, asked by a command; admin: what an
-                  operator may ask of a running cluster, one table for every door
-    pools/        keeps every pool what it should be: controller, placement, supervision, scaling. Knows no Ray
-    on_ray/       those contracts on Ray: machines, processes, memory, and the controller as an actor
-    static_hosts/ machines that one has, as pools for `ray up`
-    models/       from a model's name to a folder that a node can open
-    commands/     what an operator types, and what is shown
+    cli           the `tandem` command; subcommands: binds each command to its options and its code in commands/ and trace/;
+                  vllm_flags: flags of vLLM and SGLang; completion: for bash, zsh and fish; documents: the tables of
+                  settings and flags in the pages
+    config        every setting; setting_names finds one by name, setting_layers reads each source; settings, rules, describe:
+                  combine the sources, check the result, report all mistakes at once; labels: of machines; changes: which
+                  settings a running cluster can change
+    control, launcher, events   the contracts between the packages below; tasks, saving: helpers that several of them
+                  need; api_client: how a command calls a router; admin: what operators may do to a running cluster, one
+                  table for the command and the HTTP API
+    pools/        keeps every pool as configured: controller, placement, supervision, scaling. Knows no Ray
+    on_ray/       implements the contracts on Ray: machines, processes, kept state, and the controller as an actor
+    static_hosts/ makes pools of machines that exist already, for `ray up`
+    models/       turns a model's name into a folder that a node can open
+    commands/     the commands that operators type, and their output
     trace/, replay/   where one request's time went; what a node's scheduler decided, step by step
-    chaos/        `tandem chaos`: processes killed and stopped by a plan, and what came of it
+    chaos/        `tandem chaos`: kills and stops processes by a plan and reports the effect
 
-`ray` is imported in on_ray/ and static_hosts/ alone. Floor 5: imports everything below, is imported by nothing.
+Only on_ray/ and static_hosts/ import `ray`. Floor 6: may import every package below; only the simulator imports it.
 """

@@ -1,5 +1,5 @@
-"""What an operator may ask of a running cluster, in JSON: one table for every door. The router's `/admin` is one, and commands with
-`--url` come through it."""
+"""What operators may do to a running cluster, as JSON. One table serves both ways in: a router's `/admin`, which commands with `--url`
+call, and the commands that reach the controller through Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 from tandem.wire.settings import LONGEST_S
 
-# For what makes nodes load. The controller itself ends what stands still (`timeouts.start_s`): this ends what it has lost.
+# For actions that make nodes load. The controller ends a process without progress (`timeouts.start_s`); this limit is for a lost answer.
 LOADING_S = 24 * 3600.0
 
 
@@ -26,7 +26,8 @@ class UnknownAction(RequestError):
 
 
 class OperatedCluster(Protocol):
-    """A running cluster as commands use it: through Ray, or through a router. Raises errors of `wire.errors` only."""
+    """A running cluster as commands use it, through Ray or through a router. Methods raise errors of `wire.errors` only; they are
+    documented in `cluster.control.Control`."""
 
     async def view(self) -> ClusterView: ...
     async def timeouts(self) -> ClusterTimeouts: ...
@@ -46,14 +47,14 @@ class OperatedCluster(Protocol):
 
 
 class ViewAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cluster as its controller sees it."""
+    """Returns the controller's view of the cluster."""
 
     async def act(self, cluster: OperatedCluster) -> Any:
         return await cluster.view()
 
 
 class TimeoutsAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long it waits for what."""
+    """Returns the cluster's time-outs."""
 
     async def act(self, cluster: OperatedCluster) -> Any:
         return await cluster.timeouts()
@@ -92,7 +93,7 @@ class RoleAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PauseAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`names`: of pools and nodes; none: all."""
+    """`names` are pools and nodes; none means all pools."""
 
     names: list[str] = []
 
@@ -115,7 +116,8 @@ class ResetCacheAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdaptersAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """LoRA adapters. `load`: where each is, by name: a folder's whole path, or owner/name on the hub. Neither: what there is."""
+    """Loads and unloads LoRA adapters. `load` maps names to locations: a folder's absolute path, or owner/name on the hub. Without either
+    it returns the adapters that are loaded."""
 
     load: dict[str, str] = {}
     unload: list[str] = []
@@ -125,7 +127,7 @@ class AdaptersAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ApplyAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`config`: every setting that is not the default, as in tandem.yaml, and what follows from the model."""
+    """`config` has every setting that is not the default, as tandem.yaml does, and the settings that follow from the model."""
 
     config: TandemConfig
     dry_run: bool = False
@@ -135,7 +137,7 @@ class ApplyAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GoBackAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rollout that is under way is taken back."""
+    """Takes back the rollout that is under way."""
 
     async def act(self, cluster: OperatedCluster) -> Any:
         await cluster.go_back()
@@ -143,7 +145,7 @@ class GoBackAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LogsAction(LogsQuery, frozen=True, forbid_unknown_fields=True):
-    """Lines of processes' logs, as their rings keep them."""
+    """Returns log lines that the processes still keep."""
 
     async def act(self, cluster: OperatedCluster) -> Any:
         return await cluster.logs(LogsQuery(self.names, self.after, self.last))
@@ -183,7 +185,7 @@ ACTIONS: dict[str, type[AdminAction]] = {
 
 
 async def act(cluster: OperatedCluster, action: str, body: bytes) -> bytes:
-    """JSON in and out. What the cluster refuses is a mistake of the request here."""
+    """Carries out one action, JSON in and out. What the cluster refuses as a configuration error is an InvalidRequest here."""
     if action not in ACTIONS:
         raise UnknownAction(f"there is no action {action[:100]!r}: it must be one of {', '.join(ACTIONS)}")
     try:

@@ -1,4 +1,4 @@
-"""A running router, asked over HTTP by a command."""
+"""Asks a running router over HTTP, for commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.wire.errors import ConfigurationError, RequestError, TandemError, Un
 KEY = "TANDEM_API_KEY"
 ANSWER_S = 5.0
 
-# An answer may take as long as a model takes to load. A peer whose machine is gone is noticed within a minute all the same.
+# A response may take as long as a model loads. With keep-alives, a peer whose machine is gone is still noticed within a minute.
 _NOTICE_SILENT_PEER = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -27,13 +27,15 @@ _NOTICE_SILENT_PEER = [
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
     key = environ.get(KEY) or None
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise ConfigurationError(f"{KEY} has characters that no key has: set it again")
+        raise ConfigurationError(
+            f"{KEY} has characters that a key cannot have: keys are printable ASCII; set it again"
+        )
     return key
 
 
 def trusted(url: str) -> ssl.SSLContext | bool:
-    """Which certificates are believed: those that this machine believes, and those of SSL_CERT_FILE. To read them all takes long, so
-    only where they are needed."""
+    """Returns the certificates to trust: this machine's and those in SSL_CERT_FILE. False for plain HTTP, because loading them takes
+    long."""
     return ssl.create_default_context() if url.startswith("https://") else False
 
 
@@ -66,7 +68,7 @@ class ApiClient:
             ) from error
 
     def get(self, path: str) -> httpx.Response:
-        """Raises what an operator can read for everything but a good answer."""
+        """Raises RequestError or Unavailable, with a message for the operator, for any response but a success."""
         try:
             response = self.http.get(path)
         except httpx.HTTPError as error:
@@ -76,7 +78,7 @@ class ApiClient:
         return response
 
     def post(self, path: str, body: bytes, timeout: httpx.Timeout) -> httpx.Response:
-        """Raises the same."""
+        """Raises the same errors as `get`."""
         headers = {"content-type": "application/json"}
         try:
             response = self.http.post(path, content=body, headers=headers, timeout=timeout)
@@ -89,16 +91,16 @@ class ApiClient:
     def unreachable(self, error: httpx.HTTPError) -> Unavailable:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return Unavailable(
-                f"{self.url} has a certificate that is not believed here ({error}): name the address that it was made for with "
-                "--url, or its authority's file in SSL_CERT_FILE"
+                f"{self.url} has a certificate that this machine does not trust ({error}): use the host name in the certificate with "
+                "--url, or put the file of its authority into SSL_CERT_FILE"
             )
         return Unavailable(
-            f"{self.url} does not answer ({error}): is `tandem serve` running there? Name another with --url"
+            f"{self.url} does not answer ({error}): is `tandem serve` running there? Name another router with --url"
         )
 
     def refused(self, response: httpx.Response) -> TandemError:
-        """The answer must have been read."""
-        advice = f" ({KEY} holds the key that commands show)" if response.status_code == 401 else ""
+        """Returns the error for a response that was no success. The response's body must have been read."""
+        advice = f" (set {KEY} to a key of that router)" if response.status_code == 401 else ""
         text = f"{self.url} answered {response.status_code}: {_message(response)}{advice}"
         return RequestError(text) if response.is_client_error else Unavailable(text)
 

@@ -1,4 +1,4 @@
-"""What of another configuration a cluster that runs can take on."""
+"""Which settings a running cluster can change, and how."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tandem.wire.nodes import Role
 
 _RESTART = "needs `tandem down`, then `tandem serve` again"
 _LATER = "`tandem apply` changes it while the cluster serves"
-# What nodes read when they start, what the controller can do with at once, and what routers read when they start; all else needs a
-# restart.
+# Settings that nodes read at their start, that the controller can change at once, and that routers read at their start. Any other
+# setting needs a restart of the cluster.
 _OF_NODES = ("model", "cache", "scheduler", "transfer", "answers", "logs", "debug", "timeouts.nodes")
 _AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "controller", "pools.nodes_per_core")
 _OF_ROUTERS = ("router",)
 _OF_CONTROLLER = ("controller.env",)
-# Whether nodes are replaced for it.
+# Whether nodes are replaced when the setting changes.
 _OF_POOLS = {
     "threads": True,
     "tensor_parallel": True,
@@ -37,18 +37,19 @@ _OF_POOLS = {
 
 
 class ConfigDifference(msgspec.Struct, frozen=True):
-    """What is different in another configuration, by the names of settings; no values: one may hold a key."""
+    """The settings that differ in another configuration, as names. It has no values, because one may be a key."""
 
     sizes: dict[Role, int | None]
     at_once: list[str]
-    nodes: list[str]  # read by nodes when they start
-    routers: list[str]  # read by routers when they start
-    controller: list[str]  # read by the controller's process when it starts
+    nodes: list[str]  # that nodes read at their start
+    routers: list[str]  # that routers read at their start
+    controller: list[str]  # that the controller's process reads at its start
     refused: list[str]
 
 
 def difference(running: TandemConfig, wanted: TandemConfig) -> ConfigDifference:
-    """A pool whose size in the configuration is what it was keeps the size that it has been given since."""
+    """Returns what differs. `sizes` has only pools whose size differs between the configurations: a pool that was scaled since keeps
+    its size if the configuration's did not change."""
     sizes = {
         role: after for role in Role if running.pools.of(role).nodes != (after := wanted.pools.of(role).nodes)
     }
@@ -65,11 +66,13 @@ def difference(running: TandemConfig, wanted: TandemConfig) -> ConfigDifference:
 
 
 def _different(running: TandemConfig, wanted: TandemConfig) -> list[str]:
-    """The names of settings but pools' sizes. A tokenizer is found where the model is, and where no address is named, routers are
-    told one."""
+    """Returns the names of the settings that differ, without pools' sizes. Two are no differences: the tokenizer's path, which follows
+    from the model, and an inbox host that is not set, which the controller fills in."""
     names = set(_differences("", _without_sizes(running), _without_sizes(wanted))) - {"router.tokenizer_path"}
     if wanted.name == DEFAULT_NAME:
-        names.discard("name")  # a configuration that is sent to one of its routers need not repeat it
+        names.discard(
+            "name"
+        )  # a configuration that is sent to the deployment's router need not repeat its name
     if wanted.router.inbox_host == TandemConfig().router.inbox_host:
         names.discard("router.inbox_host")
     return sorted(names)
@@ -95,15 +98,16 @@ def _kind(name: str) -> str:
 
 
 def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
-    """`wanted`, with what is refused as it was, and the controller's environment: that is what its process has. Raises ConfigurationError for another model's name."""
+    """Returns `wanted` with every refused setting as it is running, and with the environment of the controller's process. Raises
+    ConfigurationError if the model's served name differs."""
     if running.router.model_name != wanted.router.model_name:
         raise ConfigurationError(
-            f"clients ask for the model {running.router.model_name!r}, and this would serve {wanted.router.model_name!r}: set "
-            f"model.served_name: {running.router.model_name} to put another model in its place under that name"
+            f"clients ask for the model {running.router.model_name!r}, but this configuration would serve {wanted.router.model_name!r}: set "
+            f"model.served_name: {running.router.model_name} to serve another model under the same name"
         )
     replace = msgspec.structs.replace
     router = wanted.router
-    if router.inbox_host == TandemConfig().router.inbox_host:  # routers were told one
+    if router.inbox_host == TandemConfig().router.inbox_host:  # the controller filled it in
         router = replace(router, inbox_host=running.router.inbox_host)
     return replace(
         wanted,
@@ -114,8 +118,8 @@ def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
 
 
 def compare(running: TandemConfig, wanted: TandemConfig) -> tuple[dict[Role, int], list[str]]:
-    """The pool sizes that have changed, and a sentence for every other setting that has. A pool whose size in the
-    configuration is what it was keeps the size that it has been given since. No values: a setting may hold a key."""
+    """Returns the pool sizes that differ, and a sentence for every other setting that does. A pool that was scaled since keeps its size
+    if the configuration's did not change. The sentences have no values, because one may be a key."""
     sizes: dict[Role, int] = {}
     names = _different(running, wanted)
     for role in Role:

@@ -1,4 +1,4 @@
-"""The `tandem` command. What a subcommand needs is imported when it runs, so that help and mistakes are instant."""
+"""The `tandem` command. A subcommand's imports happen when it runs, so that help and usage errors are instant."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def main(arguments: Sequence[str] | None = None) -> int:
     from tandem.wire.errors import TandemError
 
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    options = parser.parse_args(words)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to end
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal that cannot show a character must not end the command
     logging.basicConfig(
         level=logging.DEBUG if options.verbose else logging.ERROR,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -37,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone; the interpreter must not find out again when it ends.
+        # The reader of our output has gone. Without this, the interpreter would fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
@@ -69,7 +76,7 @@ def _describe_why(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("request", metavar="REQUEST_ID", help="its id, or its answer's")
     _add_server(parser)
-    add_costs(parser, "also say what it would have taken in other clusters, from these", required=False)
+    add_costs(parser, "also simulate the request in other clusters, with these costs", required=False)
     add_settings(parser)
     add_output(parser)
 
@@ -117,19 +124,21 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("served", nargs="?", metavar="MODEL", help="the model, as with --model")
     add_settings(serve)
     serve.add_argument(
-        "--address", metavar="HOST:PORT", help="a Ray cluster's head, or auto (default: a Ray of its own)"
+        "--address",
+        metavar="HOST:PORT",
+        help="a Ray cluster's head, or auto (default: start a Ray of its own)",
     )
     serve.add_argument(
-        "--detach", action="store_true", help="return when it answers; it goes on until `tandem down`"
+        "--detach", action="store_true", help="return when the cluster answers; it runs until `tandem down`"
     )
     add_output(serve)
     serve.set_defaults(run=subcommands.run_serve)
 
     apply = commands.add_parser("apply", help="give a running cluster another configuration, while it serves")
     apply.add_argument("file", nargs="?", metavar="FILE", help="the same as --config FILE")
-    apply.add_argument("--dry-run", action="store_true", help="say what would change, and change nothing")
+    apply.add_argument("--dry-run", action="store_true", help="show what would change, and change nothing")
     apply.add_argument(
-        "--no-wait", action="store_true", help="return when it is decided, not when it is done"
+        "--no-wait", action="store_true", help="return when the change is recorded, not when it is done"
     )
     apply.add_argument("--back", action="store_true", help="take back the rollout that is under way")
     add_settings(apply)
@@ -140,9 +149,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     chat = commands.add_parser("chat", help="talk to a running server")
     _add_server(chat)
-    chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    chat.add_argument("--system", metavar="TEXT", help="the system message before the conversation")
     chat.add_argument("--max-tokens", metavar="N", type=int, help="longest reply")
-    # Lower than the API's 1.0: small models wander there, and a first impression is made once.
+    # Lower than the API's 1.0, at which small models lose the thread.
     chat.add_argument(
         "--temperature", metavar="T", type=float, default=0.3, help="0 always says the same (default 0.3)"
     )
@@ -159,7 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_server(trace)
     trace.add_argument("--picture", type=Path, metavar="FILE", help="a picture too, .png or .svg")
-    trace.add_argument("--json", type=Path, metavar="FILE", help="all of it; - for standard output")
+    trace.add_argument("--json", type=Path, metavar="FILE", help="the whole record; - for standard output")
     add_output(trace)
     trace.set_defaults(run=subcommands.run_trace)
 
@@ -170,9 +179,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     top = commands.add_parser("top", help="the cluster as it is now, and its slowest requests by cause")
     _add_server(top)
-    top.add_argument("--once", action="store_true", help="print it once, and end")
+    top.add_argument("--once", action="store_true", help="print it once, then end")
     top.add_argument(
-        "--every", type=float, default=2.0, metavar="S", help="seconds between two looks (default 2)"
+        "--every", type=float, default=2.0, metavar="S", help="seconds between two updates (default 2)"
     )
     add_output(top)
     top.set_defaults(run=subcommands.run_top)
@@ -189,7 +198,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="HOST",
-        help="also check that this machine reaches the ports of another one of the cluster (once for each)",
+        help="also check that this machine reaches the ports of HOST, another machine of the cluster (repeatable)",
     )
     add_output(doctor)
     doctor.set_defaults(run=subcommands.run_doctor)
@@ -201,7 +210,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     chaos = commands.add_parser(
         "chaos",
-        help="kill and stop processes of a cluster, and report what came of it",
+        help="kill and stop processes of a cluster, and report the effect",
         describe=_describe_chaos,
     )
     chaos.set_defaults(run=subcommands.run_chaos)
@@ -212,29 +221,29 @@ def make_parser() -> argparse.ArgumentParser:
     profile.set_defaults(run=subcommands.run_profile)
 
     simulate = commands.add_parser(
-        "simulate", help="how a cluster would serve a traffic, without one", describe=_describe_simulate
+        "simulate", help="simulate how a cluster would serve given traffic", describe=_describe_simulate
     )
     simulate.set_defaults(run=subcommands.run_simulate)
 
     plan = commands.add_parser(
         "plan",
-        help="how many nodes of each kind a traffic needs, and what they cost",
+        help="how many nodes of each role given traffic needs, and what they cost",
         describe=_describe_plan,
     )
     plan.set_defaults(run=subcommands.run_plan)
 
-    config = commands.add_parser("config", help="print the configuration that these settings make")
+    config = commands.add_parser("config", help="print the configuration that results from these settings")
     add_settings(config)
     add_output(config)
     config.set_defaults(run=subcommands.run_config)
 
     models = commands.add_parser("models", help="models on this machine")
     actions = models.add_subparsers(title="actions", metavar="ACTION", required=True)
-    fetch = actions.add_parser("fetch", help="fetch a model now, so that serving it starts at once")
+    fetch = actions.add_parser("fetch", help="fetch a model now, so that serving starts at once later")
     fetch.add_argument("name", nargs="?", default="smollm2", metavar="MODEL")
     add_output(fetch)
     fetch.set_defaults(run=subcommands.run_fetch)
-    listed = actions.add_parser("list", help="the models that were fetched, and the room they take")
+    listed = actions.add_parser("list", help="the models that were fetched, and their size")
     add_output(listed)
     listed.set_defaults(run=subcommands.run_list)
     remove = actions.add_parser("rm", help="delete fetched models from this machine")
@@ -245,17 +254,17 @@ def make_parser() -> argparse.ArgumentParser:
     init = commands.add_parser(
         "init", help="write a tandem.yaml that explains every setting, and a cluster's files"
     )
-    init.add_argument("folder", nargs="?", type=Path, default=Path(), help="where to (default: here)")
+    init.add_argument("folder", nargs="?", type=Path, default=Path(), help="where to write (default: here)")
     init.add_argument(
         "--cluster",
         choices=("static", "aws", "gcp", "kuberay"),
-        help="the files of a cluster too: machines that you have, a cloud's, or Kubernetes'",
+        help="also write a cluster's files: for your own machines, a cloud, or Kubernetes",
     )
     add_settings(init)
     add_output(init)
     init.set_defaults(run=subcommands.run_init)
 
-    completion = commands.add_parser("completion", help="print the lines that complete commands in a shell")
+    completion = commands.add_parser("completion", help="print a shell's completion script")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     completion.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     completion.set_defaults(run=_complete)

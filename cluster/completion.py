@@ -1,4 +1,4 @@
-"""Shell completion. Each shell's script asks `tandem completion SHELL --words ...`, so that it never goes out of date."""
+"""Shell completion. Each shell's script calls `tandem completion SHELL --words ...`, so a script never goes out of date."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-# The words after `tandem`, up to the one under the cursor, are handed over; the answers are filtered by the shell.
-# No answer means a file name.
+# The shell passes the words after `tandem` up to the one under the cursor, and filters the answers. Without an answer it completes
+# file names.
 SCRIPTS = {
     "bash": """\
 # tandem: put into ~/.bashrc   eval "$(tandem completion bash)"
@@ -45,7 +45,7 @@ complete -c tandem -f -a '(__tandem_complete)'
 
 
 def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """What may stand where the last word stands."""
+    """Returns what may stand in the last word's place."""
     if not words:
         return []
     *before, last = words

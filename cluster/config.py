@@ -1,4 +1,4 @@
-"""Everything that `tandem.yaml` can say. Plain, frozen, with a default for all of it."""
+"""Every setting of `tandem.yaml`, as frozen structs with defaults."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from tandem.wire.settings import AtLeastOne, Seconds, about
 DEFAULT_MODEL = "smollm2"
 DEFAULT_NAME = "tandem"
 
-MOST_NODES = 10_000  # of one pool: far beyond what anyone runs, and what the code that counts nodes can bear
+MOST_NODES = (
+    10_000  # of one pool: far more than any cluster has, and few enough for the code that counts nodes
+)
 MOST_RANKS = 16  # of one node
 NodeCount = Annotated[int, Meta(ge=0, le=MOST_NODES)]
 
-# A pool may set these sections for itself, but for what all nodes have alike: it tells their blocks apart, or routers count on it.
+# A pool may override these sections, except the settings listed here: they decide whether blocks fit each other, or routers rely on them.
 OF_ALL_POOLS = {
     "cache": ("dtype", "hash_algorithm", "hash_seed", "tell_routers", "events", "remote", "mirror"),
     "scheduler": ("policy", "pin_seconds", "max_model_len", "max_loras"),
@@ -102,7 +104,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ranks(self) -> int:
-        """Of each node."""
+        """The ranks of each node."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
@@ -115,22 +117,22 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def first_size(self) -> int:
-        """On one machine, which offers as many places as anyone asks for."""
+        """The size at the start on a single machine, which offers any number of places."""
         return 1 if self.nodes is None else self.nodes
 
     @property
     def last_size(self) -> int:
-        """As large as it may become by itself."""
+        """The largest size that the pool can reach by itself."""
         return max(self.first_size, self.max or 0)
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: PoolConfig = PoolConfig(nodes=1)
     decode: PoolConfig = PoolConfig(nodes=1)
-    aggregated: PoolConfig = PoolConfig()  # instead of the two: nodes that do both
-    encode: PoolConfig = PoolConfig()  # beside either, for a model that reads images
-    # Nodes that may share one core of a machine that offers no places: more are refused. Four is the least layout that can
-    # lose a node of each pool, on a single core; beyond that nodes only take time from one another.
+    aggregated: PoolConfig = PoolConfig()  # instead of prefill and decode nodes: nodes that do both
+    encode: PoolConfig = PoolConfig()  # besides either layout, for a model that reads images
+    # Nodes that may share one core of a machine that offers no places; more are refused. Four is the smallest layout that can
+    # lose a node of each pool, on a single core; further nodes only take time from each other.
     nodes_per_core: Annotated[
         AtLeastOne,
         about(
@@ -153,7 +155,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SloConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What users are to feel. Pools with a `max` are scaled to keep it."""
+    """The targets for users' latency. Pools with a `max` are scaled to meet them."""
 
     ttft_s: Annotated[
         Seconds, about("seconds to the first token that users should feel; half of them may be waiting")
@@ -171,7 +173,7 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How `tandem apply` replaces nodes, in each pool."""
+    """How `tandem apply` replaces the nodes of each pool."""
 
     surge: Annotated[
         NodeCount, about("nodes more than the pool has, while new ones start before old ones go")
@@ -189,7 +191,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long the controller waits, and when it gives up on whom."""
+    """How long the controller waits for what, and when it replaces a process."""
 
     start_s: Annotated[
         Seconds, about("without progress of a process that downloads or loads, before it is ended")
@@ -212,7 +214,7 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`tandem apply` puts a controller with another environment in the place of the one that runs."""
+    """`tandem apply` replaces a running controller by one with another environment."""
 
     env: Annotated[
         dict[str, str],
@@ -255,7 +257,7 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return EngineConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, debug=self.debug)
 
     def engine_of(self, role: Role) -> EngineConfig:
-        """With what the pool sets for itself. Raises ConfigurationError where that does not go together."""
+        """Returns the engine's configuration with the pool's overrides. Raises ConfigurationError if they contradict each other."""
         pool = self.pools.of(role)
         return msgspec.structs.replace(
             self.engine,
@@ -271,10 +273,10 @@ def _with(section: _Section, values: dict[str, Any]) -> _Section:
     return msgspec.convert({**msgspec.to_builtins(section), **values}, type(section)) if values else section
 
 
-# What a plain value means where a section stands.
+# The setting that a plain value sets where a section stands.
 SHORTHANDS: dict[type[msgspec.Struct], str] = {ModelConfig: "path", PoolConfig: "nodes"}
 
-# Follow from the model when it is known; they cannot be set.
+# Settings that follow from others and cannot be set, with what to set instead.
 DERIVED: dict[tuple[str, ...], str] = {
     ("router", "tokenizer_path"): "it follows from model.path",
     ("router", "model_name"): "set model.served_name instead",

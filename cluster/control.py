@@ -1,5 +1,5 @@
-"""What can be asked of a running cluster, and what it tells about itself. Plain types: the controller answers with
-them, its actor carries them as msgspec bytes, the commands show them.
+"""What an operator can ask of a running cluster, and what it answers. Plain types: the controller returns them, its actor
+carries them as msgspec bytes, the commands show them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
 
-DRAIN_S = 60.0  # for a node to finish what it has, unless the operator says otherwise
+DRAIN_S = 60.0  # how long a draining node may take for its requests, unless the operator sets another time
 
 
 class SupervisedNode(msgspec.Struct, frozen=True):
-    """A node as its supervisor knows it; also one that is starting, being drained or left out."""
+    """A node as its supervisor knows it, including nodes that are starting, draining or left out."""
 
     node_id: str
     role: Role
     host: str  # the address of the machine that it runs on; "" while it waits for one
     phase: str
-    detail: str  # why; of one that is "ready", why it was last started again
+    detail: str  # the reason for the phase; for a "ready" node, why it was last restarted
     restarts: int
-    status: NodeStatus | None = None  # its last answer
+    status: NodeStatus | None = None  # the last one that it reported
 
 
 class PoolView(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class PoolView(msgspec.Struct, frozen=True):
     ready: int
     min_nodes: int
     max_nodes: int  # 0: no limit
-    waiting_for_machines: int = 0  # nodes that no machine of the cluster has room for
+    waiting_for_machines: int = 0  # nodes for which no machine of the cluster has room
 
 
 class RouterView(msgspec.Struct, frozen=True):
@@ -48,17 +48,18 @@ class RouterView(msgspec.Struct, frozen=True):
 
 
 class ControllerDecision(msgspec.Struct, frozen=True):
-    """Something that the controller did by itself or was told to do, with its reason, in one line."""
+    """Something that the controller did by itself or on request, with its reason, in one line."""
 
     unix_time: float
     text: str
 
 
 class ClusterEnd(msgspec.Struct, frozen=True):
-    """A cluster was told to end. Recorded before anything is ended; nothing else is an end, and no silence."""
+    """Says that a cluster was told to end. Recorded before anything is ended. Without this record a cluster has not ended,
+    however silent it is."""
 
     unix_time: float
-    why: str  # what has ended it: "`tandem down`"
+    why: str  # what ordered the end, such as "`tandem down`"
 
 
 class ClusterView(msgspec.Struct, frozen=True):
@@ -66,28 +67,28 @@ class ClusterView(msgspec.Struct, frozen=True):
     pools: list[PoolView]
     nodes: list[SupervisedNode]
     routers: list[RouterView]
-    decisions: list[ControllerDecision]  # the latest ones, oldest first
-    failure: str = ""  # why this cluster is not mended any more
-    revision: int = 0  # of the configuration that nodes are made with
+    decisions: list[ControllerDecision]  # the latest, oldest first
+    failure: str = ""  # why the controller no longer repairs this cluster
+    revision: int = 0  # of the configuration with which new nodes start
     rollout: RolloutView | None = None
     paused: list[str] = []  # pools and nodes that get no new requests
     exchange: ExchangeView | None = None
 
 
 class ExchangePhase(enum.StrEnum):
-    CHECKING = "checking"  # whether the new one understands what the old one keeps; the old one runs
+    CHECKING = "checking"  # whether the new controller can read the old one's state; the old one runs
     REPLACING = "replacing"
     RESTORING = "restoring"
     DONE = "done"
-    FAILED = "failed"  # the old one runs
+    FAILED = "failed"  # the old controller runs
 
 
 class ExchangeView(msgspec.Struct, frozen=True):
-    """A controller that takes the place of one with another environment, or the last time that one did."""
+    """The replacement of the controller by one with another environment: the current one or the last one."""
 
     id: str
     phase: ExchangePhase
-    why: str = ""  # the old one stays
+    why: str = ""  # why the old controller stays
 
     @property
     def is_over(self) -> bool:
@@ -95,86 +96,92 @@ class ExchangeView(msgspec.Struct, frozen=True):
 
 
 class RolloutView(msgspec.Struct, frozen=True):
-    """Nodes, routers or both are being replaced."""
+    """Nodes, routers or both are being replaced by ones with another revision."""
 
-    revision: int  # that the new nodes have
+    revision: int  # of the new nodes and routers
     replaced: int  # nodes and routers that serve with it
-    left: list[str]  # nodes and routers that are to go
+    left: list[str]  # nodes and routers that are still to be replaced
     unix_time: float  # of its beginning
-    waits: str = ""  # for what
-    going_back: str = ""  # why; then it is the old configuration that is made again
+    waits: str = ""  # what it is waiting for
+    going_back: str = (
+        ""  # why the rollout is being taken back: nodes and routers get the old configuration again
+    )
 
 
 class AppliedChange(msgspec.Struct, frozen=True):
-    """What another configuration changes, by the names of settings; no values, for one may hold a key."""
+    """What another configuration changes, as names of settings. It has no values, because one may be a key."""
 
     at_once: list[str]
-    nodes: list[str]  # nodes read it when they start
-    refused: list[str]  # only a new start of the cluster takes it on
-    replaced: list[str]  # the nodes and routers that are replaced, one after another
-    revision: int  # that nodes have when it is done
-    routers: list[str] = []  # routers read it when they start
-    controller: list[str] = []  # the controller's process reads it when it starts
-    exchange: str = ""  # of the controller for another one: its id, in a view
+    nodes: list[str]  # settings that nodes read at their start
+    refused: list[str]  # settings that only a restart of the cluster changes
+    replaced: list[str]  # names of the nodes and routers that are replaced, one after another
+    revision: int  # that nodes have after the rollout
+    routers: list[str] = []  # settings that routers read at their start
+    controller: list[str] = []  # settings that the controller's process reads at its start
+    exchange: str = ""  # the id of the controller's exchange, as a view shows it; "" if it is not exchanged
 
 
 class Control(Protocol):
-    """Every method raises errors of `wire.errors` only. What is asked for twice is done once."""
+    """Every method raises errors of `wire.errors` only, and has no effect the second time it is asked for the same."""
 
     async def view(self) -> ClusterView: ...
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
-        """The new sizes of these pools, until they are changed again. Returns what will be done, a line each, once
-        it is decided and kept; the doing shows in `view`. A pool that shrinks drains the nodes that it loses."""
+        """Sets the sizes of these pools until the next change. Returns what will be done, one line each, once that is decided
+        and recorded; `view` shows the progress. A pool that shrinks drains the nodes that it loses."""
         ...
 
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
-        """The node takes nothing new, finishes what it has, and goes; its pool shrinks by one. True when all of its
-        work ended in time."""
+        """Drains the node and ends it; its pool shrinks by one. Returns True when the node's requests ended in time."""
         ...
 
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
-        """The machine with this address is about to go: nothing is placed there any more, its nodes are drained and go, others take
-        their places on other machines, and its router takes nothing new. Whether each node finished all that it had."""
+        """Empties the machine with this address, which is about to go away. Nothing new is placed there, its nodes are drained and
+        ended while others start on other machines, and its router takes no new requests. Returns for each node whether its
+        requests ended in time."""
         ...
 
     async def configuration(self) -> TandemConfig:
-        """As it is wished for now."""
+        """Returns the configuration as it is wanted now, which a rollout may not have completed yet."""
         ...
 
     async def apply(self, config: TandemConfig, *, dry_run: bool) -> AppliedChange:
-        """What can be changed at once, is; nodes and routers that read what is different are replaced one by one, in the background: `view` tells
-        how far that is. Returns what changes, once it is kept. `dry_run`: without changing it."""
+        """Changes the configuration. What can change at once does. Nodes and routers that read a changed setting at their start
+        are replaced one by one in the background; `view` shows the progress. Returns what changes, once it is recorded.
+        `dry_run` returns the same and changes nothing."""
         ...
 
     async def go_back(self) -> None:
-        """What a rollout has replaced is replaced again, with the configuration from before."""
+        """Takes back the running rollout: nodes and routers are replaced again, with the configuration from before it."""
         ...
 
     async def pause(self, names: list[str]) -> list[str]:
-        """These pools and nodes, by name, get no new requests until they are resumed; no name: all pools. What runs there goes on. When
-        all nodes that write answers are paused, requests wait in the routers' lines. Returns all that are paused now."""
+        """Gives these pools and nodes no new requests until they are resumed; without names, all pools. Running requests go on.
+        While all decode and aggregated nodes are paused, new requests wait in the routers' lines. Returns the names of all that
+        are paused now."""
         ...
 
     async def resume(self, names: list[str]) -> list[str]:
-        """Ends a pause of the same names; no name: every pause. Returns what is still paused."""
+        """Ends the pauses of these names; without names, every pause. Returns the names that are still paused."""
         ...
 
     async def reset_cache(self, names: list[str]) -> list[str]:
-        """Nodes of these pools, or by their own names, empty their prefix caches, in every tier; no name: all. Requests that run keep
-        their blocks. Returns the nodes that did; raises Unavailable when one did not answer."""
+        """Empties the prefix caches, in every tier, of these nodes and of all nodes of these pools; without names, of all nodes.
+        Running requests keep their blocks. Returns the names of the nodes that did it. Raises Unavailable if one did not
+        answer."""
         ...
 
     async def adapters(self, load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
-        """Adapters that clients may name besides or no longer, on every node or on none: where each is, by name. Returns all that there
-        are then, once routers serve it; nothing to do: what there is. Raises ConfigurationError for one that a node cannot serve."""
+        """Loads and unloads adapters on all nodes, or on none if that fails. Returns the location of every adapter by name once
+        all routers serve them. Without arguments it only returns them. Raises ConfigurationError for an adapter that a node
+        cannot serve."""
         ...
 
     async def logs(self, query: LogsQuery) -> ClusterLogs:
-        """Lines of processes' logs. One that does not answer is among the silent ones, with the reason."""
+        """Returns lines of the processes' logs, and for each process that did not answer the reason."""
         ...
 
     async def change_role(self, node_id: str, role: Role) -> None:
-        """Drains the node and brings it back in another pool with the weights that it has loaded. The two pools'
-        sizes change by one. Returns when it is ready in its new role."""
+        """Drains the node and brings it back as a node of another role with the weights that it has loaded. The sizes of both
+        pools change by one. Returns when it is ready in its new role."""
         ...

@@ -1,4 +1,4 @@
-"""Sizes and counts in the operator's words."""
+"""Formats sizes and counts for operators, and parses sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.requests import TierStatus
 
-LARGEST = 2**63 - 1  # of the whole numbers that travel between processes
+LARGEST = 2**63 - 1  # the largest whole number in messages between processes
 
 _UNITS = {
     "": 1,
@@ -24,7 +24,7 @@ _UNITS = {
 
 
 def parse_size(text: str, what: str) -> int | None:
-    """ "2GiB", "500 MB", "1073741824"; "null" is None."""
+    """Parses "2GiB", "500 MB" or "1073741824"; returns None for "null". Raises ConfigurationError."""
     if text.strip().lower() in ("null", "none"):
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
@@ -43,14 +43,15 @@ def describe_left_out(names: Sequence[str]) -> str:
 
 
 def format_blocks(free: int, total: int, quarantined: int = 0, pinned: int = 0) -> str:
-    """Blocks in quarantine are not free: a peer may still write to them. Neither are pinned ones, until they give way."""
+    """Shows free and total blocks. Quarantined blocks are not free, because a peer may still write to them; pinned ones are not free
+    until their pin ends."""
     counts = ((quarantined, "quarantined"), (pinned, "pinned"))
     notes = ", ".join(f"{count} {what}" for count, what in counts if count)
     return f"{free}/{total}" + (f" ({notes})" if notes else "")
 
 
 def format_tier(node_id: str, tier: TierStatus) -> str:
-    """How full it is, how much of what was looked for in it was there, and what came from other nodes."""
+    """Describes how full the tier is, how often it had what was looked for, and how much came from other nodes."""
     said = [
         f"{tier.name} tier of {node_id}: {format_size(tier.used_bytes)} of {format_size(tier.total_bytes)}"
     ]
@@ -77,7 +78,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0,1,2,3,8 as "0-3,8"; in the order given."""
+    """Formats 0,1,2,3,8 as "0-3,8". Keeps the order of the numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,5 +1,5 @@
-"""The parts of documents that are written from the code: `python -m tandem.cluster.documents` rewrites them, and
-tests hold the pages to them."""
+"""Generates the parts of the pages that follow from the code. `python -m tandem.cluster.documents` rewrites the pages; tests compare
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POOL = re.compile(rf"^pools\.(?:{'|'.join(role.value for role in Role)})\.(?!no
 
 
 def settings_page(page: str) -> str:
-    """The page with each setting's row as its field says. A new setting comes after the last of its section."""
+    """Returns the page with each setting's row generated from its field. A new setting's row goes after the last of its section."""
     rows = dict(_rows())
     lines: list[str] = []
     there: set[str] = set()

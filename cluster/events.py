@@ -1,4 +1,4 @@
-"""What happens in the cluster, reported to what shows or records it."""
+"""Reports what happens in the deployment to whatever shows or records it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ logger = logging.getLogger(__name__)
 
 class Events(Protocol):
     def progress(self, name: str, what: str, fraction: float) -> None:
-        """`name` is starting: what it is doing, and how much of it is done (0 to 1)."""
+        """`name` is starting. `what` says what it is doing, `fraction` how much of that is done (0 to 1)."""
         ...
 
     def ready(self, name: str, what: str) -> None: ...
 
     def trouble(self, name: str, what: str) -> None:
-        """Something went wrong that is being mended."""
+        """Something failed and is being repaired."""
         ...
 
     def gave_up(self, name: str, why: str) -> None:
-        """It will not be tried again; the rest serves without it."""
+        """`name` failed for good and is not started again. The rest of the deployment serves without it."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The labels of machines, and which of them a pool's nodes may run on. Written as Ray's own `label_selector` is."""
+"""Labels of machines, and selectors of the machines on which a pool's nodes may run, in the syntax of Ray's `label_selector`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _CONDITION = re.compile(rf"(?P<other>!?)(?:in\((?P<several>{_NAME}(?:, ?{_NAME})
 
 
 def wrong_in(selector: Mapping[str, str]) -> Iterator[str]:
-    """What is no label or no condition, each as the rest of a sentence."""
+    """Yields what is wrong in the selector, each as the end of a sentence."""
     for key, condition in selector.items():
         if not _KEY.fullmatch(key):
-            yield f"has {key[:80]!r}, which no label can be called: letters, digits, '.', '_' and '-', perhaps after DOMAIN/"
+            yield f"has {key[:80]!r}, which is not a label's name: use letters, digits, '.', '_' and '-', optionally after DOMAIN/"
         elif not _CONDITION.fullmatch(condition):
-            yield f"has {condition[:80]!r} for {key}, and knows `VALUE`, `!VALUE`, `in(A, B)` and `!in(A, B)`"
+            yield f"has {condition[:80]!r} for {key}: it must be `VALUE`, `!VALUE`, `in(A, B)` or `!in(A, B)`"
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a machine with these labels may be taken. `!` takes one without the label, too."""
+    """Returns whether a machine with these labels matches. `!VALUE` also matches a machine without the label."""
     return all(_holds(labels.get(key), condition) for key, condition in selector.items())
 
 

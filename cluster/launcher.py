@@ -1,9 +1,10 @@
-"""The machines that nodes and routers can run on, and their processes there, as the controller sees them. `on_ray` is one
-answer, the tests' fake another.
+"""The contracts for machines and for the processes on them, as the controller uses them. `on_ray` implements them; so do the
+tests' fakes.
 
-A handle is one incarnation of one process: when it has ended it stays ended, and a replacement is a new handle. A
-process that runs already under its name, with the same configuration, is adopted as it is: so a controller that was
-lost comes back to nodes that never noticed.
+A handle stands for one incarnation of one process: once it has ended it stays ended, and a replacement has a new handle. A
+launcher adopts a process that already runs under the name with the same configuration. So a restarted controller gets back
+its nodes, and their requests go on.
+
 Every method raises errors of `wire.errors` only; `stop` raises nothing.
 """
 
@@ -24,60 +25,63 @@ from tandem.wire.progress import Report
 from tandem.wire.requests import NodeStatus
 
 FixModel = Callable[[TandemConfig, str], Awaitable[tuple[TandemConfig, str]]]
-"""The configuration with one commit of its model instead of a name that will stand for another one tomorrow, and that
-commit: the one that is given, or, for "", the one that the name stands for now. "" for a model without commits."""
+"""Replaces the name of the model in the configuration by one commit, so that every node loads the same. Returns the
+configuration and the commit. The second argument is the commit to use; "" asks for the current one. A model without commits
+returns ""."""
 
 Ready = TypeVar("Ready", covariant=True)
 
 
 class Handle(Protocol[Ready]):
     async def start(self, report: Report) -> Ready:
-        """Returns when it can take work. Raises ConfigurationError when trying again would not help."""
+        """Returns when the process can take work. Raises ConfigurationError when another try would fail in the same way."""
         ...
 
     async def ended(self) -> str:
-        """Returns when the process is certainly gone, and says why. Of a node on several machines: when one of its processes is, because
-        none of them is of use without the others."""
+        """Returns the reason once the process has certainly ended. A node on several machines has ended when the first of its
+        processes has, because the others are useless without it."""
         ...
 
     async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
-        """The lines of its log after one that was seen, or the last ones; no more than `most`."""
+        """Returns up to `most` lines of the process's log: those after `after`, or the `last` lines when it is None."""
         ...
 
     async def stop(self) -> None:
-        """Ends the process, politely first, and all that belong to it; returns when they are gone. Idempotent."""
+        """Ends the process and all that belong to it: asks them to stop first, then kills them. Returns when they have ended.
+        Idempotent."""
         ...
 
 
 class NodeHandle(Handle[NodeInfo], Protocol):
     async def admit(self, keys: list[str]) -> None:
-        """The public keys of all processes that may speak to it, every time."""
+        """Sets the public keys of the processes that may connect to the node. Replaces the previous list."""
         ...
 
     async def status(self) -> NodeStatus: ...
 
     async def routers_heard(self) -> list[str]:
-        """The routers that it heard lately, by the endpoints where they listen."""
+        """Returns the endpoints of the routers that the node heard from lately."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes nothing new; True when everything under way has ended in time."""
+        """The node refuses new requests from now on. Returns True when its requests ended in time."""
         ...
 
     async def reset_cache(self, timeout_s: float) -> bool:
-        """No request that comes from now on begins from KV that is cached there now, in any tier. False: not in time."""
+        """Empties the prefix cache in every tier: requests that arrive after this reuse none of the KV that is cached now.
+        Returns False if the node could not do it in time."""
         ...
 
     async def set_adapters(
         self, wanted: Mapping[str, str], timeout_s: float, report: Report
     ) -> dict[str, str]:
-        """All adapters that new requests may name: where each is. Answers with their digests, by name. Raises ConfigurationError for one
-        that cannot be served there, and nothing has changed then."""
+        """Makes exactly the adapters in `wanted` (name: location) available to new requests. Returns their digests by name.
+        Raises ConfigurationError for an adapter that the node cannot serve; then nothing has changed."""
         ...
 
     async def change_role(self, config: NodeConfig, report: Report) -> NodeInfo:
-        """The same process, with the weights that it has loaded, as another node: a new epoch, new addresses. Only
-        after a `drain` that was finished; raises Unavailable otherwise."""
+        """Turns the node into one of another role with the weights that it has loaded. It gets a new epoch and new addresses.
+        Raises Unavailable unless a `drain` has completed."""
         ...
 
 
@@ -85,36 +89,36 @@ class RouterHandle(Handle[RouterInfo], Protocol):
     async def set_members(
         self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str]
     ) -> RouterQueue:
-        """The nodes that there are, all of them. A node that is missing is gone. No other process may speak to the router. `paused`:
-        the pools and nodes that get no new requests, by name. `desks`: the router processes on its port by name, itself too, and
-        where they ask each other. Answers with what waits there."""
+        """Sets all nodes that the router may use; a node that is missing has ended. Processes that are not members cannot talk to
+        the router. `paused` names the pools and nodes that get no new requests. `desks` gives, by name, the address of each
+        router process on its port, its own included. Returns what waits in the router's line."""
         ...
 
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
-        """These nodes have nothing cached any more."""
+        """Tells the router that the prefix caches of these nodes are empty."""
         ...
 
     async def nodes_heard(self) -> list[NodeSighting]:
-        """One sighting of every node that it was told of."""
+        """Returns for each node when the router last heard from it."""
         ...
 
     async def answers_clients(self) -> bool:
-        """Whether it answers at its URL: another way than that of every other question here."""
+        """Returns whether the router answers HTTP at its URL, which takes another path than every other method here."""
         ...
 
     async def drain(self, timeout_s: float) -> bool: ...
 
     async def leave(self, timeout_s: float) -> bool:
-        """Another router has its listening socket: it takes no new connection and finishes what it has; True when all of that ended in
-        time."""
+        """For a router whose listening socket another router has taken: it accepts no new connection. Returns True when its
+        requests ended in time."""
         ...
 
 
 class Launcher(Protocol):
-    """Launching only begins: what can fail fails in the handle's `start`.
+    """Launching returns at once; whatever fails raises in the handle's `start`.
 
-    A process of this name that runs already was launched by an earlier controller. It is adopted: its handle's `start`
-    answers what it answered then, or is about to answer, and disturbs nothing.
+    A process that already runs under the name was launched by an earlier controller. If it is adopted, the handle's `start`
+    returns what it returned then, or waits for it, and changes nothing in the process.
     """
 
     def launch_node(
@@ -125,33 +129,35 @@ class Launcher(Protocol):
         needs: Mapping[str, float],
         beside: Sequence[Host] = (),
     ) -> NodeHandle:
-        """`slot` is which of the host's places it takes: its role, unless that was changed since it was placed. `needs`: what it takes
-        besides that, such as {"GPU": 1}. `beside`: the other machines of its ranks, in order; it takes the same on each of them."""
+        """`slot` is the role whose place on the host the node takes; it differs from the node's role if that was changed after
+        the node was placed. `needs` is what it takes besides, such as {"GPU": 1}. `beside` lists the other machines of its
+        ranks in order; the node takes the same on each."""
         ...
 
     def launch_router(
         self, name: str, config: RouterConfig, host: Host | None, door: str = ""
     ) -> RouterHandle:
-        """None: on the head. `door`: of the router on that machine whose listening socket it is to have."""
+        """`host` None places the router on the head. `door` is where the router that it replaces hands over its listening
+        socket."""
         ...
 
 
 async def as_it_is(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
-    """`FixModel` for models that are files of this machine."""
+    """The `FixModel` for models that are files of this machine."""
     return config, ""
 
 
 class Host(msgspec.Struct, frozen=True):
-    """One machine. Its name is new whenever the machine (or its Ray) has been restarted."""
+    """One machine. It gets a new name whenever the machine or its Ray restarts."""
 
-    name: str  # what a launcher finds it by
-    address: str  # where routers and other nodes reach what runs there
-    cores: tuple[int, ...] = ()  # those that nodes may compute on, no more than its quota; empty: unknown
+    name: str  # by which a launcher finds it
+    address: str  # where routers and other nodes reach its processes
+    cores: tuple[int, ...] = ()  # on which nodes may compute, no more than its quota; empty: unknown
     gpus: int = 0
-    # How many nodes of each role it offers room for; a role that is missing: none. None: as many as anyone asks for.
+    # How many nodes of each role it has room for; a role that is missing has none. None: no limit.
     slots: dict[Role, int] | None = None
     head: bool = False  # where the controller's router runs
-    # Roles that a node could have there that is made now, if nothing else ran there. None: any.
+    # The roles that a new node could have on this machine if it were empty. None: any.
     fits: frozenset[Role] | None = None
 
     def could_have(self, role: Role) -> bool:
@@ -159,51 +165,50 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What Ray knows of a machine, or what one node takes of one: then the labels are a selector's."""
+    """What a machine offers, as Ray reports it; or what one node takes of a machine, then `labels` is a selector."""
 
     resources: dict[str, float]
     labels: dict[str, str] = {}
 
 
 Needs = Mapping[Role, Offer]
-"""What one node of a role takes besides one of the role's own resource, such as {"GPU": 1}."""
+"""What one node of each role takes besides one unit of the role's own resource, such as {"GPU": 1}."""
 
 
 class TakenPlace(msgspec.Struct, frozen=True):
-    """A node's, which may have been made when its pool needed something else."""
+    """The place of a node that exists. Its pool's needs may have changed since the node was placed."""
 
-    host: str  # its name
+    host: str  # the machine's name
     slot: Role
-    needed: Offer  # with the role's own resource
+    needed: Offer  # includes the role's own resource
 
 
 class Hosts(Protocol):
     async def present(self) -> list[Host]:
-        """The machines that are there now, in an order that does not change while they stay. One that is missing cannot be
-        seen from here: that does not prove that what runs there has ended."""
+        """Returns the machines that can be seen now, in an order that stays the same while they stay. A missing machine is no
+        proof that its processes have ended."""
         ...
 
     async def changed(self, timeout_s: float) -> None:
-        """Returns when machines may have come or gone, or after this long."""
+        """Returns when machines may have come or gone, or after `timeout_s`."""
         ...
 
     def placing(self) -> AbstractAsyncContextManager[None]:
-        """For as long as it lasts, no other deployment gives places on these machines to its nodes."""
+        """While it is entered, no other deployment places nodes on these machines."""
         ...
 
     def use(self, needs: Needs, taken: Sequence[TakenPlace]) -> None:
-        """From the next look on: what nodes need that are made now, and the places of all that there are."""
+        """Sets, from the next look on, what new nodes need and the places of all existing nodes."""
         ...
 
     async def want(self, slots: dict[Role, int]) -> None:
-        """How much room is needed in all, so that an autoscaler can add and remove machines. Replaces what was said
-        before; there is one owner of it: the controller, which says it again and again. Nothing happens where there
-        is none."""
+        """Tells an autoscaler how many places of each role the deployment needs in all, so that it can add and remove machines.
+        Replaces the previous number; only the controller calls this, and it repeats it. Does nothing without an autoscaler."""
         ...
 
 
 class StateStore(Protocol):
-    """Where the controller keeps what it must know after it was killed. Outlives its process."""
+    """Keeps what the controller must know after it was killed. Outlives the controller's process."""
 
     async def load(self) -> bytes | None: ...
 

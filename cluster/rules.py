@@ -1,4 +1,4 @@
-"""Settings that only make sense together, across structs. What one field may be stands in its type."""
+"""Rules between settings of several structs. The rules of a single field are in its type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
 Broken = tuple[Path, str]
-"""Which setting, and what it must be instead: together a sentence."""
+"""The setting, and the end of a sentence about it: what is wrong, and what would be right."""
 
 
 def broken_rules(config: TandemConfig) -> Iterator[Broken]:
@@ -32,7 +32,7 @@ def broken_rules(config: TandemConfig) -> Iterator[Broken]:
     yield from broken_adapters(config)
     wrong = list(_sections_of_pools(config))
     if wrong:
-        yield from wrong  # nothing else can be said of such pools
+        yield from wrong  # the rules below need valid sections
         return
     yield from _pools(config)
     yield from _environment(("router", "env"), config.router.env)
@@ -109,7 +109,7 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
             yield ("pools", role.value, "label_selector"), wrong
 
 
-# What Tandem or Ray sets in a node's process, and what says the same.
+# Variables that Tandem or Ray sets in a node's process, and the settings for them.
 _SET_OTHERWISE = {
     "OMP_NUM_THREADS": "set pools.{pool}.threads",
     "CUDA_VISIBLE_DEVICES": "Ray chooses GPUs by pools.{pool}.resources: {{GPU: 1}}",
@@ -130,13 +130,19 @@ def _transfer_options(role: Role, pool: PoolConfig) -> Iterator[Broken]:
 def _environment(setting: Path, env: Mapping[str, str]) -> Iterator[Broken]:
     for name in env:
         if not _VARIABLE.fullmatch(name):
-            yield setting, f"has {name[:80]!r}, which no environment variable can be called"
+            yield (
+                setting,
+                f"has {name[:80]!r}, which is not a name for an environment variable: use letters, digits and '_'",
+            )
         elif name.startswith("RAY_"):
-            yield setting, f"has {name}, which Ray reads when it starts: set it where `ray start` is typed"
+            yield (
+                setting,
+                f"has {name}, which Ray reads when it starts: set it in the environment of `ray start`",
+            )
         elif _SECRET.search(name):
             yield (
                 setting,
-                f"has {name}, and Ray shows a process's environment to all who read its state: set it where `ray start` is typed",
+                f"has {name}, but Ray shows a process's environment to everyone who reads its state: set it in the environment of `ray start`",
             )
 
 
@@ -150,7 +156,7 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
     if role is Role.ENCODE:
         yield (
             setting,
-            f"is {size}, but a vision tower is not cut: set it to 1, and pools.encode.nodes to more",
+            f"is {size}, but a vision tower is not divided among ranks: set it to 1, and pools.encode.nodes to more",
         )
         return
     serving = [config.pools.of(other) for other in Role if config.pools.of(other).last_size]
@@ -159,7 +165,7 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
     if pool.ranks > MOST_RANKS:
         yield (
             setting,
-            f"is {size}, and tensor_parallel {pool.tensor_parallel}: a node of {pool.ranks} ranks, and {MOST_RANKS} are the most",
+            f"is {size}, and tensor_parallel {pool.tensor_parallel}: a node would have {pool.ranks} ranks, but at most {MOST_RANKS} are possible",
         )
     on_gpus = config.model.device.startswith("cuda")
     hands_over = role is not Role.AGGREGATED
@@ -168,13 +174,13 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
         yield (
             setting,
             f"is {size}, and each rank keeps its KV {where}, which transfer.connector {config.transfer.connector} does not "
-            "hand over: take nixl",
+            "transfer: set transfer.connector to nixl",
         )
     if hands_over and on_gpus and config.transfer.options.get("staging") == "host":
         yield (
             setting,
-            f"is {size}, and each rank keeps its KV on a GPU of its own, but transfer.options.staging is host, which copies one "
-            "GPU's: set it to none",
+            f"is {size}, and each rank keeps its KV on a GPU of its own, but transfer.options.staging is host, which copies from one "
+            "GPU only: set it to none",
         )
     gpus = pool.resources.get("GPU", 0)
     if 0 < gpus < pool.ranks and config.model.device != "cpu":
@@ -193,19 +199,19 @@ def _machines(role: Role, config: TandemConfig) -> Iterator[Broken]:
     if pool.ranks % pool.machines:
         yield (
             setting,
-            f"is {pool.machines}, but a node's {counted(pool.ranks, 'rank')} (tensor_parallel times pipeline_parallel) cannot be shared equally by so many: set "
-            f"pools.{role.value}.tensor_parallel, or pipeline_parallel, to a multiple of it",
+            f"is {pool.machines}, but a node's {counted(pool.ranks, 'rank')} (tensor_parallel times pipeline_parallel) cannot be divided equally among them: set "
+            f"pools.{role.value}.tensor_parallel or pipeline_parallel so that the product is a multiple of it",
         )
     if config.engine_of(role).cache.tiers:
         yield (
             setting,
-            f"is {pool.machines}, and each machine keeps the KV of its own ranks, but cache.tiers would copy one rank's: leave it out",
+            f"is {pool.machines}, and each machine keeps the KV of its own ranks, but cache.tiers would copy one rank's only: leave cache.tiers out",
         )
     for name, amount in pool.resources.items():
         if name == "GPU" and amount % pool.machines:
             yield (
                 ("pools", role.value, "resources"),
-                f"has {{GPU: {amount:g}}}, of which {counted(pool.machines, 'machine')} cannot give equal parts: set "
+                f"has {{GPU: {amount:g}}}, which cannot be divided equally among {counted(pool.machines, 'machine')}: set "
                 f"{{GPU: {pool.ranks}}}",
             )
 
@@ -222,7 +228,7 @@ def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
             (*section, "max"),
             f"is {pool.max}, but pools.{role.value}.nodes is null: a pool follows the machines or its load, not both",
         )
-    # The limit is named, because it was given; the number of nodes may be a default.
+    # The message is about the limit, which was set; the number of nodes may be a default.
     elif pool.nodes and pool.nodes < pool.min:
         yield (*section, "min"), f"is {pool.min}, which is more than pools.{role.value}.nodes ({pool.nodes})"
     elif pool.nodes and pool.max is not None and pool.nodes > pool.max:
@@ -237,12 +243,12 @@ def _together(config: TandemConfig) -> Iterator[Broken]:
         if getattr(config.cache, name) and None in near:
             yield (
                 ("cache", name),
-                "needs a tier in host memory, between which nodes copy: cache.tiers: [{cpu: 8GiB}]",
+                "needs a tier in host memory, because nodes copy between those: cache.tiers: [{cpu: 8GiB}]",
             )
         elif getattr(config.cache, name) and late:
             yield (
                 ("cache", name),
-                f"copies a block the first time that it comes, but cache.tiers stores it the {late[0]}th "
+                f"copies a block the first time that it is computed, but cache.tiers stores it only the {late[0]}th "
                 "time: leave store_threshold out",
             )
     timeouts, scaling = config.timeouts, config.autoscaling

@@ -1,4 +1,4 @@
-"""What commands leave behind in files: JSON, and pictures."""
+"""Writes the JSON files and pictures that commands produce."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def write_json(value: object, file: Path) -> None:
 
 
 def results_folder(named: Path) -> Path:
-    """What `--out` names, made if it is not there."""
+    """Returns the folder that `--out` names. Creates it if it does not exist."""
     folder = named.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"--out {folder} cannot be made: {error}") from error
+        raise ConfigurationError(f"--out {folder} cannot be created: {error}") from error
     return folder
 
 
 def check_file(file: Path) -> None:
-    """Refuses what cannot be written, before the work that it is to hold."""
+    """Raises ConfigurationError for a file that cannot be written, before the work whose result it is to hold."""
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigurationError(f"{file} cannot be written: name another file")
 
 
 def check_picture(file: Path, option: str) -> None:
-    """Refuses what `save_picture` would refuse, before the work that the picture is to show."""
+    """Raises ConfigurationError for whatever `save_picture` would refuse, before the work that the picture is to show."""
     if file.suffix.lower() not in _PICTURES:
         raise ConfigurationError(f"{option} {file}: must end in {' or '.join(_PICTURES)}")
     check_file(file)
@@ -52,7 +52,7 @@ def check_picture(file: Path, option: str) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure that never looks for a screen. Needs matplotlib, which nothing else does: the `bench` extra."""
+    """Returns a figure that needs no screen. Only pictures need matplotlib, which is in the `bench` extra."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as MatplotlibFigure
@@ -64,7 +64,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_picture(figure: Figure, file: Path) -> None:
-    """The format is the file's ending."""
+    """Writes the figure in the format that the file's ending names."""
     try:
         figure.savefig(file, dpi=120)
     except OSError as error:

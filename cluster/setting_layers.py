@@ -1,5 +1,5 @@
-"""What each source says of the settings: a file, the environment, flags. Each becomes a layer, a flat map from a
-setting's path to what was given and where. Names are checked here, and values when the layers are put together."""
+"""Reads each source of settings: a file, the environment, flags. Each becomes a layer, a flat map from a setting's path to its value and
+origin. Names are checked here; values are checked when the layers are combined."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ from tandem.cluster.setting_names import (
 )
 
 ENV_PREFIX = "TANDEM_"
-ENV_SEPARATOR = (
-    "__"  # double, because Kubernetes invents TANDEM_ROUTER_PORT for a Service named tandem-router
-)
+ENV_SEPARATOR = "__"  # double, because Kubernetes sets TANDEM_ROUTER_PORT for a Service named tandem-router
 
 
 @dataclass(frozen=True, slots=True)
 class GivenValue:
     value: object
     origin: str  # as the operator knows it: "tandem.yaml", "TANDEM_ROUTER__PORT", "--prefill"
-    textual: bool  # from a place that has nothing but text
+    textual: bool  # from a source that has text only
     implied: bool = False  # follows from another setting of the same layer
 
 
@@ -64,7 +62,7 @@ def read_file(file: FilePath) -> Layer:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """A key that stands twice is a mistake: YAML would silently keep the last."""
+    """Refuses a key that occurs twice; YAML would silently keep the last one."""
 
 
 def _unique_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -118,7 +116,7 @@ def _give(layer: Layer, path: Path, given: GivenValue) -> None:
 
 
 def read_environment(environ: Mapping[str, str]) -> Layer:
-    """TANDEM_SECTION__NAME=value. Without the double underscore a variable is none of ours."""
+    """Reads TANDEM_SECTION__NAME=value. Ignores variables without the double underscore."""
     layer = Layer()
     names = {ENV_PREFIX + ENV_SEPARATOR.join(path).upper(): path for path in addressable()}
     single = {name.replace(ENV_SEPARATOR, "_"): name for name in names if ENV_SEPARATOR in name}
@@ -135,7 +133,7 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
 
 
 def read_assignments(assignments: Iterable[tuple[str, str | None, str]]) -> Layer:
-    """(setting, text, origin): what flags say; no text where a flag left it out."""
+    """Reads (setting, text, origin) of flags. The text is None if the flag had none."""
     layer = Layer()
     by_name = {dotted(path): path for path in addressable()}
     for name, value, origin in assignments:

@@ -1,4 +1,4 @@
-"""The list of settings, read from the structs of `cluster.config`: their paths and types, and which one a misspelt name means."""
+"""All settings with their paths and types, from the structs of `cluster.config`, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from tandem.cluster.config import SHORTHANDS, TandemConfig
 
 Path = tuple[str, ...]
-"""A setting's: ("router", "port")."""
+"""The path of a setting, such as ("router", "port")."""
 
 
 def section_type(annotation: Any) -> type[msgspec.Struct] | None:
@@ -25,7 +25,7 @@ def fields_of(section: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldI
 
 
 def leaves_of(section: type[msgspec.Struct], prefix: Path = ()) -> dict[Path, Any]:
-    """Every setting's path and type."""
+    """Returns the type of every setting by its path."""
     leaves: dict[Path, Any] = {}
     for name, info in fields_of(section).items():
         inner = section_type(info.type)
@@ -43,7 +43,7 @@ def known_settings() -> dict[Path, Any]:
 
 @cache
 def addressable() -> frozenset[Path]:
-    """What a flag or a variable can name: every setting, and every section that has a shorthand."""
+    """Returns the paths that a flag or a variable can set: every setting, and every section that has a shorthand."""
     sections: set[Path] = set()
 
     def walk(section: type[msgspec.Struct], prefix: Path) -> None:

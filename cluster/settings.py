@@ -1,4 +1,4 @@
-"""From the layers to one TandemConfig, or to every mistake in them at once. Later layers win.
+"""Combines layers into one TandemConfig, or reports all mistakes in them at once. Later layers win.
 
 Values are checked against the types of the fields of `cluster.config`'s structs, then against `cluster.rules`.
 """
@@ -25,14 +25,14 @@ from tandem.wire.settings import refusal
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A configuration, and where each value that is not a default came from."""
+    """A configuration, and the origin of each value that is not a default."""
 
     config: TandemConfig
     origins: dict[Path, str]
 
 
 class SettingsError(ConfigurationError):
-    """Every mistake, each a sentence that says what to change."""
+    """All mistakes, each as a sentence that says what to change."""
 
     def __init__(self, mistakes: list[str]) -> None:
         self.mistakes = mistakes
@@ -45,7 +45,7 @@ class SettingsError(ConfigurationError):
 
 
 def resolve(layers: Iterable[Layer]) -> Settings:
-    """Raises SettingsError with everything that is wrong anywhere."""
+    """Raises SettingsError with the mistakes of all layers."""
     mistakes: list[str] = []
     merged: dict[Path, GivenValue] = {}
     for layer in layers:
@@ -65,8 +65,8 @@ def resolve(layers: Iterable[Layer]) -> Settings:
 
 
 def _choose_layout(lower: dict[Path, GivenValue], layer: Layer) -> None:
-    """Aggregated nodes take the place of the two pools: asking for one layout drops the other's default counts, and
-    those that a lower layer gave."""
+    """Setting aggregated nodes sets the default sizes of the prefill and decode pools, and those of lower layers, to 0; and the other way
+    round."""
     counts = {role: ("pools", role.value, "nodes") for role in Role}
     given = {role: layer.givens[path] for role, path in counts.items() if path in layer.givens}
     separate = Role.PREFILL in given or Role.DECODE in given
@@ -101,12 +101,12 @@ def _convert(path: Path, given: GivenValue) -> object:
     if isinstance(converted, float) and not math.isfinite(converted):
         raise _refusal(path, given, "must be a finite number")
     if isinstance(converted, int) and abs(converted) > LARGEST:
-        raise _refusal(path, given, f"must be at most {LARGEST}: no message carries more")
+        raise _refusal(path, given, f"must be at most {LARGEST}: messages cannot carry a larger number")
     return converted
 
 
 def _of_pool(path: Path, given: GivenValue) -> dict[str, object]:
-    """What one pool sets of a section, each value by the type that it has there."""
+    """Converts a pool's overrides of a section, each value by its type in that section."""
     section, value = path[-1], given.value
     if given.textual and isinstance(value, str):
         try:
@@ -120,12 +120,14 @@ def _of_pool(path: Path, given: GivenValue) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, each in value.items():
         if name in OF_ALL_POOLS[section]:
-            raise _refusal(path, given, f"has {name}, which all nodes have alike: set {section}.{name}")
+            raise _refusal(
+                path, given, f"has {name}, which must be the same for all nodes: set {section}.{name}"
+            )
         if name not in own:
             raise _refusal(
                 path,
                 given,
-                f"has {str(name)[:80]!r}, which is no setting of {section}{did_you_mean(str(name), own)}",
+                f"has {str(name)[:80]!r}, which is not a setting of {section}{did_you_mean(str(name), own)}",
             )
         origin = f"{given.origin}: {dotted(path)}"
         found[name] = msgspec.to_builtins(_convert((section, name), GivenValue(each, origin, textual=False)))
@@ -136,7 +138,7 @@ _EXAMPLES = {"cache": "block_size: 32", "scheduler": "max_num_seqs: 64"}
 
 
 def _with_sizes(tiers: object, given: GivenValue) -> object:
-    """`cpu: 8GiB` in bytes. What is no list of mappings is refused by its type."""
+    """Converts `cpu: 8GiB` to bytes. Anything but a list of mappings is returned as it is, for the check of types."""
 
     def in_bytes(name: object, value: object) -> object:
         if name in ("cpu", "size") and isinstance(value, str):
@@ -158,7 +160,7 @@ def _refusal(path: Path, given: GivenValue, sentence: str) -> ConfigurationError
 def _build(
     values: dict[Path, object], merged: Mapping[Path, GivenValue], mistakes: list[str]
 ) -> TandemConfig | None:
-    """Each value alone against the defaults first: a struct's own checks stop at the first mistake, we want all."""
+    """Checks each value alone against the defaults first: a struct's own checks stop at its first mistake, and all are wanted."""
     defaults = TandemConfig()
     sound: dict[Path, object] = {}
     for path, value in values.items():

@@ -1,4 +1,4 @@
-"""What each subcommand does with its options. What one needs is imported when it runs."""
+"""Runs each subcommand with its options. A subcommand's imports happen when it runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_apply(options: argparse.Namespace) -> int:
     config = read_settings(options).config
     change, done = apply.apply(
         config,
-        # A router belongs to one deployment alone.
+        # A router belongs to one deployment, so its name is not needed.
         WhichCluster(options.address, config.name if options.url is None else None),
         options.url,
         say,

@@ -1,5 +1,4 @@
-"""Background tasks, none of which can die unnoticed; waiting for the first of two; and the controller's clock, which a test
-can replace."""
+"""Supervised background tasks, waiting for the first of several, and a clock that tests can replace."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """Made inside a running event loop."""
+    """Runs background tasks. If one raises, `failed` returns, so no task can die unnoticed. Must be constructed inside a running event
+    loop."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
@@ -26,15 +26,15 @@ class Tasks:
 
     @property
     def failure(self) -> str:
-        """What died first, and of what; "" while nothing has."""
+        """Says which task died first and why; "" if none has."""
         return self._failure.result() if self._failure.done() else ""
 
     async def failed(self) -> str:
-        """Returns when something has died: it was a bug, and its work is not done any more."""
+        """Returns the reason when a task has died. That is a bug, and its work is no longer done."""
         return await asyncio.shield(self._failure)
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str, *, asked: bool = False) -> asyncio.Task[T]:
-        """`asked`: the caller waits for the result and gets a TandemError as such; it is no bug."""
+        """Starts `work`. With `asked` the caller awaits the result, so a TandemError is the caller's and no failure."""
         task = asyncio.create_task(work, name=name)
         self._running.add(task)
         task.add_done_callback(lambda ended: self._ended(ended, asked))
@@ -58,7 +58,7 @@ class Tasks:
 
 
 class Wakeup:
-    """Wakes every waiter. Look first, then wait: nothing can happen in between without an await."""
+    """Wakes all its waiters. A waiter looks first and then waits; without an await in between it misses nothing."""
 
     def __init__(self) -> None:
         self._rung = asyncio.Event()
@@ -82,7 +82,7 @@ class Clock:
         await asyncio.sleep(seconds)
 
     async def within(self, seconds: float, work: Coroutine[Any, Any, T], what: str) -> T:
-        """The work's result, or DeadlineExceeded: "`what` took longer than ..."."""
+        """Returns the work's result. Cancels it and raises DeadlineExceeded ("`what` took longer than ...") after `seconds`."""
         result, _ = await first_of(work, self.sleep(seconds))
         if has_ended(result):
             return result.result()
@@ -91,7 +91,8 @@ class Clock:
     async def while_it_progresses(
         self, limit_s: float, work: Coroutine[Any, Any, T], what: str, progress: LastProgress
     ) -> T:
-        """The work's result, however long it takes, or DeadlineExceeded when it has reported nothing new for `limit_s`."""
+        """Returns the work's result, however long it takes. Cancels it and raises DeadlineExceeded when it has reported nothing new for
+        `limit_s`."""
         progress.begin()
         result, _ = await first_of(work, self._until_silent(limit_s, progress))
         if has_ended(result):
@@ -106,8 +107,8 @@ class Clock:
 
 
 async def first_of(work: Awaitable[T], other: Awaitable[S]) -> tuple[asyncio.Future[T], asyncio.Future[S]]:
-    """Returns when one of the two has ended, in whatever way; the other one has been cancelled by then. Cancelled
-    itself, it cancels both."""
+    """Returns when the first of the two has ended, with a result or an error, after cancelling the other. When it is cancelled itself, it
+    cancels both."""
     futures = asyncio.ensure_future(work), asyncio.ensure_future(other)
     both: tuple[asyncio.Future[Any], ...] = futures
     await first_ended(both)
@@ -115,7 +116,7 @@ async def first_of(work: Awaitable[T], other: Awaitable[S]) -> tuple[asyncio.Fut
 
 
 async def first_ended(works: Iterable[Awaitable[T]]) -> list[asyncio.Future[T]]:
-    """The same of any number."""
+    """Like `first_of`, for any number."""
     futures: list[asyncio.Future[T]] = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -126,14 +127,14 @@ async def first_ended(works: Iterable[Awaitable[T]]) -> list[asyncio.Future[T]]:
 
 
 def has_ended(future: asyncio.Future[Any]) -> bool:
-    """It has a result or an error: `first_of` did not cancel it."""
+    """Whether it has a result or an error, so that `first_of` did not cancel it."""
     return future.done() and not future.cancelled()
 
 
 async def cancel(task: asyncio.Future[Any]) -> None:
-    """Ends a task and waits until it has ended; what it raises then is of no interest any more."""
+    """Cancels a task and waits until it has ended. Drops what it raises."""
     task.cancel()
     if not task.done():
         await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # seen: asyncio would log it as lost
+        task.exception()  # retrieved, or asyncio would log it as never retrieved

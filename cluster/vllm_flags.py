@@ -1,7 +1,7 @@
-"""The flags that people bring from vLLM and SGLang: one table of what each becomes here.
+"""The flags of vLLM and SGLang, and what each becomes here.
 
-A flag either sets a setting, or holds already, or is answered with a sentence that names what does the same. Nothing is
-accepted without effect. docs/from-vllm.md shows the table, and a test holds the page to it.
+A flag sets a setting, or asks for what is always so, or is refused with a sentence that names the alternative. No flag is accepted without
+effect. docs/from-vllm.md shows the table; a test compares the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Convert = Callable[[list[str]], list[Assignment]]
 
 
 class RefusedValue(ValueError):
-    """Says what is wrong with a flag's value. Its own class: `--help` reads this module, and waits for no library."""
+    """Says what is wrong with a flag's value. Not a ConfigurationError, because `--help` reads this module and must not import it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SettingFlag:
 
 @dataclass(frozen=True, slots=True)
 class StandingFlag:
-    """What the flag asks for is always so here. With `values`, these alone; any other is answered with `note`."""
+    """What the flag asks for is always so. With `values`, only for those; another value is refused with `note`."""
 
     note: str
     values: tuple[str, ...] | None = None
@@ -41,7 +41,7 @@ class StandingFlag:
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedFlag:
-    """The flag cannot be taken; the note says what to do instead."""
+    """The flag is refused; `note` says what to do instead."""
 
     note: str
 
@@ -50,17 +50,17 @@ class UnsupportedFlag:
 class Flag:
     names: tuple[str, ...]
     becomes: SettingFlag | StandingFlag | UnsupportedFlag
-    nargs: int | str | None = None  # as argparse has it: 0 is a switch, None takes one value
+    nargs: int | str | None = None  # as in argparse: 0 is a switch, None takes one value
 
 
 def sets(setting: str, words: dict[str, str] | None = None, note: str = "") -> SettingFlag:
-    """The value is taken as it is, or as `words` translates it."""
+    """The flag's value becomes the setting's, translated by `words` where it is in there."""
     translated = words or {}
     return SettingFlag((setting,), lambda values: [(setting, translated.get(values[0], values[0]))], note)
 
 
 def sets_all(settings: tuple[str, ...]) -> SettingFlag:
-    """Each of them, to the same value."""
+    """The flag's value becomes the value of each of the settings."""
     return SettingFlag(settings, lambda values: [(setting, values[0]) for setting in settings])
 
 
@@ -85,7 +85,7 @@ def _names(values: list[str]) -> list[Assignment]:
 
 
 def _offloading(values: list[str]) -> list[Assignment]:
-    """In GiB there."""
+    """vLLM's value is in GiB."""
     return [("cache.tiers", json.dumps([{"cpu": f"{values[0]}GiB"}]))]
 
 
@@ -95,7 +95,7 @@ def _keys(values: list[str]) -> list[Assignment]:
 
 
 def _adapters(values: list[str]) -> list[Assignment]:
-    """NAME=FOLDER each, or an object with `name` and `path`."""
+    """Each value is NAME=FOLDER, or an object with `name` and `path`."""
     adapters: dict[str, str] = {}
     for value in values:
         name, _, place = value.partition("=")
@@ -110,7 +110,7 @@ def _adapters(values: list[str]) -> list[Assignment]:
 
 
 def _speculation(values: list[str]) -> list[Assignment]:
-    """An object with `num_speculative_tokens`, and `model` for a draft model; `method` says which of the two."""
+    """The value is an object with `num_speculative_tokens`, and `model` for a draft model; `method` chooses between the ways to guess."""
     try:
         described = dict(json.loads(values[0]))
     except (ValueError, TypeError):
@@ -122,9 +122,9 @@ def _speculation(values: list[str]) -> list[Assignment]:
             f"guesses come by `ngram`, from a `draft_model` or an `eagle` head, not by {method!r}"
         )
     if described:
-        raise RefusedValue(f"has {', '.join(map(repr, described))}, which nothing here reads: leave it out")
+        raise RefusedValue(f"has {', '.join(map(repr, described))}, which Tandem does not read: leave it out")
     if method != "ngram" and not model:
-        raise RefusedValue("needs `model`, which guesses")
+        raise RefusedValue("needs `model`, the model that guesses")
     if count is None:
         raise RefusedValue("needs `num_speculative_tokens`")
     draft = [("model.draft", str(model))] if method != "ngram" else []
@@ -142,7 +142,7 @@ _WIDTHS = tuple(f"pools.{pool}.tensor_parallel" for pool in ("prefill", "decode"
 _STAGES = tuple(f"pools.{pool}.pipeline_parallel" for pool in ("prefill", "decode", "aggregated"))
 _POOLS = "give each pool its nodes: --prefill N and --decode N, or --aggregated N for nodes that do both"
 _SAMPLING = {"auto": "model", "vllm": "openai"}
-# The parsers' names there, where the format has another name here.
+# Names of parsers in vLLM and SGLang whose format has another name here.
 TOOL_FORMATS = {
     "llama3_json": "llama3",
     "llama4_json": "llama3",
@@ -370,7 +370,7 @@ VLLM: tuple[Flag, ...] = (
 
 
 def add_flags(parser: argparse.ArgumentParser, besides: Collection[str]) -> None:
-    """Every flag of the table but those that the parser has already. --help leaves them to docs/from-vllm.md."""
+    """Adds every flag of the table that the parser does not have yet. --help does not list them; docs/from-vllm.md does."""
     for flag in VLLM:
         names = [name for name in flag.names if name not in besides]
         if names:
@@ -386,7 +386,7 @@ def add_flags(parser: argparse.ArgumentParser, besides: Collection[str]) -> None
 
 
 class _ForeignFlags(argparse.Action):
-    """Keeps (flag, its name as typed, its values), in the order typed."""
+    """Collects (flag, its name as typed, its values) in the order typed."""
 
     def __init__(self, *args: Any, flag: Flag, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -405,7 +405,7 @@ class _ForeignFlags(argparse.Action):
 
 
 def translated(name: str, value: str) -> list[Assignment] | None:
-    """What a flag that Tandem has under the same name sets, in vLLM's words as well as in ours."""
+    """Returns what a flag that Tandem and vLLM share sets, if the value is in vLLM's words; None for other flags."""
     for flag in VLLM:
         if name in flag.names and isinstance(flag.becomes, SettingFlag):
             return flag.becomes.convert([value])
@@ -415,7 +415,7 @@ def translated(name: str, value: str) -> list[Assignment] | None:
 def read_flags(
     given: Sequence[tuple[Flag, str, list[str]]],
 ) -> tuple[list[tuple[str, str | None, str]], list[str]]:
-    """What they assign, as (setting, text, origin), and a sentence for each that cannot be taken."""
+    """Returns the assignments, as (setting, text, origin), and a sentence for each flag that is refused."""
     assignments: list[tuple[str, str | None, str]] = []
     answers: list[str] = []
     for flag, name, values in given:
@@ -434,7 +434,7 @@ def read_flags(
 
 
 def table() -> Iterator[str]:
-    """The table as Markdown."""
+    """Yields the lines of the table in Markdown."""
     yield "| vLLM, SGLang | Tandem |"
     yield "|---|---|"
     for flag in VLLM:

@@ -1,5 +1,5 @@
-"""Encoder nodes: an image's rows are made once, for every node that reads prompts.
+"""Encoder nodes: encode each image once for all nodes that compute prompts.
 
-rows   the cache of them, and how they are cut into messages
-node   questions in, rows out, an honest status
+rows   caches the rows of images, and cuts them into messages
+node   answers questions for rows, and reports its status
 """

@@ -1,7 +1,7 @@
-"""An encoder node: nodes that read prompts ask it for rows of images; routers ping it and hear how it is.
+"""An encoder node. Prefill and aggregated nodes ask it for the rows of images; routers ping it and get its status.
 
-One thread encodes, question after question, so an image that two nodes ask for is encoded once. A question whose time is over is dropped: its
-asker has encoded the image itself. Everything else is answered, with rows or with a refusal, until the node ends.
+One thread encodes one question after another, so an image that two nodes ask for is encoded once. A question whose time is over is dropped,
+because its asker has encoded the image itself by then. Every other question is answered until the node ends, with rows or with a refusal.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Questions that wait; one more is refused. Their files are in memory, and their askers wait for seconds only.
+# The most questions that may wait; more are refused. Their files are in memory, and their askers wait for seconds only.
 MOST_QUESTIONS = 64
 
 
@@ -81,15 +81,15 @@ class EncodeNode:
         self._questions: queue.Queue[_Asked | None] = queue.Queue()
         self._worker: threading.Thread | None = None
         self._at_rest = threading.Condition()
-        self._ended: Counter[str] = Counter()  # questions, by how
+        self._ended: Counter[str] = Counter()  # ended questions by outcome
         self._unanswered = 0  # questions that wait or are being answered
-        self._begun: float | None = None  # when the one that is being answered was begun
-        self._forgets = threading.Event()  # what is cached
-        # Written by the worker alone.
+        self._begun: float | None = None  # when the current question was begun
+        self._forgets = threading.Event()  # set: the worker empties the cache before its next question
+        # Written by the worker thread only.
         self._made = self._found = self._sent = self._steps = 0
         self._busy_s = 0.0
 
-    # --- as a process holds it (node.hosting)
+    # --- called by the process that holds the node (node.hosting)
 
     def start(
         self,
@@ -101,11 +101,11 @@ class EncodeNode:
         draft_folder: str | None = None,
         keepers: Sequence[str] = (),
     ) -> NodeInfo:
-        # Imported here: the cluster imports nodes for their configuration, and must stay free of torch.
+        # Imported here: the cluster imports nodes for their configuration, and must not import torch.
         from tandem.engine.model.vision.alone import load_tower
 
         if runner is not None:
-            raise ConfigurationError("an encoder node cannot go on with a model that another node has loaded")
+            raise ConfigurationError("an encoder node cannot take over a model that another node has loaded")
         config = self.config
         model = config.engine.model
         if model_folder is not None:
@@ -185,29 +185,29 @@ class EncodeNode:
             return self._detail
         for each, who in ((self._channel, "its routers"), (self._inbox, "who asks for rows")):
             if each is not None and each.died is not None:
-                return f"it no longer hears {who}: {each.died}"
+                return f"the thread that listens to {who} has died: {each.died}"
         return None
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses what is new; True when every question has its answer in time."""
+        """Refuses new questions. Returns whether every question was answered in time and the node has not failed."""
         if self._state is NodeState.READY:
             self._state = NodeState.DRAINING
         with self._at_rest:
             return self._at_rest.wait_for(lambda: not self._unanswered, timeout_s) and self.failure is None
 
     def reset_cache(self, timeout_s: float) -> bool:
-        """Rows are found by their image's content: no answer can be wrong by them, but they are forgotten as asked."""
+        """Empties the cache before the next question. Cached rows are found by their image's content, so they cannot be wrong."""
         self._forgets.set()
         return True
 
     def set_adapters(
         self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
     ) -> dict[str, str]:
-        """It computes nothing that an adapter changes."""
+        """Does nothing: adapters change nothing that this node computes."""
         return {}
 
     def release(self) -> ModelRunner:
-        raise Unavailable(f"{self.config.node_id} has a vision tower alone, and keeps its role")
+        raise Unavailable(f"{self.config.node_id} has only a vision tower, so its role cannot change")
 
     def stop(self) -> None:
         """Idempotent."""
@@ -252,7 +252,7 @@ class EncodeNode:
                 )
                 routers.tell(message.reply_to, TokenBatch(self.config.node_id, self.epoch, [chunk]))
             case _:
-                pass  # of requests that are not here
+                pass  # a message about a request, of which this node has none
 
     def _begin_line(self, reply_to: str) -> None:
         if self._routers is not None:
@@ -281,24 +281,24 @@ class EncodeNode:
         if self._state is not NodeState.READY:
             return f"{name} is {self._state.value}"
         if question.epoch != self.epoch:
-            return f"{name} is another incarnation of that node"
+            return f"{name} is another incarnation than the one that was asked"
         if question.model != self._content:
-            return f"{name} has another model"
+            return f"{name} serves another model"
         if self._unanswered >= MOST_QUESTIONS:
-            return f"{name} has {MOST_QUESTIONS} images in line"
+            return f"{name} has {MOST_QUESTIONS} images in its line"
         return None
 
     # --- the worker
 
     def _work(self) -> None:
         if self.config.cores and core_quota() is None:
-            # The threads that compute with this one begin with its first image, and stay where it is.
+            # The threads that compute with this one start with the first image and inherit its cores.
             bind([threading.get_native_id()], self.config.cores)
         while (asked := self._questions.get()) is not None:
             try:
                 self._answer(asked)
             except Exception as error:
-                # What is wrong with the tower is wrong for every image: the controller starts another node.
+                # A failure of the tower would recur with every image, so the node fails and the controller starts another.
                 logger.exception("the vision tower failed")
                 self._detail = f"{type(error).__name__}: {error}"
                 self._state = NodeState.FAILED
@@ -334,10 +334,11 @@ class EncodeNode:
         self._count("sent")
 
     def _rows_of(self, question: Encode) -> dict[str, PromptEmbeds]:
-        """In the question's order. Their names follow from the file that came, whatever the question says of it."""
+        """Returns the rows of the question's parts in its order. Their names are computed from the file itself, not taken from the
+        question."""
         digest = digest_of_image(question.file)
         if digest != question.digest:
-            raise InvalidRequest("the image is not the one that the question names")
+            raise InvalidRequest("the image's digest is not the one in the question")
         names = [f"{digest}/{part.part}" for part in question.parts]
         found = {name: rows for name in names if (rows := self._cache.find(name)) is not None}
         self._found += sum(rows.count for rows in found.values())
@@ -354,12 +355,14 @@ class EncodeNode:
                 found[one.identifier] = rows
         for name, part in zip(names, question.parts, strict=True):
             if found[name].count != part.length:
-                raise InvalidRequest(f"a part of an image has {found[name].count} rows, not {part.length}")
+                raise InvalidRequest(
+                    f"a part of the image has {found[name].count} rows, but the question expects {part.length}"
+                )
         return {name: found[name] for name in names}
 
     def _encode(self, missing: list[EncoderInput]) -> list[PromptEmbeds]:
         if self._tower is None:
-            raise InternalError(f"{self.config.node_id} was asked before it had a tower")
+            raise InternalError(f"{self.config.node_id} got a question before its tower was loaded")
         return self._tower.encode(missing)
 
     def _count(self, ending: str) -> None:
@@ -376,4 +379,4 @@ class EncodeNode:
         try:
             self._outbox.send(reply_to, message)
         except NodeLost as error:
-            logger.warning("rows were not sent: %s", error)  # their asker encodes the image itself
+            logger.warning("rows were not sent: %s", error)  # the asker encodes the image itself

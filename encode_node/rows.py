@@ -1,4 +1,4 @@
-"""Rows of images as an encoder node keeps and sends them."""
+"""The rows of images, as an encoder node caches and sends them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tandem.wire.encoding import MOST_BYTES, EncodedRows, checksum
 
 
 class RowsCache:
-    """By the parts' identifiers, which name their content; the longest unused make room."""
+    """Rows by the identifier of their part, which names its content. The least recently used rows make room for new ones."""
 
     def __init__(self, capacity: int) -> None:
-        """In rows, which are tokens of prompts."""
+        """`capacity` is in rows, each of which is one token of a prompt."""
         self.capacity = capacity
         self.used = 0
         self._rows: OrderedDict[str, PromptEmbeds] = OrderedDict()
@@ -30,7 +30,7 @@ class RowsCache:
         return rows
 
     def keep(self, identifier: str, rows: PromptEmbeds) -> None:
-        """A part that is larger than all of the cache is not kept."""
+        """Keeps the rows, unless they are more than the whole cache holds."""
         if identifier in self._rows or rows.count > self.capacity:
             return
         while self.used + rows.count > self.capacity:
@@ -47,7 +47,7 @@ class RowsCache:
 def messages_of(
     question: int, model: str, identifier: str, rows: PromptEmbeds, most_bytes: int = MOST_BYTES
 ) -> Iterator[EncodedRows]:
-    """A part's rows, in order, in as many messages as they take."""
+    """Yields a part's rows in order, in messages of at most `most_bytes`."""
     together = max(1, most_bytes // rows.row_bytes)
     for first in range(0, rows.count, together):
         begin, end = first * rows.row_bytes, (first + together) * rows.row_bytes

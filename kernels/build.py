@@ -1,4 +1,4 @@
-"""Compiles the library on first use and keeps it: `python -m tandem.kernels.build` does so ahead of time."""
+"""Compiles the library on first use and keeps it. `python -m tandem.kernels.build` compiles it ahead of time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent
 _NAME = "libtandem_native.so"
 _STAMP = "sources"
-_SHIPPED = _SOURCES / "compiled"  # in a wheel that brings the library
-_TIMEOUT_S = 180.0  # of one compiler run
+_SHIPPED = _SOURCES / "compiled"  # in a wheel that contains the library
+_TIMEOUT_S = 180.0  # for one compiler run
 
-# No -march=native: a file system may be shared by different machines. Each unit has the flags of its instruction
-# set, and the library asks the processor which one to use. NaN and infinity keep their meaning (no -ffast-math).
+# No -march=native: machines of different kinds may share the file system. Each unit is compiled for its instruction set, and the
+# library asks the processor which one to use. NaN and infinity keep their meaning (no -ffast-math).
 _FLAGS = [
     "-std=c++20",
     "-O3",
@@ -46,12 +46,12 @@ _X86 = ("x86_64", "amd64")
 
 
 class BuildFailed(Exception):
-    """There is no compiler, or it refused. The general forward pass needs neither."""
+    """There is no compiler, or it failed. Models can still run through torch, the general path."""
 
 
 def library_path() -> Path:
-    """The compiled library: what a wheel brought, or what this machine compiles now unless it has before. A compiler
-    that CXX names is always used. Raises BuildFailed."""
+    """Returns the compiled library: the one in the wheel, or one that this machine has compiled; compiles it if there is neither. If CXX
+    names a compiler, that is always used. Raises BuildFailed."""
     if not os.environ.get("CXX") and (shipped := _shipped()) is not None:
         return shipped
     compiler = _find_compiler()
@@ -65,19 +65,19 @@ def library_path() -> Path:
             if not library.exists():
                 _compile(compiler, library)
     except OSError as error:
-        raise BuildFailed(f"the native library cannot be kept in {folder}: {error}") from error
+        raise BuildFailed(f"the native library cannot be written to {folder}: {error}") from error
     return library
 
 
 def ship(folder: Path) -> None:
-    """Puts the compiled library into a wheel's folder for it, with what it was made of."""
+    """Copies the compiled library into a wheel's folder, with a digest of its sources."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy2(library_path(), folder / _NAME)
     (folder / _STAMP).write_text(_digest_of_sources(), encoding="utf-8")
 
 
 def _shipped() -> Path | None:
-    """The library that came with the sources, if it was made of these sources for this kind of machine."""
+    """Returns the library in the wheel, if it was compiled from these sources for this kind of machine."""
     try:
         matches = (_SHIPPED / _STAMP).read_text(encoding="utf-8") == _digest_of_sources()
     except OSError:
@@ -92,7 +92,9 @@ def _find_compiler() -> str:
         found = shutil.which(name)
         if found:
             return found
-    raise BuildFailed(f"there is no C++ compiler ({named or 'g++'}) to compile the native library with")
+    raise BuildFailed(
+        f"there is no C++ compiler ({named or 'g++'}) to compile the native library: install g++, or set CXX"
+    )
 
 
 def _cache_folder() -> Path:
@@ -101,7 +103,7 @@ def _cache_folder() -> Path:
         return (Path(base) if base else Path.home() / ".cache") / "tandem" / "native"
     except RuntimeError:
         raise BuildFailed(
-            "this user has no home folder to keep the native library in: name another with XDG_CACHE_HOME"
+            "this user has no home folder for the native library: set XDG_CACHE_HOME to a folder"
         ) from None
 
 
@@ -118,7 +120,7 @@ def _digest_of_sources() -> str:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Changes with everything that the library is made of."""
+    """Returns a name that changes with the sources, the flags and the compiler."""
     made_of = _digest_of_sources() + _run([compiler, "--version"])
     return hashlib.sha256(made_of.encode()).hexdigest()[:20]
 
@@ -127,7 +129,7 @@ def _compile(compiler: str, library: Path) -> None:
     log.info("compiling the native library (once for this machine)")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        sources = _sources(".cpp")[::-1]  # the units take longest, so they begin
+        sources = _sources(".cpp")[::-1]  # the units take longest, so they come first
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
 
         def compile_one(source: Path, target: Path) -> None:
@@ -138,7 +140,7 @@ def _compile(compiler: str, library: Path) -> None:
             list(pool.map(compile_one, sources, objects))
         linked = Path(folder) / _NAME
         _run([compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
-        linked.replace(library)  # whole or not at all
+        linked.replace(library)  # atomic
     log.info("compiled the native library in %.1f s: %s", time.monotonic() - started, library)
 
 
@@ -155,7 +157,7 @@ def _run(command: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time. The holder compiles, which has a deadline; a holder that dies releases the lock."""
+    """Lets one process compile at a time. The compiler run has a deadline, and the kernel releases the lock of a process that dies."""
     import fcntl
 
     with path.open("w") as file:
@@ -169,7 +171,7 @@ def main() -> int:
         path = library_path()
     except BuildFailed as error:
         log.warning("%s", error)
-        log.warning("Tandem works without it: models run through torch, more slowly.")
+        log.warning("Tandem works without it: models run through torch, which is slower.")
         return 0
     log.info("native library: %s", path)
     return 0

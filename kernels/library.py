@@ -1,4 +1,4 @@
-"""The library's C interface (api.h), as ctypes sees it. A call releases the GIL while it runs."""
+"""The library's C interface (api.h) in ctypes. A call releases the GIL while it runs."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Raises BuildFailed where the library can be neither found nor made."""
+    """Returns the library. Raises BuildFailed if there is none and it cannot be compiled."""
     path = library_path()
     try:
         library = ctypes.CDLL(str(path))
@@ -219,7 +219,7 @@ def last_error() -> str:
 
 
 def instruction_set(dtype: torch.dtype, limit: str = "") -> str | None:
-    """What a model of this dtype would run on here: amx, avx512bf16, avx512, avx2 or portable."""
+    """Returns the instruction set that a model of this dtype would use here: amx, avx512bf16, avx512, avx2 or portable. None: none."""
     code = DTYPES.get(dtype)
     found: bytes | None = None if code is None else load().tandem_instruction_set(code, limit.encode())
     return found.decode() if found else None

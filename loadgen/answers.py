@@ -1,4 +1,4 @@
-"""From a completion's stream of server-sent events to its timeline."""
+"""Turns a completion's stream of server-sent events into its timeline."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class _Choice(msgspec.Struct):
 
     @property
     def announces_only(self) -> bool:
-        """A chat stream's first event names the role and holds no token; some servers send it before they read the
-        prompt."""
+        """The first event of a chat stream names the role and has no token. Some servers send it before they have computed the
+        prompt, so it must not count as the first chunk."""
         return (
             self.delta is not None
             and self.delta.role is not None
@@ -52,13 +52,13 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 class EventSplitter:
-    """Only the data of an event matters here; names, ids and comments (servers' keep-alives) do not."""
+    """Splits a stream into events and returns their data. Names, ids and comments (keep-alives of servers) are dropped."""
 
     def __init__(self) -> None:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of every event that is complete now."""
+        """Returns the data of every event that is complete now."""
         self._buffer = (self._buffer + data).replace(b"\r\n", b"\n")
         *events, self._buffer = self._buffer.split(b"\n\n")
         return [payload for event in events if (payload := _data_of(event))]
@@ -72,7 +72,7 @@ def _data_of(event: bytes) -> bytes:
 
 
 class AnswerParser:
-    """Reads one response's body as it arrives and fills a timeline. `finish` raises what went wrong."""
+    """Fills a timeline from one response's body as it arrives. `finish` raises RequestFailure if something went wrong."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -117,7 +117,7 @@ class AnswerParser:
             self._failure = RequestFailure(kind, message)
 
     def finish(self) -> None:
-        """The response has ended properly as far as HTTP can say."""
+        """Call this when the response has ended properly in HTTP's terms. Raises RequestFailure."""
         if self._status != 200:
             raise RequestFailure(f"http_{self._status}", _error_text(self._refusal))
         if self._failure is not None:
@@ -129,7 +129,7 @@ class AnswerParser:
 
 
 def _error_text(body: bytes) -> str:
-    """The message of OpenAI's error object, or what there is instead."""
+    """Returns the message of OpenAI's error object; without one, the beginning of the body."""
     try:
         message = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.MsgspecError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The part of the OpenAI API that a load generator speaks."""
+"""The part of the OpenAI API that the load generator uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS_TIMEOUT_S = 30.0
 
 class ListedModel(msgspec.Struct, frozen=True):
     id: str
-    root: str | None = None  # some servers tell the folder that they loaded
+    root: str | None = None  # the folder that the server loaded, if it tells
 
     @property
     def tokenizer_folder(self) -> Path | None:
@@ -40,7 +40,7 @@ class Api:
         return self._shape.endpoint is ApiEndpoint.CHAT
 
     async def ask(self, prompt: Prompt | list[Message], timeline: Timeline) -> None:
-        """Always returns, with the timeline complete; what went wrong stands in it."""
+        """Sends the request and completes the timeline. Never raises for a failed request: the timeline holds the failure."""
         body = self._body(prompt, timeline.max_tokens)
         reader = AnswerParser(timeline)
         headers = {"x-request-id": timeline.trace, "x-tandem-trace": "1"} if timeline.trace else NO_HEADERS
@@ -91,15 +91,13 @@ class _ModelList(msgspec.Struct):
 
 
 async def served_models(http: HttpClient) -> list[ListedModel]:
-    """Raises ConfigurationError when the server does not tell: the operator must."""
+    """Returns the models that the server lists. Raises ConfigurationError when it does not: then the operator must name one."""
     answer = _CollectedAnswer()
     try:
         async with asyncio.timeout(MODELS_TIMEOUT_S):
             await http.exchange("GET", "/v1/models", b"", answer)
         if answer.status == 401:
-            raise ConfigurationError(
-                f"{http.authority} wants a key: TANDEM_API_KEY or OPENAI_API_KEY must hold it"
-            )
+            raise ConfigurationError(f"{http.authority} asks for a key: set TANDEM_API_KEY or OPENAI_API_KEY")
         if answer.status != 200:
             raise ConfigurationError(
                 f"{http.authority}/v1/models answered {answer.status}: name the model with --model"

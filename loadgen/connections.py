@@ -1,4 +1,4 @@
-"""HTTP/1.1 exchanges over kept connections, each response handed on as it arrives."""
+"""HTTP/1.1 over kept connections. Each response is passed on as its bytes arrive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 class Sink(Protocol):
-    """Who reads a response. Called from the event loop as bytes arrive; must not raise."""
+    """Reads a response. Called from the event loop as bytes arrive; must not raise."""
 
     def begin(self, status: int) -> None: ...
 
@@ -53,7 +53,7 @@ class Address:
 
 
 class HttpClient:
-    """As many connections as there are exchanges at once; idle ones are used again, the last used first."""
+    """Opens as many connections as there are exchanges at once, and reuses idle ones, the last used first."""
 
     def __init__(self, address: Address, headers: Mapping[str, str] | None = None) -> None:
         self._address = address
@@ -76,8 +76,8 @@ class HttpClient:
     async def exchange(
         self, method: str, path: str, body: bytes, sink: Sink, headers: Mapping[str, str] = NO_HEADERS
     ) -> None:
-        """Returns when the response has ended as HTTP says it should. Raises RequestFailure; sets no deadline of its
-        own beyond the one for connecting."""
+        """Returns when the response has ended in HTTP's terms. Raises RequestFailure. Its only deadline is the one for
+        connecting."""
         own = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         request = (
             f"{method} {self._address.base_path}{path} HTTP/1.1\r\n"
@@ -93,8 +93,8 @@ class HttpClient:
             try:
                 await connection.exchange(request, sink)
             except _ClosedUnanswered:
-                # The server was closing an idle connection just as we wrote. Only a fresh one that it
-                # closes without a word has failed.
+                # On a reused connection the server was probably closing it as we wrote, so the request is sent again. On a new
+                # connection this is a failure.
                 if used_before:
                     continue
                 raise RequestFailure(
@@ -128,11 +128,11 @@ class HttpClient:
 
 
 class _ClosedUnanswered(Exception):
-    """The connection ended before a byte of the response."""
+    """The connection ended before the first byte of the response."""
 
 
 class _Connection(asyncio.Protocol):
-    """One exchange at a time."""
+    """One connection, which carries one exchange at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -165,7 +165,7 @@ class _Connection(asyncio.Protocol):
         finally:
             if not self._ended.done() or self._ended.cancelled():
                 self._open = (
-                    False  # the rest of this answer is still to come: the connection must not be used again
+                    False  # the rest of this response may still arrive, so the connection must not be reused
                 )
             self._ended = self._sink = None
 
@@ -179,7 +179,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         if self._sink is None or self._ended is None:
-            self.close()  # an answer to nothing
+            self.close()  # nothing was asked
             return
         self._answered = True
         try:

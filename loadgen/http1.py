@@ -1,8 +1,8 @@
-"""One HTTP/1.1 response, from bytes that arrive in any pieces. No sockets, no clock.
+"""Parses one HTTP/1.1 response from bytes that arrive in any pieces. No sockets, no clock.
 
-Measured against a server that sends 1,600 chunks a second, httpx costs 140 to 165 µs of processor time a chunk,
-aiohttp 58, this under asyncio 32, nearly all of it the event loop's own. The generator shares its machine with the
-server that it measures, and what it spends the server cannot.
+The generator shares its machine with the server that it measures, so its own processor time must be small. Against a server
+that sends 1,600 chunks a second, httpx takes 140 to 165 µs of processor time per chunk, aiohttp 58, and this parser under
+asyncio 32, nearly all of which is the event loop's.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class ResponseParser:
 
     @property
     def reusable(self) -> bool:
-        """May another request go over the same connection?"""
+        """Whether another request may use the same connection."""
         return self.complete and not self._buffer and self.headers.get(b"connection", b"").lower() != b"close"
 
     def feed(self, data: bytes) -> bytes:
-        """What of the body is complete now; a chunk is passed on whole."""
+        """Returns the part of the body that is complete now. A chunk is returned whole or not at all."""
         self._buffer += data
         body = b""
         while True:
@@ -63,7 +63,7 @@ class ResponseParser:
                 return body
 
     def end_of_stream(self) -> bool:
-        """The peer has closed: was that the end of the response?"""
+        """Call this when the peer has closed the connection. Returns whether the response is complete."""
         if self._part is _Part.UNTIL_CLOSE:
             self._part = _Part.DONE
             self.headers[b"connection"] = b"close"

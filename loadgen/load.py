@@ -1,5 +1,5 @@
-"""Sends a workload to a server and records every request's timeline; makes the sessions and their arrival times from a run's
-options. Prompts and arrival times come from separate random streams, so a run at another rate sends the same prompts."""
+"""Sends a workload to a server and records every request's timeline. Also makes the sessions and their arrival times from a run's
+options. Prompts and arrival times come from separate random streams, so runs at different rates send the same prompts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tandem.wire.errors import ConfigurationError
 
 
 class LoadStream:
-    """One stream of sessions under one label. Several may run side by side on one event loop.
+    """One stream of sessions under one label. Several streams may run side by side on one event loop.
 
-    With `arrivals`, each session is sent at its time, or later if `concurrency` sessions are already running. Without
-    `arrivals`, the next session is sent as soon as one of `concurrency` users is free.
+    With `arrivals`, each session is sent at its time, or later if `concurrency` sessions are running. Without `arrivals`, the
+    next session is sent as soon as one of `concurrency` users is free.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LoadStream:
         arrivals: Sequence[float] | None = None,
         trace: str = "",
     ) -> None:
-        """`trace`: the id of the request in the middle, which the server is asked to trace."""
+        """`trace` is an id for the request in the middle of the run, which the server is asked to trace."""
         if concurrency is not None and concurrency < 1:
             raise ConfigurationError(f"the concurrency must be at least 1, not {concurrency}")
         self.label = label
@@ -57,7 +57,7 @@ class LoadStream:
 
     @property
     def duration_s(self) -> float:
-        """From the first send to the last answer; while running, until now."""
+        """The time from the first send to the last answer; while the run goes on, until now."""
         return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
 
     def stop(self) -> None:
@@ -132,7 +132,7 @@ _MEASURED, _WARM_UP, _ARRIVALS = range(3)
 
 
 def make_sessions(options: Options, vocabulary: Vocabulary) -> tuple[list[Session], list[Session]]:
-    """The sessions to measure, and those that warm up before: of the same kind, with no prompt in common."""
+    """Returns the sessions to measure, and sessions of the same kind for the warm-up, which share no prompt with them."""
     measured, before = (np.random.default_rng((options.seed, stream)) for stream in (_MEASURED, _WARM_UP))
     lengths = Lengths(options.input, options.output, options.spread)
     if options.workload is Workload.TRACE and options.trace is not None:
@@ -166,7 +166,7 @@ def arrival_times(options: Options, sessions: list[Session]) -> list[float] | No
 
 
 def poisson(rng: np.random.Generator, count: int, rate: float) -> list[float]:
-    """Seconds from the start of the run, with exponential gaps, scaled so that the last arrival is at `count / rate`.
+    """Returns arrival times in seconds from the start of the run, with exponential gaps, scaled so that the last one is at `count / rate`.
     Given the time of the last arrival, the others are still a Poisson process, and every seed offers the same load."""
     if rate <= 0:
         raise ConfigurationError(f"the rate must be above 0 requests a second, not {rate:g}")

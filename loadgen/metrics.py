@@ -1,4 +1,4 @@
-"""What a run's timelines add up to."""
+"""Computes what a run's timelines add up to."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tandem.loadgen.timeline import Timeline
 from tandem.wire.errors import ConfigurationError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)?")
-# A request meets its inter-token limit if this percentile of its own gaps does: one slow gap spoils a short answer, not a
+# A request meets its inter-token limit if this percentile of its own gaps does. One slow gap spoils a short answer, but not a
 # long one.
 _ITL_PERCENT = 99.0
 
 
 def percentile(ascending: Sequence[float], percent: float) -> float:
-    """`ascending` must hold at least one value."""
+    """`ascending` must have at least one value."""
     place = (len(ascending) - 1) * percent / 100
     below = int(place)
     above = min(below + 1, len(ascending) - 1)
@@ -27,7 +27,7 @@ def percentile(ascending: Sequence[float], percent: float) -> float:
 
 
 class ServiceLevel(msgspec.Struct, frozen=True):
-    """Limits in seconds; None does not limit."""
+    """Limits in seconds. None means no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -55,7 +55,7 @@ class ServiceLevel(msgspec.Struct, frozen=True):
 
 
 def parse_service_level(text: str) -> ServiceLevel:
-    """`name=limit` pairs; a limit without a unit is in milliseconds."""
+    """Parses comma-separated `name=limit` pairs. A limit without a unit is in milliseconds. Raises ConfigurationError."""
     limits: dict[str, float] = {}
     for pair in text.split(","):
         name, _, value = pair.strip().partition("=")
@@ -66,13 +66,13 @@ def parse_service_level(text: str) -> ServiceLevel:
                 f"{pair.strip()!r} must be a limit on one of {known}, such as ttft=200ms or itl=0.05s"
             )
         if name in limits:
-            raise ConfigurationError(f"{name} is limited twice")
+            raise ConfigurationError(f"{name} is limited twice: leave one limit out")
         limits[name] = float(match[1]) * (1.0 if match[2] == "s" else 1e-3)
     return ServiceLevel(**limits)
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Milliseconds."""
+    """Values in milliseconds."""
 
     mean: float
     p50: float
@@ -83,7 +83,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Distribution | None:
-        """None for no values: a zero would read as a very good result."""
+        """Returns None for no values, because a zero would read as a very good result."""
         if not seconds:
             return None
         values = sorted(value * 1e3 for value in seconds)
@@ -105,7 +105,9 @@ class Summary(msgspec.Struct, frozen=True):
     failures: list[FailureCount]
     input_tokens: int
     output_tokens: int
-    short_answers: int  # ended before `max_tokens`: the run was lighter than its settings say
+    short_answers: (
+        int  # answers that ended before `max_tokens`, so that the run was lighter than its settings say
+    )
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
@@ -114,8 +116,8 @@ class Summary(msgspec.Struct, frozen=True):
     itl_ms: Distribution | None
     e2e_ms: Distribution | None
     slo: str | None = None
-    goodput_per_s: float | None = None  # requests within the service level
-    attainment: float | None = None  # their share of all that were sent
+    goodput_per_s: float | None = None  # requests per second that met the service level
+    attainment: float | None = None  # the share of all requests that met it
 
 
 def summarize(
@@ -127,7 +129,7 @@ def summarize(
     input_tokens = sum(timeline.prompt_tokens for timeline in served)
     output_tokens = sum(timeline.output_tokens for timeline in served)
     good = sum(slo.is_met_by(timeline) for timeline in served) if slo is not None else 0
-    # A run of no duration has no rate.
+    # A run without duration has no rate.
     per_second = 1.0 / duration_s if duration_s > 0 else 0.0
     return Summary(
         label=label,
@@ -152,7 +154,7 @@ def summarize(
 
 
 def count_failures(timelines: Iterable[Timeline]) -> list[FailureCount]:
-    """Most frequent first."""
+    """Returns the kinds of failures, the most frequent first."""
     failures = [timeline.failure for timeline in timelines if timeline.failure is not None]
     examples = {failure.kind: str(failure) for failure in reversed(failures)}
     counts = Counter(failure.kind for failure in failures)

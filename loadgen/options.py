@@ -1,4 +1,4 @@
-"""What `tandem bench` can be told."""
+"""The options of `tandem bench`."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sessions(self) -> int | None:
-        """How many to make; None: as many as the trace has."""
+        """How many sessions to make; None: as many as the trace has."""
         if self.requests is not None or self.workload is Workload.TRACE:
             return self.requests
         return _DEFAULT_REQUESTS
 
     @property
     def users(self) -> int | None:
-        """How many may run at once; None: no limit."""
+        """How many sessions may run at once; None: no limit."""
         if self.concurrency is None and self.rate is None and self.workload is not Workload.TRACE:
             return 1
         return self.concurrency
@@ -82,7 +82,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return self.warmup if self.warmup is not None else (self.users or 1)
 
     def check(self) -> None:
-        """What no single flag can say."""
+        """Checks the rules between several flags. Raises ConfigurationError."""
         if self.requests is not None and self.requests < 1:
             raise ConfigurationError(f"--requests must be at least 1, not {self.requests}")
         if self.duration is not None and self.duration <= 0:
@@ -93,7 +93,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None and value < 0:
                 raise ConfigurationError(f"--{name} must not be negative, not {value:g}")
         if (self.trace is not None) != (self.workload is Workload.TRACE):
-            raise ConfigurationError("--trace FILE and --workload trace belong together")
+            raise ConfigurationError(
+                "--trace FILE and --workload trace need each other: give both, or neither"
+            )
         if self.prompt_format is PromptFormat.IDS and self.endpoint is ApiEndpoint.CHAT:
             raise ConfigurationError("the chat endpoint takes no token ids: leave --prompt-format at text")
 
@@ -110,10 +112,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--url",
         default="http://127.0.0.1:8000",
-        help="any OpenAI-compatible server (%(default)s); TANDEM_API_KEY or OPENAI_API_KEY holds its key",
+        help="any OpenAI-compatible server (%(default)s); put its key into TANDEM_API_KEY or OPENAI_API_KEY",
     )
     server.add_argument(
-        "--model", help="the name it serves the model under (default: the first one it lists)"
+        "--model", help="the model's name on the server (default: the first one that the server lists)"
     )
     server.add_argument(
         "--endpoint",
@@ -122,7 +124,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help="(%(default)s)",
     )
     server.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="for one request (%(default)s)"
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds for one request (%(default)s)"
     )
 
 
@@ -132,7 +134,7 @@ def _add_what_is_asked(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=Path,
         metavar="FOLDER",
-        help="the model's folder: makes prompts' lengths exact to the token",
+        help="the model's folder; its tokenizer makes prompts' lengths exact to the token",
     )
     asked.add_argument(
         "--prompt-format",
@@ -150,35 +152,49 @@ def _add_what_is_asked(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=int,
         metavar="N",
-        help=f"how many; of a multi-turn workload, conversations ({_DEFAULT_REQUESTS}, or all of a trace)",
+        help=f"how many requests, or conversations of a multi-turn workload ({_DEFAULT_REQUESTS}, or all of a trace)",
     )
-    asked.add_argument("--input", type=int, default=512, metavar="TOKENS", help="of a prompt (%(default)s)")
-    asked.add_argument("--output", type=int, default=64, metavar="TOKENS", help="of an answer (%(default)s)")
+    asked.add_argument(
+        "--input", type=int, default=512, metavar="TOKENS", help="length of a prompt (%(default)s)"
+    )
+    asked.add_argument(
+        "--output", type=int, default=64, metavar="TOKENS", help="length of an answer (%(default)s)"
+    )
     asked.add_argument(
         "--spread",
         type=float,
         default=0.0,
         metavar="R",
-        help="draw lengths evenly within ±R of both (%(default)s)",
+        help="draw both lengths evenly from within ±R of these, such as 0.2 (%(default)s)",
     )
     asked.add_argument(
-        "--prefix", type=int, default=1000, metavar="TOKENS", help="shared-prefix: shared (%(default)s)"
+        "--prefix",
+        type=int,
+        default=1000,
+        metavar="TOKENS",
+        help="shared-prefix: length of the prefix (%(default)s)",
     )
     asked.add_argument(
-        "--prefixes", type=int, default=1, metavar="N", help="shared-prefix: different ones (%(default)s)"
+        "--prefixes", type=int, default=1, metavar="N", help="shared-prefix: number of prefixes (%(default)s)"
     )
     asked.add_argument(
-        "--turns", type=int, default=4, metavar="N", help="multi-turn: of a conversation (%(default)s)"
+        "--turns", type=int, default=4, metavar="N", help="multi-turn: turns of a conversation (%(default)s)"
     )
     asked.add_argument(
         "--turn-input", type=int, metavar="TOKENS", help="multi-turn: what each later turn adds (as --input)"
     )
     asked.add_argument(
-        "--think", type=float, default=0.0, metavar="S", help="multi-turn: between turns (%(default)s)"
+        "--think",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="multi-turn: seconds between turns (%(default)s)",
     )
-    asked.add_argument("--trace", type=Path, metavar="FILE", help="trace: Mooncake's JSONL or Azure's CSV")
     asked.add_argument(
-        "--trace-speed", type=float, default=1.0, metavar="X", help="trace: play it X times as fast"
+        "--trace", type=Path, metavar="FILE", help="trace: a file in Mooncake's JSONL or Azure's CSV format"
+    )
+    asked.add_argument(
+        "--trace-speed", type=float, default=1.0, metavar="X", help="trace: replay it X times as fast"
     )
     asked.add_argument(
         "--trace-scale", type=float, default=1.0, metavar="X", help="trace: multiply all lengths by X"
@@ -190,7 +206,7 @@ def _add_what_is_asked(parser: argparse.ArgumentParser) -> None:
         help="let answers end by themselves; otherwise ignore_eos is sent",
     )
     asked.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals (%(default)s)"
+        "--seed", type=int, default=0, metavar="N", help="for prompts, lengths and arrivals (%(default)s)"
     )
 
 
@@ -200,15 +216,15 @@ def _add_when_it_is_asked(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=int,
         metavar="N",
-        help="users who each wait for their answer (1); with --rate, a limit",
+        help="how many users, who each wait for their answer (1); with --rate, the most requests at once",
     )
     when.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals, R requests a second")
-    when.add_argument("--duration", type=float, metavar="S", help="send nothing after S seconds")
+    when.add_argument("--duration", type=float, metavar="S", help="send no new requests after S seconds")
     when.add_argument(
         "--warmup",
         type=int,
         metavar="N",
-        help="unmeasured requests before, that share nothing with the measured ones (as many as users)",
+        help="unmeasured requests before the run, which share nothing with the measured ones (as many as users)",
     )
 
 
@@ -218,9 +234,11 @@ def _add_what_is_shown(parser: argparse.ArgumentParser) -> None:
         "--slo",
         type=_service_level,
         metavar="LIMITS",
-        help="goodput under ttft=200ms,itl=50ms (ttft, tpot, itl, e2e)",
+        help="report goodput under these limits, such as ttft=200ms,itl=50ms (ttft, tpot, itl, e2e)",
     )
-    shown.add_argument("--json", type=Path, metavar="FILE", help="everything, as JSON; - for standard output")
+    shown.add_argument(
+        "--json", type=Path, metavar="FILE", help="the whole report as JSON; - for standard output"
+    )
     shown.add_argument(
         "--plot", type=Path, metavar="FILE", help="distributions and throughput, as .png or .svg"
     )
@@ -228,7 +246,7 @@ def _add_what_is_shown(parser: argparse.ArgumentParser) -> None:
         "--timeline",
         type=Path,
         metavar="FILE",
-        help="where the time of a request in the middle of the run went, shown and drawn, as .png or .svg (Tandem only)",
+        help="trace a request in the middle of the run: show where its time went, and draw it as .png or .svg (Tandem only)",
     )
 
 
@@ -240,7 +258,7 @@ def _service_level(text: str) -> ServiceLevel:
 
 
 def options_from(args: argparse.Namespace) -> Options:
-    """Raises ConfigurationError for flags that make no run together."""
+    """Raises ConfigurationError for flags that contradict each other."""
     given = {name: getattr(args, name) for name in Options.__struct_fields__}
     options = msgspec.structs.replace(
         Options(**given),

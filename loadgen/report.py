@@ -1,4 +1,4 @@
-"""A run as JSON: enough to read it, to repeat it and to compare it."""
+"""A run as JSON: enough to read it, repeat it and compare it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.loadgen.timeline import Timeline
 
 
 class MachineDescription(msgspec.Struct, frozen=True):
-    """Where the generator ran; for a local server, where all of it did."""
+    """The machine of the generator, and of the server if that is local."""
 
     processor: str
     cores: int
@@ -47,8 +47,8 @@ class Report(msgspec.Struct, frozen=True):
     made_at: str
     machine: MachineDescription
     settings: dict[str, object]
-    exact_lengths: bool  # prompts were made with the model's own tokenizer
-    generator_cpu: float  # cores' worth of time that the generator itself took
+    exact_lengths: bool  # whether prompts were made with the model's own tokenizer
+    generator_cpu: float  # how many cores' time the generator itself took
     summaries: list[Summary]
     requests: list[RequestRecord]
 

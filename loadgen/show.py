@@ -1,4 +1,4 @@
-"""What the operator sees: progress while a run goes on, its summary, its plot."""
+"""Shows a run: its progress, its summary, its plot."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def print_summary(console: Console, summary: Summary) -> None:
 
 
 _REFRESH_S = 0.5
-_PLAIN_LINE_S = 5.0  # where a line cannot be redrawn, as in a log file
+_PLAIN_LINE_S = 5.0  # for output in which a line cannot be redrawn, such as a log file
 
 
 async def with_progress(
@@ -128,14 +128,14 @@ def plot_run(figure: Figure, timelines: Sequence[Timeline], began_at: float, tit
 
 
 def distribution(axes: Axes, title: str, series: Mapping[str, Sequence[float]]) -> None:
-    """The share of values no slower than x. The tail matters most, so x is logarithmic and p99 is marked."""
+    """Plots the share of values up to x. The tail matters most, so x is logarithmic and p99 is marked."""
     axes.set_title(title)
     axes.set_xlabel("ms")
     axes.set_ylabel("share")
     axes.set_ylim(0, 1.02)
     axes.axhline(0.99, color="grey", linewidth=0.5, linestyle=":")
     for name, seconds in series.items():
-        # A chunk that arrived together with the one before it has latency 0, which has no logarithm.
+        # Two chunks that arrive together have latency 0, which has no logarithm.
         values = np.maximum(np.sort(np.asarray(seconds)) * 1e3, 1e-2)
         if len(values):
             axes.plot(values, np.arange(1, len(values) + 1) / len(values), label=name, drawstyle="steps-post")

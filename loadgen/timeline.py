@@ -9,12 +9,12 @@ from tandem.wire.errors import TandemError
 
 
 class RequestFailure(TandemError):
-    """A measured request did not get its answer. `kind` is what failures are counted by:
+    """A measured request did not get its answer. Failures are counted by `kind`:
 
     connect         the connection was refused, or TLS failed
     disconnected    the connection ended before the answer did
     timeout         the request's own deadline passed
-    http_<status>   an answer other than 200
+    http_<status>   a response other than 200
     stream_error    an error event in a stream that had begun
     truncated       the stream ended properly, but without its [DONE]
     empty           a stream without a single token
@@ -30,18 +30,18 @@ class RequestFailure(TandemError):
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """Times are seconds on one monotonic clock. Filled while the request runs, read when it has ended."""
+    """Times are seconds on one monotonic clock. Filled while the request runs; read only after it has ended."""
 
     label: str
     max_tokens: int
     sent_at: float = 0.0
     chunk_times: list[float] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
-    prompt_tokens: int = 0  # the server's count; until it reports one, the workload's
-    reported_tokens: int | None = None  # the server's own count of the answer's tokens
+    prompt_tokens: int = 0  # the server's count, or the workload's until the server reports one
+    reported_tokens: int | None = None  # the server's count of the answer's tokens
     failure: RequestFailure | None = None
-    ended_at: float = 0.0  # set for failures too
-    trace: str = ""  # the id under which the server is asked to trace it
+    ended_at: float = 0.0  # also set for failures
+    trace: str = ""  # the id under which the server is asked to trace the request
 
     @property
     def succeeded(self) -> bool:
@@ -49,7 +49,7 @@ class Timeline:
 
     @property
     def output_tokens(self) -> int:
-        """If the server reports no usage, each chunk counts as one token."""
+        """The server's count; without one, each chunk counts as one token."""
         return len(self.chunk_times) if self.reported_tokens is None else self.reported_tokens
 
     @property
@@ -62,7 +62,7 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """None for an answer of one token: it has no second token to time."""
+        """None for an answer of one token, which has no second token to time."""
         others = self.output_tokens - 1
         return (self.e2e - self.ttft) / others if others > 0 else None
 

@@ -1,8 +1,8 @@
 """Recorded traffic, in the two public formats.
 
-Mooncake's JSONL has a line per request: `timestamp` in milliseconds, `input_length`, `output_length`, and `hash_ids`,
-one for each 512 tokens of the prompt; equal ids mean equal text, up to that block. Azure's CSV has the columns
-TIMESTAMP, ContextTokens and GeneratedTokens, and tells nothing of the text.
+Mooncake's JSONL has one line per request: `timestamp` in milliseconds, `input_length`, `output_length`, and `hash_ids`, one for
+each 512 tokens of the prompt. Two prompts with equal ids have equal text up to that block. Azure's CSV has the columns TIMESTAMP,
+ContextTokens and GeneratedTokens, and tells nothing about the text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _MooncakeLine(msgspec.Struct):
 
 
 def read_trace(file: Path, limit: int | None = None) -> list[TraceRow]:
-    """The first `limit` requests in order of arrival, the first of them at 0 s."""
+    """Returns the first `limit` requests in order of arrival, the first one at 0 s. Raises ConfigurationError."""
     try:
         with file.open(newline="", encoding="utf-8-sig") as lines:
             is_json = lines.read(1) == "{"
@@ -50,7 +50,7 @@ def read_trace(file: Path, limit: int | None = None) -> list[TraceRow]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--trace {file} cannot be read: {error}") from error
     if not rows:
-        raise ConfigurationError(f"--trace {file} has no requests in it")
+        raise ConfigurationError(f"--trace {file} contains no requests")
     rows.sort(key=lambda row: row.arrival_s)
     first = rows[0].arrival_s
     return [TraceRow(row.arrival_s - first, row.input_tokens, row.output_tokens, row.blocks) for row in rows]
@@ -86,8 +86,8 @@ def _azure(file: Path, lines: Iterator[str]) -> Iterator[TraceRow]:
 def replay(
     rows: list[TraceRow], vocabulary: Vocabulary, seed: int, speed: float = 1.0, scale: float = 1.0
 ) -> list[Session]:
-    """`speed` 2 plays the trace in half its time. `scale` 0.1 asks a tenth of each length, and of each block's, so
-    that a small model can answer and what was shared stays shared."""
+    """Makes sessions of a trace. `speed` 2 sends it in half its time. `scale` 0.1 makes each length, and each shared block, a tenth as
+    long, so that a small model can serve it and prompts still share what they shared."""
     if speed <= 0 or scale <= 0:
         raise ConfigurationError("a trace's speed and scale must be above 0")
     block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS * scale))

@@ -1,7 +1,7 @@
-"""Prompts of an exact number of tokens.
+"""Makes prompts of an exact number of tokens.
 
-Text is the hard case: random tokens decoded to text seldom encode back to the same number. So prompts are made of words
-that are one token each after any other word. Such a text can be cut between any two words, or continued with more words,
+Text is the hard case: random tokens that are decoded to text seldom encode to the same number of tokens. So prompts are made of
+words that are one token each after any other word. Such a text can be cut between any two words, or continued with more words,
 and the counts still add up; so prompts can share a prefix to the token.
 """
 
@@ -30,18 +30,18 @@ _MOST_WORDS = 16384
 class Vocabulary(Protocol):
     @property
     def overhead(self) -> int:
-        """Tokens of a prompt that are not words."""
+        """The tokens of a prompt that are not words."""
 
     def draw(self, rng: np.random.Generator, words: int) -> list[int]: ...
 
     def prompt(self, words: Sequence[int]) -> Prompt:
-        """`len(words) + overhead` tokens, or about as many where the vocabulary is a guess."""
+        """Returns a prompt of `len(words) + overhead` tokens; of about as many, if the vocabulary is guessed."""
 
     def continuation(self, words: Sequence[int]) -> str: ...
 
 
 def words_for(vocabulary: Vocabulary, tokens: int) -> int:
-    """How many words make a prompt of `tokens` tokens."""
+    """Returns how many words make a prompt of `tokens` tokens."""
     if tokens <= vocabulary.overhead:
         raise ConfigurationError(
             f"a prompt must have at least {vocabulary.overhead + 1} tokens, not {tokens}"
@@ -50,16 +50,16 @@ def words_for(vocabulary: Vocabulary, tokens: int) -> int:
 
 
 class TextVocabulary:
-    """One model's words, prompts as text."""
+    """One model's words. Prompts are text."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         self._words, _ = _stable_words(backend)
-        self.overhead = len(backend.encode(ANCHOR).ids)  # what the server will add by itself is counted too
+        self.overhead = len(backend.encode(ANCHOR).ids)  # includes the tokens that the server adds by itself
 
     @property
     def words(self) -> list[str]:
-        """Each is one token after another word. Without the space before it."""
+        """The words, without the space before them. Each is one token after another word."""
         return [word.strip() for word in self._words]
 
     def draw(self, rng: np.random.Generator, words: int) -> list[int]:
@@ -80,7 +80,7 @@ class TextVocabulary:
 
 
 class IdVocabulary:
-    """One model's words, prompts as token ids: the server's tokenizer is not involved."""
+    """One model's words. Prompts are token ids, so the server's tokenizer is not involved."""
 
     overhead = 0
 
@@ -95,12 +95,12 @@ class IdVocabulary:
 
     def continuation(self, words: Sequence[int]) -> str:
         raise ConfigurationError(
-            "a conversation goes on from the answer's text: it needs --prompt-format text"
+            "a conversation continues the answer's text, so it needs --prompt-format text"
         )
 
 
 class GuessedVocabulary:
-    """Without a tokenizer: words so common that nearly every model has one token for each."""
+    """For use without a tokenizer: words so common that nearly every model has one token for each."""
 
     overhead = 1
     _WORDS = (  # noqa: SIM905 (as a list it would be a page)
@@ -133,7 +133,7 @@ def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _stable_words(backend: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:
-    """Words that are one token each after another word, and those tokens."""
+    """Returns the words that are one token each after another word, and those tokens."""
     spelled = [
         (token, f" {match[1]}")
         for name, token in sorted(
@@ -150,6 +150,7 @@ def _stable_words(backend: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:
     ]
     if len(stable) < _ENOUGH_WORDS:
         raise ConfigurationError(
-            f"this tokenizer has only {len(stable)} words of one token: too few to make prompts of"
+            f"this tokenizer has only {len(stable)} words of one token, and prompts need {_ENOUGH_WORDS}: send token ids instead, "
+            "--prompt-format ids"
         )
     return [text for _, text in stable], [token for token, _ in stable]

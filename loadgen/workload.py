@@ -1,4 +1,4 @@
-"""A workload is a list of sessions. A session's turns are sent one by one, each after the answer to the one before."""
+"""A workload is a list of sessions. A session's turns are sent one by one, each after the answer to the last."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tandem.wire.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """The first turn's prompt stands alone; a later one's is what it adds to the conversation so far."""
+    """The first turn's prompt is whole; a later turn's prompt is what it adds to the conversation so far."""
 
     prompt: Prompt
     prompt_tokens: int  # of `prompt` alone; the server's count replaces it
     max_tokens: int
-    wait_s: float = 0.0  # the user thinks, before asking
+    wait_s: float = 0.0  # the user's pause before the turn
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
     turns: tuple[SessionTurn, ...]
-    arrival_s: float | None = None  # recorded, from the trace's beginning
+    arrival_s: float | None = None  # from the trace's beginning; None for synthetic sessions
 
 
 def single(prompt: Prompt, prompt_tokens: int, max_tokens: int, arrival_s: float | None = None) -> Session:
@@ -62,7 +62,7 @@ class Lengths:
 def random_prompts(
     vocabulary: Vocabulary, rng: np.random.Generator, count: int, lengths: Lengths
 ) -> list[Session]:
-    """No two prompts have anything in common."""
+    """Returns prompts that have nothing in common."""
     sessions = []
     for _ in range(count):
         tokens = lengths.draw_input(rng)
@@ -79,7 +79,7 @@ def shared_prefix(
     prefix_tokens: int,
     prefixes: int,
 ) -> list[Session]:
-    """Every prompt begins with one of a few prefixes, in turn; `lengths.input` counts what follows it."""
+    """Returns prompts that begin with one of a few prefixes, in turn. `lengths.input` counts what follows the prefix."""
     if prefixes < 1:
         raise ConfigurationError("there must be at least 1 shared prefix")
     heads = [vocabulary.draw(rng, words_for(vocabulary, prefix_tokens)) for _ in range(prefixes)]
@@ -100,7 +100,7 @@ def multi_turn(
     turn_tokens: int,
     think_s: float,
 ) -> list[Session]:
-    """Conversations: the first prompt has `lengths.input` tokens, each later turn adds the answer and `turn_tokens`."""
+    """Returns conversations. The first prompt has `lengths.input` tokens; each later turn adds the answer and `turn_tokens` tokens."""
     if turns < 1 or turn_tokens < 1:
         raise ConfigurationError("a conversation must have at least 1 turn, and a turn at least 1 token")
     sessions = []

@@ -1,5 +1,5 @@
-"""What this machine has and allows: floor 1, below everything that computes.
+"""What this machine has and allows. Floor 1: everything that computes imports it.
 
-resources   how many cores and how much memory this process may use; which cores a thread runs on
-digests     what identifies a file's content, remembered on this machine
+resources   how many cores and how much memory this process may use; binds threads to cores
+digests     the SHA-256 of files, remembered on this machine
 """

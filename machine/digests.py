@@ -1,7 +1,7 @@
-"""The SHA-256 of files, computed once for as long as a file stays what it is.
+"""The SHA-256 of files, computed once for as long as a file does not change.
 
-A file is the same while its device, inode, size and both times are: the kernel sets the second one at every write and
-it cannot be set back. The hub's cache names a large file after its SHA-256; that name is taken for it.
+A file counts as unchanged while its device, inode, size, mtime and ctime are: the kernel sets the ctime at every write, and programs
+cannot set it back. The hub's cache names a large file after its SHA-256, and that name is trusted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_AT_ONCE = 4  # files; hashing lets go of the interpreter
-_FRESH_NS = 2_000_000_000  # a file that was just written may be written again within one tick of its clock
+_AT_ONCE = 4  # files that are hashed in parallel; hashing releases the GIL
+_FRESH_NS = (
+    2_000_000_000  # a file that was just written may be written again within the same tick of its clock
+)
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 OnRead = Callable[[int], None]
-"""Hears of every so many bytes that were read, from several threads."""
+"""Called with each number of bytes that was read, from several threads."""
 
 
 def _unheard(num_bytes: int) -> None:
@@ -32,7 +34,7 @@ def _unheard(num_bytes: int) -> None:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where Tandem keeps what can be made again; None for a user without a home."""
+    """Returns the folder for what Tandem can make again if it is deleted; None for a user without a home folder."""
     root = environ.get("TANDEM_CACHE")
     if root:
         return Path(root)
@@ -43,7 +45,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def digests_of(files: Sequence[Path], on_read: OnRead = _unheard) -> list[str]:
-    """Each file's digest, in hexadecimal. Several are read at once. Raises OSError."""
+    """Returns each file's digest in hexadecimal. Reads several files at once. Raises OSError."""
     with ThreadPoolExecutor(max_workers=min(_AT_ONCE, max(1, len(files)))) as pool:
         return list(pool.map(lambda file: digest_of(file, on_read), files))
 
@@ -92,7 +94,7 @@ def _read(kept: Path, identity: list[int]) -> str | None:
 
 
 def _write(kept: Path, identity: list[int], digest: str) -> None:
-    """Whole or not at all. Without it the file is hashed again."""
+    """Writes atomically. Ignores errors: the file is then hashed again next time."""
     with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=kept.parent)

@@ -1,5 +1,5 @@
-"""How many cores and how much memory of this machine this process may use: what the kernel says, or what the limits of a
-control group (a container, a pod, a service) leave of it."""
+"""How many cores and how much memory this process may use: the machine's, or what the limits of its control group (a container, a pod,
+a service) leave of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tandem.wire.errors import ConfigurationError
 
 
 def usable_cores() -> int:
-    """How many threads can compute at once."""
+    """Returns how many threads can compute at once."""
     return core_quota() or len(os.sched_getaffinity(0))
 
 
 def core_quota() -> int | None:
-    """How many cores' time this process may use, in whole cores and at least one; None: that of all it may run on.
+    """Returns how many cores' time this process may use, in whole cores and at least one; None: as much as all cores that it may run on.
 
-    A thread more would not compute more: when the time of a period is used up, all of them stand still.
+    More threads than that would not compute more: when the period's time is used up, all of them are stopped.
     """
     quotas = [found for folder in folders_of("cpu") if (found := _quota(folder)) is not None]
     whole = max(1, int(min(quotas))) if quotas else None
@@ -27,7 +27,7 @@ def core_quota() -> int | None:
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores' worth of time; None without a limit."""
+    """Returns the group's limit in cores; None without a limit."""
     try:
         limit, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def _quota(folder: Path) -> float | None:
             period = (folder / "cpu.cfs_period_us").read_text().strip()
         except OSError:
             return None
-    # Without a limit the one says max, the other -1.
+    # Without a limit, version 2 writes max and version 1 writes -1.
     return int(limit) / int(period) if limit.isdigit() and period.isdigit() and int(period) else None
 
 
@@ -45,7 +45,7 @@ def threads_here() -> list[int]:
 
 
 def states_of_threads() -> Counter[str]:
-    """What the process's threads do, as the kernel sees it: "R", or "S futex_wait" of one that sleeps, where that is told."""
+    """Counts this process's threads by the state that the kernel reports: "R", or "S futex_wait" for one that sleeps there."""
     states: Counter[str] = Counter()
     for thread in threads_here():
         folder = Path(f"/proc/self/task/{thread}")
@@ -53,7 +53,7 @@ def states_of_threads() -> Counter[str]:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             waits_in = (folder / "wchan").read_text().strip("0\n")
         except OSError:
-            continue  # it has ended
+            continue  # the thread has ended
         states[f"{state} {waits_in}".strip()] += 1
     return states
 
@@ -63,13 +63,13 @@ def bind(threads: Iterable[int], cores: Collection[int]) -> None:
         try:
             os.sched_setaffinity(thread_id, cores)
         except ProcessLookupError:
-            continue  # it ended meanwhile
+            continue  # the thread has ended
         except OSError as error:
             raise ConfigurationError(f"cannot bind to cores {sorted(cores)}: {error}") from error
 
 
 def free_memory() -> int:
-    """Bytes that could be allocated now without pushing any process out."""
+    """Returns how many bytes can be allocated now without pushing another process's memory out."""
     return min(_machine_available(), _cgroup_available())
 
 
@@ -84,7 +84,7 @@ def _machine_available() -> int:
 
 
 def _cgroup_available() -> int:
-    """The tightest limit of this process's control group and those above it, less what counts against it."""
+    """Returns the least that this process's control group, or one above it, leaves of its limit."""
     tightest = 1 << 62
     for group in folders_of("memory"):
         limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
@@ -96,7 +96,7 @@ def _cgroup_available() -> int:
 
 
 def _reclaimable(group: Path) -> int:
-    """Files read and not in use: the kernel drops them before it refuses memory."""
+    """Returns the size of cached files that are not in use: the kernel drops them before it refuses memory."""
     try:
         for line in (group / "memory.stat").read_text().splitlines():
             if line.startswith(("inactive_file ", "total_inactive_file ")):
@@ -121,8 +121,8 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 def folders_of(controller: str, membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> list[Path]:
-    """The folders of this process's group and of those above it, whose limits hold as well. `controller`: memory, cpu. Version 2 has
-    one tree for all of them, version 1 one for each; a folder need not be there, or hold a limit."""
+    """Returns the folders of this process's group and of those above it, whose limits hold as well. `controller` is memory or cpu. Version 2
+    has one tree for all controllers, version 1 has one for each. A folder need not exist or have a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

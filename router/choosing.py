@@ -42,8 +42,7 @@ class Chooser:
         content = request.content
         if content is None:
             content = self._pool.content_for(self._turn, vector=request.makes_vector)
-            request = msgspec.structs.replace(request, content=content)
-        nodes, request = self._known(request, hashes)
+        nodes, request = self._known(request, content, hashes)
         decode = self._pool.shortlist_of(content).decode
         try:
             decision = at_mirror(request, decode.views) or self._policy(nodes, request)
@@ -57,9 +56,10 @@ class Chooser:
         # A vector is computed again sooner than a copy of its prompt's KV would be of use.
         names = decode.names if not request.makes_vector else ()
         decision = with_cache_peers(decision, nodes, request.cached, decode.views, names)
-        for node in (decision.prefill, decision.decode):
-            if node is not None:
-                self._note(node.node_id, self._record.marks_of(hashes.of(node.block_size)))
+        chosen = [node for node in (decision.prefill, decision.decode) if node is not None]
+        for block_size in {node.block_size for node in chosen}:
+            names = [node.node_id for node in chosen if node.block_size == block_size]
+            self._note(names, self.marks_of(hashes, block_size))
         return decision
 
     def alternatives(
@@ -69,10 +69,11 @@ class Chooser:
         content = next(
             (node.content for node in (decision.decode, decision.prefill) if node is not None), None
         )
-        request = msgspec.structs.replace(request, content=content)
-        return alternatives(*self._known(request, hashes), decision)
+        return alternatives(*self._known(request, content, hashes), decision)
 
-    def _known(self, request: RoutingRequest, hashes: PromptHashes) -> tuple[PoolSnapshot, RoutingRequest]:
+    def _known(
+        self, request: RoutingRequest, content: str | None, hashes: PromptHashes
+    ) -> tuple[PoolSnapshot, RoutingRequest]:
         """The nodes that the policy ranks, and the request with what each of them likely has cached."""
         levels = {
             size: (self.cached.levels(of_size), self._record.levels(of_size))
@@ -83,16 +84,15 @@ class Chooser:
         avoid = request.avoid
         if request.needs_version > self._pool.oldest_version:
             avoid |= self._pool.older_than(request.needs_version)
-        request = msgspec.structs.replace(request, turn=self._turn, avoid=avoid)
+        request = msgspec.structs.replace(request, content=content, turn=self._turn, avoid=avoid)
         nodes = self.candidates(request, overlaps)
-        cached = {
-            view.info.node_id: tokens
-            for view in (*nodes.prefill, *nodes.decode)
-            if (tokens := overlaps.tokens(view.info))
-        }
+        views = (*nodes.prefill, *nodes.decode)
+        cached = overlaps.tokens_of(view.info for view in views)
+        if not cached:
+            return nodes, request
         loading = {
             view.info.node_id: seconds
-            for view in (*nodes.prefill, *nodes.decode)
+            for view in views
             if view.status.tiers and (seconds := self._loading_s(view, cached, hashes))
         }
         return nodes, msgspec.structs.replace(request, cached=cached, loading_s=loading)
@@ -114,7 +114,7 @@ class Chooser:
 
     def answered(self, node: NodeInfo, hashes: PromptHashes, output: Sequence[int]) -> None:
         """What a chat's next turn begins with is now cached where it was decoded."""
-        self._note(node.node_id, self._record.marks_of(hashes.with_output(node.block_size, output)))
+        self._note([node.node_id], self._record.marks_of(hashes.with_output(node.block_size, output)))
 
     def marks_of(self, hashes: PromptHashes, block_size: int) -> list[int]:
         """What of a prompt stands for it in this record, and in those of other processes."""
@@ -122,17 +122,18 @@ class Chooser:
 
     def sent_elsewhere(self, node_id: str, marks: Sequence[int]) -> None:
         """Another router process has sent a prompt there."""
-        self._note(node_id, marks)
+        self._note([node_id], marks)
 
-    def _note(self, node_id: str, marks: Sequence[int]) -> None:
+    def _note(self, node_ids: Sequence[str], marks: Sequence[int]) -> None:
         """The record keeps no more of a node's prompts than the node does, by its last status."""
-        member = self._pool.member(node_id)
-        if member is not None and member.status is not None:
-            blocks = member.status.total_blocks
-            self._record.set_capacity(
-                node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks
-            )
-        self._record.note(node_id, marks)
+        for node_id in node_ids:
+            member = self._pool.member(node_id)
+            if member is not None and member.status is not None:
+                blocks = member.status.total_blocks
+                self._record.set_capacity(
+                    node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks
+                )
+        self._record.note(node_ids, marks)
 
     def on_cache_news(self, news: CacheNews) -> bool:
         """False: something is missing, and the node is to list all that it has."""

@@ -10,7 +10,7 @@ import dataclasses
 
 from tandem.router.policy.shortlist import Shortlist
 from tandem.router.policy.views import NodeView
-from tandem.router.rates import NodeRateMeter
+from tandem.router.rates import NodeRates
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import NodeStatus
 
@@ -32,14 +32,11 @@ class Member:
     foreign: str | None = None  # why no request of this router may ever run there
     view: NodeView | None = None  # None while it gets no new requests
     shortlist: Shortlist | None = None  # its view's, if it has an engine
-    meter: NodeRateMeter = dataclasses.field(init=False)
+    rates: NodeRates = dataclasses.field(default_factory=NodeRates)
     # Sent, and not yet part of a status: when, tokens to be computed, blocks that it may take.
     pending: dict[str, tuple[float, int, int]] = dataclasses.field(default_factory=dict)
     pending_tokens: int = 0  # their sums
     pending_blocks: int = 0
-
-    def __post_init__(self) -> None:
-        self.meter = NodeRateMeter(self.info.role)
 
     def note_sent(self, request_id: str, at: float, tokens: int, blocks: int) -> None:
         self.note_answered(request_id)

@@ -377,9 +377,10 @@ class RecentRequests:
         moment.prompt_tokens += account.prompt_tokens
         moment.output_tokens += account.output_tokens
         if account.output_tokens:
-            moment.first_in_time += account.first_token_s <= targets.ttft_s
+            first_s = account.first_token_s
+            moment.first_in_time += first_s <= targets.ttft_s
             moment.tokens_in_time += account.token_s <= targets.inter_token_s
-            moment.worst_first_s = max(moment.worst_first_s, account.first_token_s)
+            moment.worst_first_s = max(moment.worst_first_s, first_s)
         self._latest.append(account)
         if account.finish == "abort":
             return  # its client decided how long it took

@@ -178,7 +178,7 @@ class NodePool:
             self._note_lists(member, status)
         member.status = status
         member.status_at = member.heard_at = now
-        member.meter.on_status(status)
+        member.rates.on_status(status)
         if member.pending:
             member.forget_sent_before(now - STATUS_LAG_S - status.age_s)
         # A node that requests go to and that goes on as it did: what nearly every status says.
@@ -349,7 +349,7 @@ class NodePool:
             member.write_view(status)
             return
         else:
-            member.view = NodeView(info, status, member.meter.rates)
+            member.view = NodeView(info, status, member.rates)
             if info.role is Role.ENCODE:
                 self._encoders.setdefault(info.content, {})[info.node_id] = info
             else:

@@ -15,8 +15,10 @@ import logging
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import repeat
+from operator import or_
 
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import DEVICE_MEDIUM
@@ -134,6 +136,33 @@ def marked_places(blocks: int) -> list[int]:
 MARKED_PLACES = marked_places(1 << 20)
 
 
+@dataclasses.dataclass(slots=True)
+class _NodeMarks:
+    """What was sent to one node."""
+
+    bit: int
+    capacity: int = DEFAULT_BLOCKS
+    held: int = 0  # blocks that all marks stand for
+    blocks: dict[int, int] = dataclasses.field(default_factory=dict)  # by hash; the longest unused first
+
+
+def _add_nodes(nodes_of: dict[int, int], hashes: Sequence[int], bits: int) -> None:
+    """Hashes that no other node has share one number: of a thousand nodes, it takes 150 bytes."""
+    get = nodes_of.get
+    for value in hashes:
+        nodes = get(value)
+        nodes_of[value] = bits if nodes is None else nodes | bits
+
+
+def _remove_node(nodes_of: dict[int, int], hashes: Iterable[int], bit: int) -> None:
+    for value in hashes:
+        left = nodes_of[value] & ~bit
+        if left:
+            nodes_of[value] = left
+        else:
+            del nodes_of[value]
+
+
 class PrefixRecord:
     """What was sent where. Not every block is noted, but those at marked places: the length that is found is at most an eighth too
     short, and a prompt of a hundred thousand tokens costs little more than one of a thousand.
@@ -148,69 +177,69 @@ class PrefixRecord:
         # The blocks that each stands for: those since the one before it.
         self._weights = [place - before for place, before in zip(marked, (0, *marked), strict=False)]
         self._nodes_of: dict[int, int] = {}  # hash -> the nodes that it was sent to
-        # By node: hash -> the blocks that it stands for.
-        self._marks: dict[str, OrderedDict[int, int]] = {}
-        self._held: dict[str, int] = {}  # their sum
-        self._capacity: dict[str, int] = {}
+        self._marks: dict[str, _NodeMarks] = {}  # by node
 
     def set_capacity(self, node_id: str, blocks: int) -> None:
         if blocks > 0:
-            self._capacity[node_id] = blocks
+            self._marks_at(node_id).capacity = blocks
+
+    def _marks_at(self, node_id: str) -> _NodeMarks:
+        marks = self._marks.get(node_id)
+        if marks is None:
+            marks = self._marks[node_id] = _NodeMarks(self.bits.add(node_id))
+        return marks
 
     def marks_of(self, hashes: Sequence[int]) -> list[int]:
         """Those at marked places."""
         return [hashes[place - 1] for place in self._marked[: bisect_right(self._marked, len(hashes))]]
 
     def sent(self, node_id: str, hashes: Sequence[int]) -> None:
-        self.note(node_id, self.marks_of(hashes))
+        self.note([node_id], self.marks_of(hashes))
 
-    def note(self, node_id: str, values: Sequence[int]) -> None:
-        """A prompt was sent there, whose hashes at marked places are these."""
-        bit = self.bits.add(node_id)
-        marks = self._marks.get(node_id)
-        if marks is None:
-            marks = self._marks[node_id] = OrderedDict()
-        nodes_of, held = self._nodes_of, self._held.get(node_id, 0)
-        known, move_to_end = nodes_of.get, marks.move_to_end
-        # The last first: it is the first that is forgotten.
-        for value, weight in reversed([*zip(values, self._weights, strict=False)]):
-            if value in marks:
-                move_to_end(value)
-            else:
-                marks[value] = weight
-                held += weight
-                nodes_of[value] = known(value, 0) | bit
-        most = self._capacity.get(node_id, DEFAULT_BLOCKS)
-        while held > most:
-            value, weight = marks.popitem(last=False)
-            held -= weight
-            left = nodes_of.pop(value) & ~bit
-            if left:
-                nodes_of[value] = left
-        self._held[node_id] = held
+    def note(self, node_ids: Iterable[str], values: Sequence[int]) -> None:
+        """A prompt was sent to these nodes, whose hashes at marked places are these."""
+        nodes, weights = [self._marks_at(node_id) for node_id in node_ids], self._weights[: len(values)]
+        _add_nodes(self._nodes_of, values, reduce(or_, (marks.bit for marks in nodes), 0))
+        for marks in nodes:
+            blocks = marks.blocks
+            marks.held += sum(weights) - sum(map(blocks.pop, values, repeat(0)))
+            # The last first: it is the first that is forgotten.
+            blocks.update(zip(reversed(values), reversed(weights), strict=True))
+            if marks.held > marks.capacity:
+                self._forget_longest_unused(marks)
 
-    def _remove(self, value: int, bit: int) -> None:
-        left = self._nodes_of.pop(value) & ~bit
-        if left:
-            self._nodes_of[value] = left
+    def _forget_longest_unused(self, marks: _NodeMarks) -> None:
+        # All in one pass: each that begins at the front passes what was taken from there before.
+        forgotten = []
+        for value, blocks in marks.blocks.items():
+            forgotten.append(value)
+            marks.held -= blocks
+            if marks.held <= marks.capacity:
+                break
+        for value in forgotten:
+            del marks.blocks[value]
+        _remove_node(self._nodes_of, forgotten, marks.bit)
 
     def evicted(self, node_id: str, hashes: Iterable[int]) -> None:
         """The node says that it has these no more."""
         marks = self._marks.get(node_id)
-        if not marks:
+        if marks is None or not marks.blocks:
             return
-        bit = self.bits.of(node_id)
-        for value in hashes:
-            weight = marks.pop(value, 0)
-            if weight:
-                self._held[node_id] -= weight
-                self._remove(value, bit)
+        gone = marks.blocks.keys() & hashes
+        marks.held -= sum(map(marks.blocks.pop, gone))
+        _remove_node(self._nodes_of, gone, marks.bit)
 
     def levels(self, hashes: Sequence[int]) -> Levels:
-        get, levels, seen = self._nodes_of.get, [], 0
-        for place in reversed(self._marked[: bisect_right(self._marked, len(hashes))]):
+        """Where no node has a block, none has those after it."""
+        get, known = self._nodes_of.get, []
+        for place in self._marked[: bisect_right(self._marked, len(hashes))]:
             nodes = get(hashes[place - 1])
-            if nodes is not None and (new := nodes & ~seen):
+            if nodes is None:
+                break
+            known.append((place, nodes))
+        levels, seen = [], 0
+        for place, nodes in reversed(known):
+            if new := nodes & ~seen:
                 levels.append((place, new))
                 seen |= new
         return levels
@@ -222,14 +251,16 @@ class PrefixRecord:
 
     def emptied(self, node_id: str) -> None:
         """The node has nothing any more, and goes on."""
-        bit = self.bits.of(node_id)
-        for value in self._marks.pop(node_id, ()):
-            self._remove(value, bit)
-        self._held.pop(node_id, None)
+        marks = self._marks.get(node_id)
+        if marks is None:
+            return
+        _remove_node(self._nodes_of, marks.blocks, marks.bit)
+        marks.blocks.clear()
+        marks.held = 0
 
     def forget(self, node_id: str) -> None:
         self.emptied(node_id)
-        self._capacity.pop(node_id, None)
+        self._marks.pop(node_id, None)
         self.bits.forget(node_id)
 
 
@@ -240,6 +271,14 @@ class Overlaps:
         """`levels`: by block size, from each that knows some."""
         self._bits = bits
         self._levels = levels
+        self.holders = 0  # the set of those that have any of it
+        for known in levels.values():
+            for each in known:
+                for _, nodes in each:
+                    self.holders |= nodes
+
+    def has(self, node_id: str) -> bool:
+        return self._bits.of(node_id) & self.holders != 0
 
     def tokens(self, node: NodeInfo) -> int:
         bit, most = self._bits.of(node.node_id), 0
@@ -250,6 +289,14 @@ class Overlaps:
                         most = max(most, blocks)
                         break
         return most * node.block_size
+
+    def tokens_of(self, nodes: Iterable[NodeInfo]) -> dict[str, int]:
+        """By the ids of those that have any."""
+        if not self.holders:
+            return {}
+        return {
+            node.node_id: tokens for node in nodes if self.has(node.node_id) and (tokens := self.tokens(node))
+        }
 
     def longest(self) -> Iterator[int]:
         """Sets of nodes, those with most of it first."""
@@ -320,9 +367,10 @@ class CachedBlocks:
         if not cache.is_known:
             return True
         for change in news.changes:
-            hashes = array("Q", change.hashes)
+            packed = array("Q", change.hashes)
             if sys.byteorder == "big":
-                hashes.byteswap()
+                packed.byteswap()
+            hashes = packed.tolist()
             there = cache.media.setdefault(change.medium, set())
             if change.is_stored:
                 self._store(cache, there, hashes)
@@ -342,33 +390,20 @@ class CachedBlocks:
         self._caches[news.node_id] = _NodeCache(news.epoch, 0, next_number=-1, is_known=False)
 
     def _store(self, cache: _NodeCache, there: set[int], hashes: Sequence[int]) -> None:
-        bit, nodes_of = cache.bit, self._nodes_of
         before = len(there)
-        for value in hashes:
-            there.add(value)
-            nodes_of[value] = nodes_of.get(value, 0) | bit
+        there.update(hashes)
+        _add_nodes(self._nodes_of, hashes, cache.bit)
         self.count += len(there) - before
 
     def _remove(self, cache: _NodeCache, there: set[int], hashes: Sequence[int]) -> None:
         others = [each for each in cache.media.values() if each is not there and each]
-        for value in hashes:
-            if value not in there:
-                continue
-            there.remove(value)
-            self.count -= 1
-            if not any(value in each for each in others):
-                self._clear_bit(value, cache.bit)
-
-    def _clear_bit(self, value: int, bit: int) -> None:
-        left = self._nodes_of[value] & ~bit
-        if left:
-            self._nodes_of[value] = left
-        else:
-            del self._nodes_of[value]
+        gone = there.intersection(hashes)
+        there -= gone
+        self.count -= len(gone)
+        _remove_node(self._nodes_of, gone.difference(*others), cache.bit)
 
     def _empty(self, cache: _NodeCache) -> None:
-        for value in set().union(*cache.media.values()):
-            self._clear_bit(value, cache.bit)
+        _remove_node(self._nodes_of, set().union(*cache.media.values()), cache.bit)
         self.count -= cache.count
         cache.media.clear()
         cache.is_known = False

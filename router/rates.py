@@ -11,16 +11,7 @@ from tandem.wire.requests import NodeCounters, NodeStatus
 MIN_PROMPT_TOKENS = 64
 MIN_STEPS = 4
 WEIGHT = 0.3  # of the newest observation
-
-
-class NodeRates(msgspec.Struct, gc=False):
-    """None until it has been seen. Its meter writes it."""
-
-    prefill_tokens_per_s: float | None = None
-    step_s: float | None = None
-    line_tokens_per_s: float | None = (
-        None  # of prompts, while more of them waited, beside all else that it did
-    )
+_PREFILL = Role.PREFILL  # looked up once, not with every status
 
 
 class Average:
@@ -58,61 +49,57 @@ class AnswerLengthMeter:
         return min(most, ASSUMED_ANSWER_TOKENS if average is None else max(LEAST_ANSWER_TOKENS, int(average)))
 
 
-class NodeRateMeter:
-    """Rates of one incarnation of a node, from the counters that it reports and from what requests saw.
+class NodeRates(msgspec.Struct, gc=False):
+    """Rates of one incarnation of a node, from the counters that it reports and from what requests saw. Each is None until it has been seen.
 
     A prefill node's steps are prompts alone, so its counters give its rate. A decode node's steps mix prompts
     with the next token of every running request; how fast it reads prompts is only seen in requests that it prefilled itself.
     """
 
-    __slots__ = ("_base", "_line_base", "_reads_for_others", "rates")
-
-    def __init__(self, role: Role) -> None:
-        self._reads_for_others = role is Role.PREFILL
-        self._base: NodeCounters | None = None
-        self._line_base: NodeCounters | None = None  # since when prompts have waited
-        self.rates = NodeRates()
+    prefill_tokens_per_s: float | None = None
+    step_s: float | None = None
+    # Of prompts, while more of them waited, beside all else that it did.
+    line_tokens_per_s: float | None = None
+    base: NodeCounters | None = None  # since when its steps are looked at
+    line_base: NodeCounters | None = None  # since when prompts have waited
 
     def on_status(self, status: NodeStatus) -> None:
         counters = status.counters
-        if status.waiting_tokens == 0:
-            self._line_base = None
-        else:
+        if status.waiting_tokens:
             self._on_line(counters)
-        base = self._base
+        else:
+            self.line_base = None
+        base = self.base
         if base is None:
-            self._base = counters
+            self.base = counters
             return
         steps = counters.steps - base.steps
         if steps == 0:
             return
         seconds = counters.step_seconds - base.step_seconds
         prompt_tokens = counters.prompt_tokens_computed - base.prompt_tokens_computed
-        if self._reads_for_others:
+        if status.role is _PREFILL:
             if prompt_tokens >= MIN_PROMPT_TOKENS and seconds > 0:
-                self._observe_prefill(prompt_tokens / seconds)
-                self._base = counters
+                self.prefill_tokens_per_s = _mixed(self.prefill_tokens_per_s, prompt_tokens / seconds)
+                self.base = counters
         elif steps >= MIN_STEPS and seconds > 0:
             if prompt_tokens == 0:
-                self.rates.step_s = _mixed(self.rates.step_s, seconds / steps)
-            self._base = counters
+                self.step_s = _mixed(self.step_s, seconds / steps)
+            self.base = counters
 
     def _on_line(self, counters: NodeCounters) -> None:
         """Prompts wait there."""
-        base = self._line_base
+        base = self.line_base
         if base is None:
-            self._line_base = counters
+            self.line_base = counters
             return
         tokens = counters.prompt_tokens_computed - base.prompt_tokens_computed
         seconds = counters.step_seconds - base.step_seconds
         if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
-            self.rates.line_tokens_per_s = _mixed(self.rates.line_tokens_per_s, tokens / seconds)
-            self._line_base = counters
+            self.line_tokens_per_s = _mixed(self.line_tokens_per_s, tokens / seconds)
+            self.line_base = counters
 
     def on_local_prefill(self, tokens: int, seconds: float) -> None:
         """A request that waited for no other was read here and gave its first token after `seconds`."""
         if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
-            self._observe_prefill(tokens / seconds)
-
-    def _observe_prefill(self, tokens_per_s: float) -> None:
-        self.rates.prefill_tokens_per_s = _mixed(self.rates.prefill_tokens_per_s, tokens_per_s)
+            self.prefill_tokens_per_s = _mixed(self.prefill_tokens_per_s, tokens / seconds)

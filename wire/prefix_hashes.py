@@ -6,6 +6,7 @@ prompts, nodes of the blocks that they cache, and a wrong match costs time and n
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
@@ -55,10 +56,6 @@ def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
-    content = packed.tobytes()
-    step = _TOKEN_BYTES * block_size
-    digest = xxhash.xxh3_64_intdigest
-    return [
-        parent := digest(content[start : start + step], parent)
-        for start in range(0, len(content) - step + 1, step)
-    ]
+    block, digest = struct.Struct(f"{_TOKEN_BYTES * block_size}s"), xxhash.xxh3_64_intdigest
+    full = len(packed) - len(packed) % block_size
+    return [parent := digest(content, parent) for (content,) in block.iter_unpack(packed[:full])]

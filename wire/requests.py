@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import enum
 import os
+import re
 
 import msgspec
 
@@ -23,7 +24,8 @@ from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tandem.wire.tracing import ClockReading, NodeTrace
 
 # Every request needs several ids, and the system's randomness is a call of the kernel: so many are drawn at once.
-_DRAWN_BYTES, _ID_DIGITS = 4096, 32
+_DRAWN_BYTES = 4096
+_ID_DIGITS = re.compile(".{32}")
 _drawn: list[str] = []
 os.register_at_fork(after_in_child=_drawn.clear)
 
@@ -34,8 +36,7 @@ def new_id() -> str:
         try:
             return _drawn.pop()
         except IndexError:
-            digits = os.urandom(_DRAWN_BYTES).hex()
-            _drawn.extend(digits[at : at + _ID_DIGITS] for at in range(0, len(digits), _ID_DIGITS))
+            _drawn.extend(_ID_DIGITS.findall(os.urandom(_DRAWN_BYTES).hex()))
 
 
 class TransferRole(enum.StrEnum):

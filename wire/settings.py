@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from tandem.wire.errors import ConfigurationError
 
+_STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 LONGEST_S = 1_000_000.0  # far beyond what anyone waits, and what the code that adds up waits can bear
 
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
@@ -125,6 +126,31 @@ def _choices(kind: msgspec.inspect.Type) -> list[str]:
             return [str(choice) for choice in kind.values]
         case _:
             return []
+
+
+def choices_at(annotation: Any, path: str) -> list[str]:
+    """The strings that are allowed at a place of a type. `path` is as msgspec writes it: `messages[0].role`."""
+    kinds = _members(msgspec.inspect.type_info(annotation))
+    for step in _STEP.findall(path):
+        kinds = [member for kind in kinds for member in _inside(kind, step)]
+    return [choice for kind in kinds for choice in _choices(kind)]
+
+
+def _inside(kind: msgspec.inspect.Type, step: str) -> Sequence[msgspec.inspect.Type]:
+    match kind:
+        case msgspec.inspect.StructType():
+            return [
+                member
+                for field in kind.fields
+                if field.encode_name == step
+                for member in _members(field.type)
+            ]
+        case msgspec.inspect.CollectionType():
+            return _members(kind.item_type)
+        case msgspec.inspect.DictType():
+            return _members(kind.value_type)
+        case _:
+            return ()
 
 
 def _range(kind: msgspec.inspect.Type) -> str:

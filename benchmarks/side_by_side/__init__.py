@@ -1,12 +1,12 @@
-"""Several servers on one machine, one after another, under the same loads.
+"""Compares several servers on one machine, one after another, under the same loads.
 
-processes    everything that one command started, however it detached itself, and its certain end
+processes    all processes that one command started, even detached ones, and how they are ended for certain
 systems      how each server is started, and when it is ready
-loads        what they are asked
-experiment   every system under every load, in turns
-bystanders   who else used the machine meanwhile
+loads        the requests that each server gets
+experiment   runs every system under every load, in turns
+bystanders   whether other processes used the machine
 handovers    where the time of a few handovers went
-resume       going on where a run was interrupted
-outcome      medians, spread, and the floors that they are held to
+resume       continues a run that was interrupted
+outcome      medians, spread, and their floors
 show         one table, one picture
 """

@@ -1,4 +1,4 @@
-"""Is another process using the machine? Then its figures are theirs too."""
+"""Finds out whether other processes use the machine, because then the figures are not the system's alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUIET_CORES = 0.2  # a machine is never entirely idle
 
 
 def busy_cores() -> float:
-    """Cores' worth of work that is done just now, while nothing of ours runs."""
+    """Returns how many cores are busy at the moment. Call it while no system of the experiment runs."""
     before = _idle_ticks()
     began = time.monotonic()
     time.sleep(_LOOK_FOR_S)
@@ -20,6 +20,6 @@ def busy_cores() -> float:
 
 
 def _idle_ticks() -> int:
-    """Ticks in which all cores together were idle or waited for a disk."""
+    """Returns the ticks in which cores were idle or waited for a disk, summed over all cores."""
     fields = Path("/proc/stat").read_text().splitlines()[0].split()
     return int(fields[4]) + int(fields[5])

@@ -1,4 +1,4 @@
-"""Every system under every load, in turns: a machine that is slow for a while is slow for all."""
+"""Runs every system under every load in turns, so that a slow phase of the machine affects all systems."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Experiment:
         folder: Path,
         console: Console,
     ) -> None:
-        """`outcome` and `gaps`: what is known already; both grow."""
+        """`outcome` and `gaps` hold what is known already, and are extended."""
         self.outcome = outcome
         self.gaps = gaps
         self._systems = systems
@@ -48,7 +48,7 @@ class Experiment:
         self._console = console
 
     def run(self, runs: int, seed: int, keep: Callable[[], None]) -> None:
-        """`keep` is called after every system."""
+        """Calls `keep` after every system."""
         for run in range(runs):
             questions = LoadQuestions.draw(self._plan, self._vocabulary, seed + run)
             for system in self._systems:

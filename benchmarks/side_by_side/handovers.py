@@ -1,4 +1,4 @@
-"""Tandem alone can say where a request's time went: what of it the handover takes, and a picture of one request."""
+"""Where a request's time went, which only Tandem can tell: the part of the handover, and a picture of one request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANSWER = 16
 
 
 def measure_handovers(url: str, model: str, prompts: Sequence[Prompt], picture: Path) -> list[float]:
-    """Milliseconds from the prompt's last forward pass to the first that decodes, of each prompt, asked in peace."""
+    """Returns for each prompt, sent alone, the milliseconds from the last forward pass of its prefill to the first one that decodes."""
     client = TraceClient(url, None)
     found: list[float] = []
     try:

@@ -1,6 +1,6 @@
-"""What every system is asked: one user, some, many; chats while long prompts arrive; a prefix that all share.
+"""The loads for every system: one user, some, many; chats while long prompts arrive; a prefix that all prompts share.
 
-All prompts are made once per run and are the same for every system, so that no figure depends on who drew the lot.
+All prompts are made once per run and are the same for every system, so no figure depends on a random draw.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _HANDOVERS = 7
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How much of everything. Counts are requests, lengths tokens."""
+    """How large each load is. Counts are requests, lengths are tokens."""
 
-    closed_loops: tuple[tuple[int, int], ...]  # users, and how many requests they make together
+    closed_loops: tuple[tuple[int, int], ...]  # users, and how many requests they make in all
     prompt: Lengths
     chat_users: int
     chat: Lengths
@@ -45,7 +45,9 @@ class LoadPlan:
     shared_requests: int
     shared_prefix: int
     shared: Lengths
-    at_most_s: float  # after this nothing more is sent: a slow system makes fewer requests, and says so
+    at_most_s: (
+        float  # after this nothing more is sent: a slow system gets fewer requests, and the report shows it
+    )
 
 
 FULL = LoadPlan(
@@ -85,7 +87,7 @@ def closed_loop(users: int) -> str:
 
 
 def cells_of(plan: LoadPlan) -> list[str]:
-    """Every load's name, in the order of the table."""
+    """Returns every load's name, in the order of the table."""
     return [*(closed_loop(users) for users, _ in plan.closed_loops), ALONE, BESIDE, LONG, SHARED]
 
 
@@ -104,7 +106,7 @@ class LoadQuestions:
     @classmethod
     def draw(cls, plan: LoadPlan, vocabulary: Vocabulary, seed: int) -> LoadQuestions:
         rng = np.random.default_rng(seed)
-        # More than a second's worth for each user and second: chats go on for as long as they are wanted.
+        # More than enough for every user and second, because chats go on until the long prompts have been answered.
         chats = round(plan.chat_users * (plan.at_most_s + plan.long_prompts * plan.long_every_s) * 4)
         return cls(
             warm_up=random_prompts(vocabulary, rng, _WARM_UPS, plan.prompt)
@@ -116,7 +118,7 @@ class LoadQuestions:
             chats_alone=random_prompts(vocabulary, rng, chats, plan.chat),
             chats_beside=random_prompts(vocabulary, rng, chats, plan.chat),
             long=random_prompts(vocabulary, rng, plan.long_prompts, plan.long),
-            # The first one brings the prefix into the cache, unmeasured.
+            # The first request brings the prefix into the cache and is not measured.
             shared=shared_prefix(
                 vocabulary, rng, plan.shared_requests + 1, plan.shared, plan.shared_prefix, 1
             ),
@@ -133,12 +135,12 @@ class MeasuredLoad:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    first_ttft_s: float  # of the first request that it ever had
+    first_ttft_s: float  # of the system's very first request
     measured: list[MeasuredLoad]
 
 
 class Examiner:
-    """Asks one system everything, one load after another."""
+    """Sends one system all loads, one after another."""
 
     def __init__(
         self, url: str, model: str, plan: LoadPlan, questions: LoadQuestions, console: Console, title: str
@@ -187,10 +189,10 @@ class Examiner:
         return MeasuredLoad(cell, load.timelines, load.duration_s)
 
     async def _chats_beside_long(self, api: Api) -> list[MeasuredLoad]:
-        """The chats last exactly as long as there are long prompts to be answered."""
+        """Chats run for exactly as long as there are long prompts to be answered."""
         plan, questions = self._plan, self._questions
         chats = LoadStream(BESIDE, api, questions.chats_beside, concurrency=plan.chat_users)
-        # The first comes when the chats are under way.
+        # The first long prompt comes when the chats are running.
         times = [plan.long_every_s * (index + 0.5) for index in range(plan.long_prompts)]
         long = LoadStream(LONG, api, questions.long, arrivals=times)
 

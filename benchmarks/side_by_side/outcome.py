@@ -1,4 +1,4 @@
-"""Medians over the runs, their spread, and the floors that they are held to."""
+"""Medians over the runs, their spread, and their floors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _HANDOVER_MS = 10.0
 class Start(msgspec.Struct, frozen=True):
     system: str
     run: int
-    ready_s: float  # from the command until it says that it is healthy
+    ready_s: float  # from the command until the server reports that it is healthy
     first_answer_s: float  # from the command to the first token of its first answer
-    bystanders: float  # cores' worth of work that others did just before
+    bystanders: float  # how many cores other processes used just before
 
 
 class ExaminedSystem(msgspec.Struct, frozen=True):
-    """One system under one load, once."""
+    """One system under one load in one run."""
 
     system: str
     run: int
@@ -34,7 +34,7 @@ class ExaminedSystem(msgspec.Struct, frozen=True):
 
 
 class Handovers(msgspec.Struct, frozen=True):
-    """For single prompts, in peace: milliseconds from the last forward pass there to the first here."""
+    """For prompts that were sent alone: milliseconds from the last forward pass of prefill to the first one that decodes."""
 
     system: str
     run: int
@@ -42,7 +42,7 @@ class Handovers(msgspec.Struct, frozen=True):
 
 
 class Absence(msgspec.Struct, frozen=True):
-    """A system that could not be examined in a run."""
+    """A system that could not be measured in a run."""
 
     system: str
     run: int
@@ -50,7 +50,7 @@ class Absence(msgspec.Struct, frozen=True):
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """A median, and the runs' least and greatest."""
+    """A median, and the smallest and largest value of the runs."""
 
     median: float
     low: float
@@ -62,7 +62,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Floor(msgspec.Struct, frozen=True):
-    """A claim about a figure. `measured` is None where a system that it needs was not there."""
+    """A claim about a figure. `measured` is None if a system that it needs was not measured."""
 
     claim: str
     required: str
@@ -72,7 +72,7 @@ class Floor(msgspec.Struct, frozen=True):
 
 
 class ComparisonOutcome(msgspec.Struct):
-    """Everything that one experiment found; written after every system, so that nothing measured is lost."""
+    """Everything that one experiment found. Written after every system, so that no measurement is lost."""
 
     made_at: str
     machine: MachineDescription
@@ -148,7 +148,7 @@ def judge(outcome: ComparisonOutcome) -> list[Floor]:
 def _times_better(
     outcome: ComparisonOutcome, what: str, systems: tuple[str, str], cell: str, reading: Reading, floor: float
 ) -> Floor:
-    """Ratios are taken of medians; of latencies the other way round, so that more is always better."""
+    """Returns the ratio of two medians; for latencies inverted, so that more is always better."""
     ours, theirs = systems
     layout = "1P+1D" if ours == TANDEM_PD else "aggregated"
     claim, required = f"{layout} beside vLLM's: {what}, {cell}", f"{floor:g}×"
@@ -160,7 +160,7 @@ def _times_better(
 
 
 def _steadiness(outcome: ComparisonOutcome) -> Floor:
-    """The claim of disaggregation itself: it needs no peer to be compared with."""
+    """The claim of disaggregation itself, which needs no other system."""
     claim, required = "1P+1D: chats' p99 inter-token latency beside long prompts, over alone", "at most 2×"
     alone, beside = (figure(outcome, TANDEM_PD, cell, itl_p99) for cell in (ALONE, BESIDE))
     if alone is None or beside is None or not alone.median:
@@ -170,7 +170,7 @@ def _steadiness(outcome: ComparisonOutcome) -> Floor:
 
 
 def _handover(outcome: ComparisonOutcome) -> Floor:
-    """The median over the runs of each run's median."""
+    """Returns the median over the runs of each run's median."""
     claim = "1P+1D: handover of a prompt, last forward pass there to first forward pass here"
     required = f"at most {_HANDOVER_MS:g} ms"
     found = Figure.of([median(one.ms) for one in outcome.handovers if one.system == TANDEM_PD])

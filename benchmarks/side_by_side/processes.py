@@ -1,7 +1,7 @@
-"""A command and everything that it started, to the last process. Linux only.
+"""A command and all processes that it started. Linux only.
 
-Servers put their processes into sessions of their own, rename them and let them outlive the process that started them. But
-orphans go to their nearest ancestor that asked for them: once this process has, whatever it starts stays below it.
+Servers put their processes into sessions of their own, rename them and let them outlive their parents. But orphans are adopted by their nearest
+ancestor that asked for them: after `adopt_orphans`, everything that this process starts stays below it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class _Process:
     id: int
     name: str
     parent: int
-    ended: bool  # and waits for its parent to notice
+    ended: bool  # it is a zombie until its parent waits for it
 
 
 def adopt_orphans() -> None:
-    """Once, before the first command."""
+    """Call this once, before the first command."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot adopt orphaned processes")
 
 
 def descendants(ancestor: int, except_below: Collection[int] = ()) -> dict[int, str]:
-    """Living processes below this one, each with its name; those that are excepted, not with what is below them."""
+    """Returns the living processes below this one, with their names. Leaves out the excepted ones and everything below them."""
     processes = _all_processes()
     below: dict[int, list[int]] = {}
     for process in processes.values():
@@ -57,7 +57,7 @@ def descendants(ancestor: int, except_below: Collection[int] = ()) -> dict[int, 
 
 
 class Family:
-    """One at a time: every process that starts below this one belongs to it."""
+    """One command. Only one at a time, because every process that starts below this one belongs to it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,19 +71,19 @@ class Family:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is ours alone
+                start_new_session=True,  # so that Ctrl-C reaches this process only
             )
 
     def members(self) -> dict[int, str]:
         return descendants(os.getpid(), except_below=self._others)
 
     def failed(self) -> int | None:
-        """The status of a command that ended badly. One that ended well may have left its server running."""
+        """Returns the exit status of a command that failed; None otherwise. A command that succeeded may have left its server running."""
         status = self._leader.poll()
         return status or None
 
     def tail(self) -> str:
-        """The end of what every process of the family wrote into its folder."""
+        """Returns the end of what the family's processes wrote into their folder."""
         ends = []
         for log in sorted(self.folder.glob("*.log")):
             lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
@@ -91,8 +91,8 @@ class Family:
         return "\n".join(ends)
 
     def stop(self, patience_s: float) -> None:
-        """First the command itself, so that it can end the others as it sees fit; then those who are left; then by
-        force. Raises when even that leaves a process."""
+        """Ends the command first, so that it can end the others; then the processes that are left, then by force. Raises if a process is
+        still left."""
         if self._leader.poll() is None:
             self._leader.send_signal(signal.SIGTERM)
         else:
@@ -125,7 +125,7 @@ class Family:
 
 
 def _bury_orphans(leader: int) -> None:
-    """Adopted processes that have ended wait for us to notice. The leader is subprocess's to notice."""
+    """Waits for adopted processes that have ended. The leader is left to subprocess."""
     for process in _all_processes().values():
         if process.ended and process.parent == os.getpid() and process.id != leader:
             with suppress(ChildProcessError):
@@ -136,7 +136,7 @@ def _all_processes() -> dict[int, _Process]:
     found: dict[int, _Process] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it has just gone
+            with suppress(OSError):  # it is gone already
                 name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
                 state, parent = rest.split()[:2]
                 found[int(entry.name)] = _Process(int(entry.name), name, int(parent), state in "ZX")

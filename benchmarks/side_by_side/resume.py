@@ -1,4 +1,4 @@
-"""An experiment that was interrupted goes on where it was: what is finished is not done again."""
+"""Continues an experiment that was interrupted, without repeating what is finished."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tandem.wire.errors import ConfigurationError
 
 
 class KeptResults(msgspec.Struct, frozen=True):
-    """What a folder has of an experiment: for people outcome.json, and beside it what the plots are made of."""
+    """What a folder has of an experiment: outcome.json for readers, and the data of the plots."""
 
     outcome: ComparisonOutcome
     gaps: Gaps
 
 
 def keep(folder: Path, kept: KeptResults) -> None:
-    """Each file is whole at any moment: the old one until the new one is."""
+    """Replaces each file atomically."""
     for name, content in (("outcome.json", kept.outcome), ("gaps.json", kept.gaps)):
         try:
             unfinished = folder / f"{name}.new"
@@ -32,8 +32,8 @@ def keep(folder: Path, kept: KeptResults) -> None:
 
 
 def resume(folder: Path, fresh: ComparisonOutcome) -> KeptResults:
-    """What the folder has, if it is of the same experiment, else `fresh`. Raises ConfigurationError for a folder of
-    another one: its figures are not to be mixed, nor thrown away."""
+    """Returns what the folder has, if it is of the same experiment, else `fresh`. Raises ConfigurationError for a folder of another experiment,
+    whose figures must neither be mixed with these nor lost."""
     file = folder / "outcome.json"
     if not file.exists():
         return KeptResults(fresh, {})
@@ -49,7 +49,7 @@ def resume(folder: Path, fresh: ComparisonOutcome) -> KeptResults:
         raise ConfigurationError(
             f"{folder} has another experiment ({different}): name another folder with --out"
         )
-    # Systems that are new this time are examined; of those left out this time, what is known stays.
+    # Systems that are new are measured; results of systems that are left out this time are kept.
     found.titles = found.titles | fresh.titles
     found.settings = fresh.settings
     found.command = fresh.command
@@ -58,10 +58,10 @@ def resume(folder: Path, fresh: ComparisonOutcome) -> KeptResults:
 
 
 def _difference(found: ComparisonOutcome, fresh: ComparisonOutcome) -> str | None:
-    """More runs of the same are the same experiment."""
+    """Compares everything but the number of runs: more runs belong to the same experiment."""
     if found.machine != fresh.machine:
         return "on another machine"
-    wanted = msgspec.json.decode(msgspec.json.encode(fresh.settings))  # as a file has them
+    wanted = msgspec.json.decode(msgspec.json.encode(fresh.settings))  # as they are in the file
     for name in sorted({*found.settings, *wanted} - {"runs"}):
         if found.settings.get(name) != wanted.get(name):
             return f"with another {name}"

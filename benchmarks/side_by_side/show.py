@@ -1,4 +1,4 @@
-"""One table, one picture."""
+"""Shows an outcome as one table and one picture."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def number(value: float) -> str:
 
 
 def draw_outcome(outcome: ComparisonOutcome, gaps: dict[str, dict[str, list[float]]]) -> Picture:
-    """`gaps`: by cell and system, every inter-token latency of every run, in seconds."""
+    """`gaps` has every inter-token latency of every run in seconds, by cell and system."""
     picture = new_figure(14, 9)
     picture.suptitle(f"{outcome.machine.processor}, {outcome.machine.cores} cores, {outcome.made_at}")
     axes = picture.subplots(2, 3)
@@ -116,8 +116,8 @@ def draw_outcome(outcome: ComparisonOutcome, gaps: dict[str, dict[str, list[floa
 
 
 def _bars(axes: Axes, outcome: ComparisonOutcome, cells: list[str], title: str, reading: Reading) -> None:
-    """Bars are medians, whiskers the runs' least and greatest. Latencies differ by orders of magnitude: theirs begin
-    at a millisecond and grow logarithmically; rates begin at nothing."""
+    """Bars are medians, whiskers the runs' smallest and largest values. Latencies differ by orders of magnitude, so their axis is logarithmic and
+    begins at a millisecond; rates begin at zero."""
     axes.set_title(title)
     width = 0.8 / max(1, len(outcome.titles))
     for index, (system, name) in enumerate(outcome.titles.items()):

@@ -20,21 +20,21 @@ READY_WITHIN_S = 600.0
 _TREE = Path(__file__).parents[2]
 STOPPED_WITHIN_S = 30.0
 _ASK_EVERY_S = 0.1
-# The peers' proxy, which says that it is healthy whether or not its two servers are, and those two.
+# The ports of the peers' proxy, which reports healthy even if its two servers are not, and of those two servers.
 _PD_PORT, _PD_SERVERS = 8110, (8101, 8102)
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`key` names it in files, `title` in tables."""
+    """`key` names the system in files, `title` in tables."""
 
     key: str
     title: str
     command: tuple[str, ...]
     port: int
     environment: dict[str, str] = field(default_factory=dict)
-    behind: tuple[int, ...] = ()  # other ports that have to be healthy
-    hands_over: bool = False  # and can say how long that takes
+    behind: tuple[int, ...] = ()  # further ports that must be healthy
+    hands_over: bool = False  # whether it has handovers and can say how long they take
 
     @property
     def url(self) -> str:
@@ -44,7 +44,7 @@ class System:
 @dataclass(frozen=True, slots=True)
 class RunningSystem:
     system: System
-    model: str  # the name it serves it under
+    model: str  # the name under which it serves the model
     ready_s: float  # from the command to the first healthy answer
     family: Family
 
@@ -56,7 +56,7 @@ VLLM_AGGREGATED = "vllm-aggregated"
 
 
 def tandem_systems(model: Path) -> list[System]:
-    """The machine's cores are shared out among the nodes: both modes have all of them."""
+    """The machine's cores are divided among the nodes, so both layouts have all of them."""
 
     return [
         replace(
@@ -68,7 +68,7 @@ def tandem_systems(model: Path) -> list[System]:
 
 
 def tandem_system(key: str, title: str, model: Path, *flags: str) -> System:
-    """`tandem serve` from this very tree, wherever the command is run from."""
+    """Returns `tandem serve` from this source tree, in whatever folder the benchmark runs."""
     port = _free_port()
     command = (
         sys.executable,
@@ -85,7 +85,7 @@ def tandem_system(key: str, title: str, model: Path, *flags: str) -> System:
 
 
 def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
-    """`vllm`: its virtual environment. `peers`: the folder with the scripts that start it."""
+    """`vllm` is its virtual environment, `peers` the folder with the scripts that start it."""
     for script in ("serve_vllm.sh", "serve_vllm_pd.sh"):
         if not (peers / script).is_file():
             raise ConfigurationError(f"--peers {peers} has no {script}")
@@ -93,7 +93,7 @@ def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
         raise ConfigurationError(f"--vllm {vllm} is not a virtual environment with vllm in it")
     cores = os.cpu_count() or 1
     port = _free_port()
-    # The scripts' servers end by themselves after a while; none of ours is needed for so long.
+    # The scripts end their servers after a time that is longer than any run needs.
     life = {"LIFE_S": "7200"}
     return [
         System(
@@ -116,7 +116,7 @@ def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
 
 @contextmanager
 def running(system: System, folder: Path) -> Iterator[RunningSystem]:
-    """Inside, the system answers; after, nothing of it is left."""
+    """While it is entered the system answers; after it nothing of the system is left."""
     began = time.monotonic()
     family = Family(system.command, system.environment, folder)
     try:
@@ -142,7 +142,7 @@ def _wait_until_healthy(system: System, family: Family, deadline: float) -> None
 
 
 def check_alive(started: RunningSystem) -> None:
-    """Raises Unavailable when it no longer answers: what was measured of it is not its speed."""
+    """Raises Unavailable if the system no longer answers: its measurements are then not its speed."""
     system = started.system
     with httpx.Client(timeout=30.0, trust_env=False) as http:
         for port in (*system.behind, system.port):
@@ -153,7 +153,7 @@ def check_alive(started: RunningSystem) -> None:
 def _is_healthy(http: httpx.Client, port: int) -> bool:
     try:
         return http.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    except httpx.TransportError:  # no server listens yet
+    except httpx.TransportError:  # no server listens there yet
         return False
 
 

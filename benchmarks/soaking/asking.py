@@ -1,4 +1,4 @@
-"""One request, to its end or to where its client goes away."""
+"""Sends one request, and reads until its end or until its client goes away."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.soaking.questions import AnswerEnd, SoakQuestion
 
 
 class WrongAnswer(Exception):
-    """The answer is not what was asked for. `kind` is what failures are counted by."""
+    """The answer is not what was asked for. Failures are counted by `kind`."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -28,7 +28,7 @@ class Answer:
 
 
 async def ask(client: httpx.AsyncClient, question: SoakQuestion) -> Answer | None:
-    """None when the client went away, as the question wants it. Raises Failed."""
+    """Returns None if the client went away, as the question wants it. Raises WrongAnswer."""
     try:
         if question.ending is AnswerEnd.WHOLE:
             return await _whole(client, question)
@@ -63,7 +63,7 @@ async def _stream(client: httpx.AsyncClient, question: SoakQuestion) -> Answer:
             raise WrongAnswer(f"http_{response.status_code}", response.text)
         async for line in response.aiter_lines():
             if line.startswith("event: error"):
-                continue  # its data says it
+                continue  # the event's data says the same
             if line == "data: [DONE]":
                 done = True
             elif line.startswith("data: "):

@@ -1,4 +1,4 @@
-"""The cluster, as its router sees it."""
+"""The cluster, as its router reports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from tandem.wire.errors import DeadlineExceeded, Unavailable
 
 _ASK_EVERY_S = 0.25
-# A node's word of itself must be younger than the last answer: it reports four times a second.
+# A node's report must be newer than the last answer; nodes report four times a second.
 _REPORTED_S = 1.0
 
 
@@ -56,7 +56,7 @@ class SoakCluster:
             raise Unavailable(f"the router does not show its cluster: {error}") from error
 
     async def until_quiet(self, count: int, within_s: float) -> list[NodeLook]:
-        """Every node there, every block free, nothing under way."""
+        """Waits until all nodes are there, every block is free and no request is running."""
         began = time.monotonic()
         while True:
             await asyncio.sleep(_ASK_EVERY_S)

@@ -1,4 +1,4 @@
-"""A node every now and then. The next one only when the cluster is whole again."""
+"""Kills a node every now and then; the next one only when the cluster is whole again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Killer:
         self._began = time.monotonic()
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises DeadlineExceeded when a victim has no successor in time."""
+        """Runs until it is cancelled. Raises DeadlineExceeded if a killed node has no successor in time."""
         while True:
             await asyncio.sleep(self._every_s)
             await self.kill_one()

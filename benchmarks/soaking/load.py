@@ -1,4 +1,4 @@
-"""Many clients at once, for as long as it lasts."""
+"""Many clients at once, for as long as the soak lasts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SoakLoad:
         return httpx.AsyncClient(base_url=self._url, timeout=_A_REQUEST_S, trust_env=False, limits=limits)
 
     async def fill(self) -> None:
-        """Every node's KV cache several times over, whichever way the router sends them."""
+        """Fills every node's KV cache several times over, wherever the router sends the requests."""
         places = asyncio.Semaphore(self._users)
 
         async def ask_in_turn(client: httpx.AsyncClient, question: SoakQuestion) -> None:
@@ -40,8 +40,8 @@ class SoakLoad:
                 raise Unavailable(f"a question asked in peace is not answered: {failure}") from failure
 
     async def learn(self) -> None:
-        """The known questions' answers, from the cluster while it is quiet. Asked twice: what it does not say twice
-        by itself, it cannot be held to."""
+        """Learns the known questions' answers from the cluster while it is quiet. Asks twice: an answer that differs without a load cannot be
+        checked."""
         async with self._client() as client:
             for known in self._questions.known:
                 first, again = [await self._answer(client, known) for _ in range(2)]

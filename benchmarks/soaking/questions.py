@@ -1,4 +1,4 @@
-"""What is asked. Some questions come again and again: their answers are known, and must never change."""
+"""The requests of a soak. Some questions recur: their answers are known, and must never change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SoakQuestion:
     body: dict[str, Any]
     is_chat: bool
     ending: AnswerEnd
-    known: int | None = None  # which of the known questions it is
+    known: int | None = None  # its number among the known questions
     abort_after_s: float = 0.0
     kinds: tuple[str, ...] = ()  # for the table
 
@@ -31,7 +31,7 @@ class SoakQuestion:
 
 @dataclass(slots=True)
 class KnownAnswer:
-    """A question with one right answer, greedy or seeded. `answer` is what the quiet cluster said."""
+    """A question with one right answer, greedy or seeded. `answer` is the quiet cluster's."""
 
     body: dict[str, Any]
     is_chat: bool
@@ -47,7 +47,7 @@ _CHAT = 0.4
 
 
 class SoakQuestions:
-    """`words` are one token each, about: exact lengths don't matter here."""
+    """`words` are about one token each: exact lengths do not matter here."""
 
     def __init__(self, words: Sequence[str], model: str, seed: int) -> None:
         self._words = words
@@ -80,7 +80,7 @@ class SoakQuestions:
         return {"model": self._model, "messages": messages, "max_completion_tokens": answer}
 
     def fillers(self) -> list[SoakQuestion]:
-        """Long, and all different."""
+        """Returns long prompts that are all different."""
         return [
             SoakQuestion(self._completion(self._text(_FILLER), 2), is_chat=False, ending=AnswerEnd.WHOLE)
             for _ in range(_FILLERS)
@@ -91,7 +91,7 @@ class SoakQuestions:
         ending = AnswerEnd.STREAM if rng.random() < 0.6 else AnswerEnd.WHOLE
         if rng.random() < _ABORTED:
             question = self._fresh(AnswerEnd.ABORT)
-            # Many in the first moments, some long after: every phase has its turn.
+            # Many clients go away early, some much later, so that every phase is covered.
             return SoakQuestion(
                 _endless(question),
                 question.is_chat,
@@ -131,7 +131,7 @@ class SoakQuestions:
 
 
 def _endless(question: SoakQuestion) -> dict[str, Any]:
-    """So that a client that goes away goes in the middle. What follows a grammar ends where the grammar does."""
+    """Makes the answer long enough that a client that goes away does so in the middle. An answer that follows a grammar ends with it."""
     longest = {"max_completion_tokens" if question.is_chat else "max_tokens": 200}
     if "response_format" not in question.body:
         longest["ignore_eos"] = True
@@ -140,7 +140,7 @@ def _endless(question: SoakQuestion) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class AnswerTally:
-    """What came of them."""
+    """What became of the requests."""
 
     answered: int = 0
     aborted: int = 0
@@ -148,12 +148,12 @@ class AnswerTally:
     by_kind: dict[str, int] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
-    checked: int = 0  # answers that were known
+    checked: int = 0  # answers to known questions
     wrong: list[str] = field(default_factory=list)
-    news: list[str] = field(default_factory=list)  # what went badly and has not been told yet
+    news: list[str] = field(default_factory=list)  # failures that have not been reported yet
 
     def failed(self, kind: str, example: str) -> None:
-        """The first of each kind is described; the others are counted."""
+        """Keeps a description of the first failure of each kind, and counts the others."""
         if kind not in self.failures:
             self.examples[kind] = example[:300]
             self.news.append(f"failed, {kind}: {self.examples[kind]}")

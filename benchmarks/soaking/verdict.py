@@ -1,4 +1,4 @@
-"""Everything that a soak measured, as a table, and what of it must not be."""
+"""Everything that a soak measured, as a table, and what of it is a fault."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class SoakVerdict(msgspec.Struct):
     wrong: list[str]
     kills: list[Kill]
     growths: list[Growth]
-    left_over: str = ""  # what was not given back at the end; "" when all was
+    left_over: str = ""  # what was not given back at the end; "" if nothing
     faults: list[str] = []
 
 
 def judge(soaked: SoakVerdict, bounds: Bounds | None = None) -> list[str]:
-    """Each a sentence; none when all is well."""
+    """Returns the faults, one sentence each; [] if all is well."""
     bounds = bounds or Bounds()
     faults = []
     if not soaked.answered:
@@ -56,7 +56,7 @@ def judge(soaked: SoakVerdict, bounds: Bounds | None = None) -> list[str]:
 
 
 def tallied(tally: AnswerTally) -> dict[str, object]:
-    """The fields of a verdict that a tally has."""
+    """Returns the fields of a verdict that come from a tally."""
     return {name: getattr(tally, name) for name in SoakVerdict.__struct_fields__ if hasattr(tally, name)}
 
 

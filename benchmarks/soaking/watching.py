@@ -1,4 +1,4 @@
-"""Memory, descriptors and threads of processes, over time, and whether they grow. Linux only."""
+"""Observes memory, descriptors and threads of processes over time, and whether they grow. Linux only."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from statistics import fmean, median
 
 import msgspec
 
-# What of a series is the beginning: caches fill, pages are touched for the first time.
+# The share of a series that is its beginning: caches fill, and pages are touched for the first time.
 WARM_UP = 1 / 3
 FEWEST_SAMPLES = 9
-# Who lived for less of the whole run has not told yet what is filling up and what is growing.
+# A process that ran for a smaller share of the run is not judged: it cannot be told whether it fills up or grows.
 YOUNG = 1 / 3
 
 
 class ProcessSample(msgspec.Struct, frozen=True):
     at_s: float
-    memory: int  # bytes that are the process's own: not files, which the system may take back
+    memory: int  # bytes of the process's own memory, without cached files, which the system can take back
     descriptors: int
     threads: int
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """One process's memory after its beginning: the middle, and what the straight line through it gained from its start
-    to its end."""
+    """One process's memory after its beginning: its middle value, and what the straight line through it gains from start to end."""
 
     process: str
-    was_there: bool  # from the beginning: what it touches once, it had touched before anything was counted
+    was_there: bool  # from the beginning, so that it had touched everything before anything was counted
     seconds: float
     memory: float
     memory_grew: float
@@ -40,13 +39,13 @@ class Growth(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may be gained within one run by something that does not grow."""
+    """What something that does not grow may gain within one run."""
 
     memory: float = 24 * 2**20
     memory_share: float = 0.04
     descriptors: float = 6.0
     threads: float = 3.0
-    first_touch: float = 256 * 2**20  # the KV cache of a node that took another's place
+    first_touch: float = 256 * 2**20  # the KV cache of a node that replaced another one
 
     def broken(self, growth: Growth) -> list[str]:
         found = []
@@ -61,7 +60,7 @@ class Bounds:
 
 
 def look_at(process: int, at_s: float) -> ProcessSample | None:
-    """None when it has ended."""
+    """Returns None if the process has ended."""
     folder = Path("/proc") / str(process)
     try:
         fields = dict(
@@ -75,7 +74,7 @@ def look_at(process: int, at_s: float) -> ProcessSample | None:
 
 
 def title_of(process: int) -> str:
-    """As Ray names its processes: longer than what the kernel keeps. What such a process is doing is no part of it."""
+    """Returns the process's title as Ray sets it, which is longer than the kernel's name, without what the process is doing at the moment."""
     try:
         words = (Path("/proc") / str(process) / "cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -87,7 +86,7 @@ def title_of(process: int) -> str:
 
 
 def growth_of(process: str, samples: Sequence[ProcessSample], *, was_there: bool = True) -> Growth | None:
-    """None where a process did not run long enough to have grown."""
+    """Returns None if the process did not run long enough to be judged."""
     settled = list(samples)[int(len(samples) * WARM_UP) :]
     if len(settled) < FEWEST_SAMPLES:
         return None
@@ -110,7 +109,7 @@ def growth_of(process: str, samples: Sequence[ProcessSample], *, was_there: bool
 
 
 def gained(times: Sequence[float], values: Sequence[float]) -> float:
-    """By the least-squares line, from the first moment to the last: one peak at the end is no growth."""
+    """Returns what the least-squares line gains from the first moment to the last, so that a single peak at the end is no growth."""
     middle, level = fmean(times), fmean(values)
     spread = sum((time - middle) ** 2 for time in times)
     if spread == 0:
@@ -120,11 +119,13 @@ def gained(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 class ProcessWatch:
-    """Every process that is of interest."""
+    """Observes all processes of the cluster."""
 
     def __init__(self) -> None:
         self._samples: dict[int, list[ProcessSample]] = {}
-        self._titles: dict[int, str] = {}  # the newest: Ray names a process when it knows what it is for
+        self._titles: dict[
+            int, str
+        ] = {}  # the latest: Ray names a process when it knows the process's purpose
         self._began: float | None = None
         self._ended = 0.0
 
@@ -139,7 +140,7 @@ class ProcessWatch:
                 self._titles[process] = title_of(process) or self._titles.get(process, "")
 
     def growths(self) -> list[Growth]:
-        """By title and number, of those that are not too young."""
+        """Returns the growth of each process that ran long enough, by title and number."""
         began = self._began or 0.0
         youngest = (self._ended - began) * YOUNG
         found = (

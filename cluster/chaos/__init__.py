@@ -1,8 +1,8 @@
-"""`tandem chaos`: processes of a cluster are killed and stopped by a seeded plan, under its own or generated traffic.
+"""`tandem chaos`: kills and stops processes of a cluster by a seeded plan, under the cluster's own traffic or generated requests.
 
-plan       what is done to which kind of process, and when; what that means for a cluster's users
-probes     generated requests whose answers are known, and what came of them
-conductor  the plan carried out, the next blow only when the cluster is whole again
-report     everything that was seen, as a table and as JSON; what of it must not be
-command    its arguments; the dry run
+plan       what happens to which kind of process, and when; what that means for the cluster's users
+probes     generated requests whose answers are known, and their results
+conductor  carries out the plan; it waits until the cluster is whole again before the next blow
+report     everything that was observed, as a table and as JSON; what of it is a fault
+command    the options; the dry run
 """

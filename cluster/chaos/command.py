@@ -1,4 +1,4 @@
-"""`tandem chaos`: first what it would do; with `--yes` it does that, and reports."""
+"""`tandem chaos`: prints what it would do; with `--yes` it does it and reports."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     if not 1 <= options.users <= 1000:
         raise ConfigurationError(f"--users must be from 1 to 1000, not {options.users}")
-    # Standard output is Ray's while we are joined, and JSON's alone where that is asked for.
+    # Standard output goes to the log while the cluster is joined, and with -o json it is for JSON only.
     console = Console(file=sys.stderr if wants_json(options) else sys.__stdout__, highlight=False)
     address = choose_address(options.address)
     if options.yes and options.address is None:
@@ -138,14 +138,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 class RayProcessAccess:
-    """Finds and looks at the processes of the deployment with this name."""
+    """Finds and signals the processes of the deployment with this name."""
 
     def __init__(self, name: str, controller: Callable[[str], RemoteController]) -> None:
         self._name = name
         self._controller = controller
 
     async def view(self) -> ClusterView:
-        """Found again each time: the controller may be one of the victims."""
+        """Looks the controller up each time, because it may be one of the victims."""
         return await self._controller(self._name).view()
 
     async def find(self, name: str) -> Process:
@@ -161,7 +161,7 @@ class RayProcessAccess:
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """What would be done, as JSON."""
+    """What the command would do, as JSON."""
 
     address: str
     model: str
@@ -174,10 +174,12 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
     from tandem.cluster.on_ray.remote_controller import chosen, the_controller
 
     name = chosen(options.name)
-    hands = RayProcessAccess(name, the_controller)
-    view = await hands.view()
+    access = RayProcessAccess(name, the_controller)
+    view = await access.view()
     if view.failure:
-        raise Unavailable(f"the cluster is not mended any more, and cannot be tried: {view.failure}")
+        raise Unavailable(
+            f"the cluster is no longer repaired by its controller, so it cannot be tested: {view.failure}"
+        )
     kinds = chosen_kinds(rules, view)
     plan = make_plan(rules, kinds)
     unresponsive_s = (await the_controller(name).configuration()).timeouts.unresponsive_s
@@ -193,7 +195,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         console.print(f"nothing was done: --address {address}{named} --yes does it", style="bold")
         processes = {kind.value: names for kind, names in processes_of(view).items()}
         return Intent(address, view.model, processes, plan, risks)
-    conductor = Conductor(hands, lambda text: console.print(text, markup=False, style="dim"))
+    conductor = Conductor(access, lambda text: console.print(text, markup=False, style="dim"))
     key = key_from_environment()
     urls = (
         [options.url]
@@ -201,7 +203,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         else list(dict.fromkeys(router.url for router in view.routers if router.phase == "ready"))
     )
     if not urls:
-        raise Unavailable("no router of this cluster is ready: nothing would be answered")
+        raise Unavailable("no router of this cluster is ready: no request would be answered")
     turns = iter(range(1 << 62))
 
     def url() -> str:
@@ -212,7 +214,8 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         probes = Probes(url, key, view.model, rules.seed, options.users)
         checked = await probes.learn()
         console.print(
-            f"asked in peace: {checked} of {len(probes.questions)} questions have one answer", style="dim"
+            f"asked before the first blow: {checked} of {len(probes.questions)} questions always have the same answer",
+            style="dim",
         )
     before = finished(urls, key)
     await _carry_out(conductor, plan, probes, rules.minutes * 60)
@@ -238,7 +241,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
 async def _carry_out(
     conductor: Conductor[Process], plan: Sequence[Strike], probes: Probes | None, seconds: float
 ) -> None:
-    """The blows and the traffic side by side. Traffic goes on until the last blow has been mended, and the time is up."""
+    """Runs the blows and the traffic side by side. Traffic goes on until the cluster is whole after the last blow and the time is up."""
     ending = asyncio.Event()
     asking = asyncio.create_task(probes.run(ending)) if probes else None
     try:
@@ -257,7 +260,7 @@ async def _carry_out(
 def describe(
     view: ClusterView, plan: Sequence[Strike], risks: Sequence[str], traffic: str, users: int
 ) -> list[str]:
-    """What would be done to which cluster, a line each."""
+    """Returns what would be done to which cluster, one line each."""
     there = processes_of(view)
     lines = [f"{view.model}: " + ", ".join(f"{len(names)} {kind.value}" for kind, names in there.items())]
     lines.append(
@@ -272,14 +275,14 @@ def describe(
 
 
 def finished(urls: Sequence[str], key: str | None) -> dict[str, float]:
-    """The sequences that ended, by reason, summed over all routers that answer."""
+    """Returns how many sequences ended for each reason, summed over all routers that answer."""
     found: dict[str, float] = {}
     for url in urls:
         client = ApiClient(url, key)
         try:
             text = client.get("/metrics").text
         except TandemError:
-            continue  # it may be who was struck last
+            continue  # it may be the last victim
         finally:
             client.close()
         for reason, count in finished_in(text).items():
@@ -288,12 +291,12 @@ def finished(urls: Sequence[str], key: str | None) -> dict[str, float]:
 
 
 def finished_in(metrics: str) -> dict[str, float]:
-    """By reason, from one router's /metrics."""
+    """Reads the counts by reason from one router's /metrics."""
     return {reason: float(count) for reason, count in _FINISHED.findall(metrics)}
 
 
 def own_traffic(before: dict[str, float], after: dict[str, float]) -> Traffic:
-    """A router that was killed begins to count again: what it had counted before is left out."""
+    """Returns what ended between the two counts. A router that was killed counts from 0 again, so what it had counted is left out."""
     ended = {reason: round(max(0.0, count - before.get(reason, 0.0))) for reason, count in after.items()}
     errors = ended.get("error", 0)
     return Traffic("own", requests=sum(ended.values()), failed={"error": errors} if errors else {})

@@ -1,4 +1,4 @@
-"""Carries a plan out. The next blow comes only when the cluster is whole again after the one before."""
+"""Carries out a plan. The next blow comes only when the cluster is whole again after the one before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_LEFT = 8
 
 
 class Victim(Protocol):
-    """A process that can be told from one that took its place."""
+    """A process, as told from the one that takes its place."""
 
     @property
     def pid(self) -> int: ...
@@ -34,7 +34,7 @@ V = TypeVar("V", bound=Victim)
 
 
 class ProcessAccess(Protocol[V]):
-    """What reaches the cluster's processes."""
+    """How the conductor reaches the cluster's processes."""
 
     async def view(self) -> ClusterView: ...
 
@@ -44,7 +44,7 @@ class ProcessAccess(Protocol[V]):
 
 
 class StrikeReport(msgspec.Struct, frozen=True):
-    """A blow, and how the cluster took it."""
+    """A blow, and how the cluster recovered."""
 
     at_s: float
     blow: Blow
@@ -59,16 +59,16 @@ class StrikeReport(msgspec.Struct, frozen=True):
 
 class Conductor(Generic[V]):
     def __init__(
-        self, hands: ProcessAccess[V], say: Callable[[str], None], look_every_s: float = _LOOK_EVERY_S
+        self, access: ProcessAccess[V], say: Callable[[str], None], look_every_s: float = _LOOK_EVERY_S
     ) -> None:
-        self._hands = hands
+        self._access = access
         self._say = say
         self._look_every_s = look_every_s
         self.struck: list[StrikeReport] = []
-        self.failure = ""  # why a blow could not be dealt; "" when each was
+        self.failure = ""  # why a blow could not be dealt; "" if all were
 
     async def run(self, plan: Sequence[Strike]) -> None:
-        """Ends early when the cluster does not become whole, or a blow cannot be dealt: more would prove nothing."""
+        """Ends early if the cluster does not become whole or a blow cannot be dealt, because further blows would prove nothing."""
         began = time.monotonic()
         for strike in plan:
             await asyncio.sleep(max(0.0, began + strike.at_s - time.monotonic()))
@@ -87,14 +87,14 @@ class Conductor(Generic[V]):
             self._say(f"{struck.name}: whole again after {struck.whole_after_s:.1f} s")
 
     async def _strike(self, strike: Strike, began: float) -> StrikeReport:
-        view = await self._hands.view()
+        view = await self._access.view()
         name = strike.choose(processes_of(view)[strike.kind])
-        victim = await self._hands.find(name)
+        victim = await self._access.find(name)
         kill = strike.blow is Blow.KILL
         self._say(f"{name}: killed" if kill else f"{name}: stopped for {strike.stop_s:g} s")
         hit_at = time.monotonic()
         number = signal.SIGKILL if kill else signal.SIGSTOP
-        await self._hands.send(victim, number, None if kill else strike.stop_s)
+        await self._access.send(victim, number, None if kill else strike.stop_s)
         struck = StrikeReport(
             hit_at - began, strike.blow, strike.kind, name, machine_of(view, name), 0.0 if kill else strike.stop_s,
             None, hit_at,
@@ -112,29 +112,29 @@ class Conductor(Generic[V]):
     async def _until_whole(self, before: ClusterView, gone: V | None, name: str, deadline: float) -> None:
         async def is_whole() -> bool:
             if gone is not None:
-                now = await self._hands.find(name)
+                now = await self._access.find(name)
                 if (now.pid, now.started) == (gone.pid, gone.started):
                     return False
-            return missing_in(await self._hands.view(), before) == ""
+            return missing_in(await self._access.view(), before) == ""
 
-        why = "it was not seen whole"
+        why = "the controller never showed it whole"
         while time.monotonic() < deadline:
             try:
                 if await is_whole():
                     return
-                why = missing_in(await self._hands.view(), before) or why
-            except TandemError as error:  # the controller may be who was struck
+                why = missing_in(await self._access.view(), before) or why
+            except TandemError as error:  # the controller may be the victim
                 why = str(error)
             await asyncio.sleep(self._look_every_s)
         raise DeadlineExceeded(f"not whole again within {WHOLE_WITHIN_S:.0f} s: {why}")
 
     async def until_quiet(self, within_s: float = QUIET_WITHIN_S) -> tuple[float | None, list[str]]:
-        """With nothing asked any more: how long until every block is free, or what is left and where."""
+        """Call this after the traffic has ended. Returns how long it took until every block was free; else None and what was left where."""
         began = time.monotonic()
         left: list[str] = []
         while time.monotonic() - began < within_s:
             try:
-                left = left_behind(await self._hands.view())
+                left = left_behind(await self._access.view())
                 if not left:
                     return time.monotonic() - began, []
             except TandemError as error:
@@ -144,7 +144,7 @@ class Conductor(Generic[V]):
 
 
 def missing_in(view: ClusterView, before: ClusterView) -> str:
-    """What it had before and has not; "" when nothing."""
+    """Returns which processes the cluster had before and lacks now; "" if none."""
     there, wanted = processes_of(view), processes_of(before)
     missing = [
         f"{len(wanted[kind]) - len(there.get(kind, []))} {kind.value}"
@@ -159,12 +159,12 @@ def machine_of(view: ClusterView, name: str) -> str:
 
 
 def left_behind(view: ClusterView) -> list[str]:
-    """What nodes that have nothing to do should not have, a sentence for each node."""
+    """Returns, for each idle node that still holds something, what it holds."""
     found = []
     for node in view.nodes:
         status = node.status
         if status is None or status.state is not NodeState.READY:
-            found.append(f"{node.node_id} does not say what it holds")
+            found.append(f"{node.node_id} did not report what it holds")
             continue
         left = {name: getattr(status, name) for name in ("running", "waiting", "transfers", "held_blocks")}
         left["blocks not free"] = status.total_blocks - status.room_blocks

@@ -1,4 +1,4 @@
-"""What is done to which kind of process, and when. The same seed is the same plan."""
+"""Plans what happens to which kind of process, and when. The same seed gives the same plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTROLLER = "controller"
 
 
 class ProcessKind(enum.StrEnum):
-    """What a process that can be killed is."""
+    """The kinds of processes that can be struck."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -31,23 +31,23 @@ class Blow(enum.StrEnum):
 
 
 class Strike(msgspec.Struct, frozen=True):
-    at_s: float  # since the beginning; later when the cluster is not whole by then
+    at_s: float  # since the beginning; it comes later if the cluster is not whole by then
     blow: Blow
     kind: ProcessKind
     stop_s: float  # of a stop
-    draw: float  # from 0 to 1: which of the kind's processes
+    draw: float  # from 0 to 1: chooses one of the kind's processes
 
     def choose(self, names: Sequence[str]) -> str:
         return sorted(names)[int(self.draw * len(names))]
 
 
 class ChaosRules(msgspec.Struct, frozen=True):
-    """What an operator wants."""
+    """The operator's options."""
 
     minutes: float = 5.0
     every_s: float = 30.0
     stop_s: float = 5.0
-    kinds: tuple[ProcessKind, ...] = ()  # none: nodes and the controller, and routers where there are several
+    kinds: tuple[ProcessKind, ...] = ()  # none: nodes and the controller, and routers if there are several
     blows: tuple[Blow, ...] = (Blow.KILL, Blow.STOP)
     seed: int = 0
 
@@ -61,7 +61,7 @@ class ChaosRules(msgspec.Struct, frozen=True):
 
 
 def processes_of(view: ClusterView) -> dict[ProcessKind, list[str]]:
-    """By kind, the names of those that serve."""
+    """Returns the names of the processes that serve, by kind."""
     found: dict[ProcessKind, list[str]] = {ProcessKind.CONTROLLER: [CONTROLLER]}
     for node in view.nodes:
         if node.phase == "ready":
@@ -73,7 +73,7 @@ def processes_of(view: ClusterView) -> dict[ProcessKind, list[str]]:
 
 
 def chosen_kinds(rules: ChaosRules, view: ClusterView) -> list[ProcessKind]:
-    """Raises ConfigurationError for a kind that the cluster has no process of."""
+    """Returns the kinds to strike. Raises ConfigurationError for a kind of which the cluster has no process."""
     there = processes_of(view)
     if not rules.kinds:
         return [
@@ -84,7 +84,7 @@ def chosen_kinds(rules: ChaosRules, view: ClusterView) -> list[ProcessKind]:
     absent = [kind.value for kind in rules.kinds if kind not in there]
     if absent:
         raise ConfigurationError(
-            f"--to {', '.join(absent)}: the cluster has none; it has {', '.join(kind.value for kind in there)}"
+            f"--to {', '.join(absent)}: the cluster has no such process; it has {', '.join(kind.value for kind in there)}"
         )
     return list(dict.fromkeys(rules.kinds))
 
@@ -100,7 +100,7 @@ def make_plan(rules: ChaosRules, kinds: Sequence[ProcessKind]) -> list[Strike]:
         at_s += rules.every_s
     if not strikes:
         raise ConfigurationError(
-            f"--every {rules.every_s:g} leaves no time for a single blow in --minutes {rules.minutes:g}"
+            f"--every {rules.every_s:g} leaves no time for a blow in --minutes {rules.minutes:g}: make --every smaller"
         )
     return strikes
 
@@ -108,21 +108,23 @@ def make_plan(rules: ChaosRules, kinds: Sequence[ProcessKind]) -> list[Strike]:
 def dangers(
     view: ClusterView, kinds: Sequence[ProcessKind], unresponsive_s: float, stop_s: float
 ) -> list[str]:
-    """What the plan means for the cluster's users, a sentence each."""
+    """Returns what the plan means for the cluster's users, one sentence each."""
     there = processes_of(view)
     found = []
     for kind in kinds:
         if len(there[kind]) == 1 and kind is ProcessKind.ROUTER:
-            found.append("there is one router: every stream ends with it, and clients have to ask again")
+            found.append(
+                "there is one router: every stream breaks when it ends, and clients have to ask again"
+            )
         elif len(there[kind]) == 1 and kind in (ProcessKind.DECODE, ProcessKind.AGGREGATED):
             found.append(f"there is one {kind.value} node: nothing is answered while it is away")
         elif len(there[kind]) == 1 and kind is ProcessKind.PREFILL:
             found.append(
-                "there is one prefill node: decode nodes read the prompts themselves while it is away"
+                "there is one prefill node: decode nodes compute the prompts themselves while it is away"
             )
     if stop_s >= unresponsive_s:
         found.append(
-            f"what is stopped for {stop_s:g} s is taken for dead after {unresponsive_s:g} s "
+            f"a process that is stopped for {stop_s:g} s is taken for dead after {unresponsive_s:g} s "
             "(timeouts.unresponsive_s), and replaced"
         )
     return found

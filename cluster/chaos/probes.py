@@ -1,4 +1,4 @@
-"""Generated requests whose answers are known, and what came of them."""
+"""Generated requests whose answers are known, and their results."""
 
 from __future__ import annotations
 
@@ -45,34 +45,34 @@ _WORDS = [
     "narrow",
     "distant",
 ]
-# (words of the prompt, tokens of the answer): short and long, so that blows meet prompts, moves and answers.
+# (words of the prompt, tokens of the answer): short and long, so that blows meet prompts, transfers and answers.
 _SHAPES = ((12, 96), (40, 48), (120, 64), (400, 32), (700, 24))
 _A_REQUEST_S = 180.0
 _RETRY_S = 0.5
-NOTED_GAP_S = 0.2  # shorter ones are not kept
+NOTED_GAP_S = 0.2  # shorter gaps are not recorded
 
 
 @dataclass
 class ProbeQuestion:
     body: dict[str, Any]
-    answer: str | None = None  # None: the cluster does not say the same each time, in peace
+    answer: str | None = None  # None: the cluster's answers differ even without blows
 
 
 @dataclass
 class ProbeTally:
     requests: int = 0
     right: int = 0
-    unchecked: int = 0  # finished; in peace the cluster has more than one answer
+    unchecked: int = 0  # finished, but the question has no single answer
     wrong: list[str] = field(default_factory=list)
-    refused: int = 0  # before the first byte, with a status and a reason
+    refused: int = 0  # with a status and a reason, before the first byte
     failed: dict[str, int] = field(default_factory=dict)  # ended with an error event, by its code
-    lost: dict[str, int] = field(default_factory=dict)  # ended in silence, or not at all
+    lost: dict[str, int] = field(default_factory=dict)  # ended without a word, or did not end
     examples: dict[str, str] = field(default_factory=dict)
-    gaps: list[tuple[float, float]] = field(default_factory=list)  # when, on the monotonic clock
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # begin and end, on the monotonic clock
 
 
 class _UnfinishedAnswer(Exception):
-    """Without a whole answer."""
+    """A request that ended without a whole answer."""
 
     def __init__(self, kind: str, name: str, why: str) -> None:
         super().__init__(why)
@@ -90,7 +90,7 @@ class Probes:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.tally = ProbeTally()
-        self._url = url  # of a router that serves now
+        self._url = url  # returns the URL of a router that serves
         self._users = users
         self._random = random.Random(seed)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -111,7 +111,7 @@ class Probes:
         }  # fmt: skip
 
     def _client(self) -> httpx.AsyncClient:
-        # A connection of its own for each request: the death of a router cuts no other request's.
+        # Each request has its own connection, so that a router's death breaks only its own requests.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(_A_REQUEST_S, connect=10.0)
         return httpx.AsyncClient(
@@ -124,21 +124,21 @@ class Probes:
         )
 
     async def learn(self) -> int:
-        """The questions' answers in peace: alone, and then all at once. A question whose answers differ is asked, and its
-        answer is not checked. How many are checked."""
+        """Learns the questions' answers before the first blow: asks each alone, then all at once. A question whose answers differ is still
+        asked later, but its answer is not checked. Returns how many are checked."""
         async with self._client() as http:
             try:
                 alone = [await self._ask(http, one) for one in self.questions]
                 together = await asyncio.gather(*(self._ask(http, one) for one in self.questions))
             except _UnfinishedAnswer as error:
-                raise Unavailable(f"a question asked in peace is not answered: {error}") from error
+                raise Unavailable(f"a question was not answered before the first blow: {error}") from error
         for question, first, again in zip(self.questions, alone, together, strict=True):
             question.answer = first if first == again else None
         self.tally.gaps.clear()
         return sum(one.answer is not None for one in self.questions)
 
     async def run(self, ending: asyncio.Event) -> None:
-        """Returns when the last answer has come."""
+        """Asks until `ending` is set. Returns when the last answer has come."""
         async with self._client() as http, asyncio.TaskGroup() as group:
             for _ in range(self._users):
                 group.create_task(self._user(http, ending))
@@ -152,7 +152,7 @@ class Probes:
                 text = await self._ask(http, question)
             except _UnfinishedAnswer as error:
                 self._note(error)
-                await asyncio.sleep(_RETRY_S)  # as a client that was refused would
+                await asyncio.sleep(_RETRY_S)  # as a client would after a refusal
                 continue
             if question.answer is None:
                 tally.unchecked += 1
@@ -170,7 +170,7 @@ class Probes:
             counts[error.name] = counts.get(error.name, 0) + 1
 
     async def _ask(self, http: httpx.AsyncClient, question: ProbeQuestion) -> str:
-        """Under a salt of its own, so that no cache knows it."""
+        """Asks with a salt of its own, so that the answer comes from no cache. Returns the answer; raises _UnfinishedAnswer."""
         body = question.body | {"cache_salt": f"chaos {self._random.random()}"}
         text, done = "", False
         last = time.monotonic()
@@ -194,7 +194,9 @@ class Probes:
                         text += "".join(choice.get("text", "") for choice in event["choices"])
                         last = self._note_gap(last)
         except TimeoutError as error:
-            raise _UnfinishedAnswer("lost", "no end", f"not over after {_A_REQUEST_S:.0f} s") from error
+            raise _UnfinishedAnswer(
+                "lost", "no end", f"it had not ended after {_A_REQUEST_S:.0f} s"
+            ) from error
         except httpx.HTTPError as error:
             raise _UnfinishedAnswer("lost", type(error).__name__, str(error)) from error
         if not done:
@@ -209,5 +211,5 @@ class Probes:
 
 
 def longest_gap(gaps: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """The longest gap that overlaps this stretch of time."""
+    """Returns the longest gap that overlaps the time from `begin` to `end`."""
     return max((last - first for first, last in gaps if first < end and last > begin), default=0.0)

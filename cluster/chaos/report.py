@@ -1,4 +1,4 @@
-"""Everything that was seen, what of it must not be, and what may be concluded from nothing having been seen."""
+"""Everything that was observed, what of it is a fault, and what follows if there was none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.cluster.chaos.probes import ProbeTally, longest_gap
 
 
 class Traffic(msgspec.Struct):
-    """What clients met. For a cluster's own traffic the routers' counters know no more than requests and errors."""
+    """What clients experienced. For a cluster's own traffic, the routers' counters tell only requests and errors."""
 
     source: str  # "probes" or "own"
     requests: int = 0
@@ -29,7 +29,7 @@ class Traffic(msgspec.Struct):
 
     @property
     def unanswered(self) -> int:
-        """Let in, and without a whole answer."""
+        """Requests that were admitted and got no whole answer."""
         return sum(self.failed.values()) + sum(self.lost.values())
 
 
@@ -43,7 +43,7 @@ class BlowReport(msgspec.Struct):
     whole_after_s: float | None
     longest_gap_s: (
         float | None
-    )  # in any answer meanwhile; None under a cluster's own traffic, which is not timed
+    )  # of any answer before the cluster was whole; None for a cluster's own traffic, which is not timed
     detail: str = ""
 
 
@@ -55,7 +55,7 @@ class ChaosReport(msgspec.Struct):
     minutes: float
     blows: list[BlowReport]
     traffic: Traffic
-    blocks_back_after_s: float | None  # None: not all came back, or traffic went on
+    blocks_back_after_s: float | None  # None: not all blocks became free, or traffic went on
     left_behind: list[str]
     failure: str = ""  # why a blow could not be dealt
     faults: list[str] = []
@@ -79,11 +79,11 @@ def traffic_of(tally: ProbeTally) -> Traffic:
 
 
 def judge(report: ChaosReport) -> list[str]:
-    """What must not be, a sentence each; none when all is well."""
+    """Returns the faults, one sentence each; [] if all is well."""
     traffic = report.traffic
     found = []
     if not traffic.requests:
-        found.append("nothing was asked while it lasted: it shows nothing about requests")
+        found.append("no request was sent while it ran: it shows nothing about requests")
     if traffic.wrong:
         found.append(f"{len(traffic.wrong)} wrong answers, the first: {traffic.wrong[0]}")
     for name, count in sorted((traffic.lost | traffic.failed).items()):
@@ -98,7 +98,7 @@ def judge(report: ChaosReport) -> list[str]:
 
 
 def bounds(report: ChaosReport) -> list[str]:
-    """The rule of three: of what was not seen in N tries, there is less than 3/N, with 95% confidence."""
+    """Applies the rule of three: what did not happen in N tries happens in less than 3/N of them, with 95% confidence."""
     traffic, found = report.traffic, []
     checked = traffic.right + len(traffic.wrong)
     if checked and not traffic.wrong:
@@ -110,7 +110,7 @@ def bounds(report: ChaosReport) -> list[str]:
     blows = len(report.blows)
     if blows and not report.faults:
         found.append(
-            f"nothing bad came of {blows} blows: of fewer than {rule_of_three(blows)} something does"
+            f"nothing bad came of {blows} blows: something does of fewer than {rule_of_three(blows)}"
         )
     return found
 

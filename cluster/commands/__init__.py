@@ -1,17 +1,18 @@
-"""What an operator types, and what is shown.
+"""The commands that operators type, and their output.
 
-serve         preflight, progress, following, ready_lines: checked, shown while it starts, and followed to its end
-operate       scale, drain, role, pause, down; operate_options: their arguments; address: which cluster;
-              http_control: through a router
-apply         another configuration for a cluster that serves
+serve         with preflight (checks before the start), progress (what is shown during it), ready_lines (what is shown
+              after it) and following (how it follows the cluster until the end)
+operate       scale, drain, role, pause, down; operate_options: their arguments; address: which cluster they mean;
+              http_control: the cluster through a router
+apply         gives a serving cluster another configuration
 overview, status     `tandem status`, from the controller and from one router; deployments: all on a Ray cluster
-logs          lines of every process's log, in one order
+logs          the log lines of all processes, in one order
 top           the cluster as it changes, and its slowest requests
-doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between
-              machines and between GPUs; numa_check: which memory is near
+doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between machines and
+              between GPUs; numa_check: which memory is near
 bench         one run of the load generator (loadgen/), from its flags to its table
 chat, show_config
-parser, setting_options      a subcommand's arguments; the flags that set settings
-init          a commented tandem.yaml and a cluster's files
-output        `-o json`; what a service prints, and what libraries print
+parser, setting_options      the parser of a subcommand; the flags that set settings
+init          writes a commented tandem.yaml and a cluster's files
+output        `-o json`; where a service's output and libraries' output go
 """

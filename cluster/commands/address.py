@@ -1,5 +1,5 @@
-"""Which Ray cluster a command talks to, and the record of the `tandem serve` that runs on this machine, by which other
-commands find its Ray."""
+"""Which Ray cluster a command talks to, and the record of the `tandem serve` that runs on this machine, which lets other commands find
+its Ray."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tandem.wire.errors import TandemError
 
 
 class WhichCluster(msgspec.Struct, frozen=True):
-    """Which deployment a command is about, as its operator named it."""
+    """Which deployment a command is about, as the operator named it."""
 
-    address: str | None = None  # of a Ray cluster's head
-    name: str | None = None  # of the deployment; None: the only one that runs there
+    address: str | None = None  # of the Ray cluster's head
+    name: str | None = None  # of the deployment; None: the only one on that cluster
 
 
 def choose_address(named: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """What the operator says, else the `tandem serve` of this machine, else the cluster that this machine is part of."""
+    """Returns the address that the operator named, else that of the `tandem serve` on this machine, else AUTO: this machine's cluster."""
     return named or environ.get("RAY_ADDRESS") or remembered_address() or AUTO
 
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 class AddressRecord(msgspec.Struct, frozen=True):
     address: str
-    pid: int  # of the command: without it there is no Ray there any more
+    pid: int  # of the command, with which its Ray ends
 
 
 def _file() -> Path:
@@ -41,8 +41,8 @@ def _file() -> Path:
 
 
 def remember_address(address: str) -> None:
-    """The latest of several commands is the one that is found. Where it cannot be written, others need --address:
-    no reason not to serve."""
+    """Records the address. If several commands do, the last one wins. If it cannot be written, serving goes on, and other commands need
+    --address."""
     try:
         file = _file()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,11 +50,13 @@ def remember_address(address: str) -> None:
         new.write_bytes(msgspec.json.encode(AddressRecord(address, os.getpid())))
         new.replace(file)
     except (OSError, TandemError) as error:
-        logger.warning("other commands need --address %s to find this one: %s", address, error)
+        logger.warning(
+            "other commands need --address %s, because it could not be recorded: %s", address, error
+        )
 
 
 def forget_address() -> None:
-    """Only our own."""
+    """Deletes the record if this process wrote it."""
     record = _read()
     if record is not None and record.pid == os.getpid():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""`tandem apply`: gives a running cluster another configuration, and follows what comes of it."""
+"""`tandem apply`: gives a running cluster another configuration, and follows the rollout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def apply(
     dry_run: bool = False,
     wait: bool = True,
 ) -> tuple[AppliedChange, bool]:
-    """What changed, or would, and whether all of it was done."""
+    """Returns what changed, or would change, and whether all of it was done."""
 
     async def work(cluster: OperatedCluster) -> tuple[AppliedChange, bool]:
         model = await asyncio.to_thread(_model, config, await _model_path(cluster) if url is None else "")
@@ -64,7 +64,7 @@ def apply(
 
 
 def go_back(which: WhichCluster, url: str | None, say: Say) -> bool:
-    """Whether the old configuration is what all nodes run again."""
+    """Takes the rollout back. Returns whether all nodes run the old configuration again."""
 
     async def work(cluster: OperatedCluster) -> bool:
         await cluster.go_back()
@@ -94,7 +94,7 @@ def described(change: AppliedChange, *, dry_run: bool) -> Iterator[str]:
 async def follow_exchange(
     cluster: OperatedCluster, exchange: str, say: Say, clock: Clock | None = None
 ) -> bool:
-    """Until the controller is another one, or the old one again. It is away in between."""
+    """Follows the exchange until it is over. Returns whether a new controller serves. The controller does not answer for a while."""
     clock = clock or Clock()
     said = ""
     while True:
@@ -120,7 +120,7 @@ async def follow_exchange(
 
 
 async def follow(cluster: OperatedCluster, revision: int, say: Say, clock: Clock | None = None) -> bool:
-    """Until the rollout has ended. True when that revision is what serves then. A controller that is away comes back, and goes on."""
+    """Follows the rollout until it is over. Returns whether this revision serves then. Waits while the controller does not answer."""
     clock = clock or Clock()
     said, away, told_until = "", False, 0.0
     while True:
@@ -161,7 +161,7 @@ def _said_end(view: ClusterView, revision: int, say: Say) -> bool:
 async def _as_it_is_called(
     cluster: OperatedCluster, config: TandemConfig, wanted: TandemConfig
 ) -> TandemConfig:
-    """A router does not tell where the cluster has its model. If that is where this machine has it, it is no other one."""
+    """A router does not tell where the cluster's model is. If the cluster has it in the same place as this machine, it is the same model."""
     here = await asyncio.to_thread(find_model, config.model.path)
     if here is not None and "model.path" in (await cluster.apply(wanted, True)).nodes:
         same = with_model(config, here)
@@ -171,14 +171,14 @@ async def _as_it_is_called(
 
 
 async def _model_path(cluster: OperatedCluster) -> str:
-    """What the cluster's model is called now."""
+    """Returns the name or path of the cluster's model."""
     from tandem.cluster.on_ray.remote_controller import RemoteController
 
     return (await cluster.configuration()).model.path if isinstance(cluster, RemoteController) else ""
 
 
 def _model(config: TandemConfig, running: str) -> Model:
-    """As the cluster finds it: where that serves a folder, a folder of this machine."""
+    """Returns the model as the cluster finds it: if that serves from a folder, the folder on this machine."""
     name = f"{config.model.path}@{config.model.revision}" if config.model.revision else config.model.path
     if os.path.isabs(running):
         return prepare_model(name, lambda what, share: None)

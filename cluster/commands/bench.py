@@ -37,21 +37,21 @@ from tandem.loadgen.vocabulary import (
 from tandem.loadgen.workload import Session
 from tandem.wire.errors import ConfigurationError, TandemError
 
-# Above this share of a core the generator may be what is measured.
+# With a larger share of a core, the figures may be limited by the generator itself.
 _BUSY_GENERATOR = 0.7
 _INTERRUPTED = 130
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: measured; 1: no request succeeded; 130: interrupted, and what was measured until then is shown. Raises
-    ConfigurationError for what the operator can mend."""
+    """Returns 0 when it measured, 1 when no request succeeded, 130 when it was interrupted; then it shows what it measured until then.
+    Raises ConfigurationError for what the operator can correct."""
     options = options_from(args)
     _check_files(options)
     return asyncio.run(_measure(options, Console(stderr=True)))
 
 
 def _check_files(options: Options) -> None:
-    """A file that cannot be written is refused before the run that it is to hold."""
+    """Checks before the run that its results can be written."""
     if options.json is not None and options.json != Path("-"):
         check_file(options.json)
     for picture, option in ((options.plot, "--plot"), (options.timeline, "--timeline")):
@@ -78,7 +78,7 @@ async def _measure(options: Options, errors: Console) -> int:
             arrivals=arrival_times(options, sessions),
             trace=trace,
         )
-        # What the set-up left behind is never looked at again, least of all while a token is waited for.
+        # Garbage collection during the run need not look at what the set-up left, least of all while a token is awaited.
         gc.collect()
         gc.freeze()
         busy_before = time.process_time()
@@ -100,7 +100,9 @@ def _show_timeline(url: str, key: str | None, trace: str, file: Path, errors: Co
     client = TraceClient(url.rstrip("/").removesuffix("/v1"), key)
     try:
         record = client.find(trace)
-    except TandemError as error:  # another server, or none any more: what was measured is shown all the same
+    except (
+        TandemError
+    ) as error:  # not a Tandem server, or it has ended; the measurement is shown without a timeline
         errors.print(f"No timeline: {error}", style="yellow", markup=False)
         return
     finally:
@@ -137,13 +139,13 @@ def _vocabulary(options: Options, model: ListedModel, errors: Console) -> Vocabu
     if options.prompt_format is PromptFormat.IDS:
         raise ConfigurationError("--prompt-format ids needs --tokenizer FOLDER")
     errors.print(
-        "No --tokenizer: prompts' lengths are near what was asked; the figures use the server's own counts."
+        "No --tokenizer: prompts have about the requested lengths; the figures use the server's own counts."
     )
     return GuessedVocabulary()
 
 
 def _folder_of(name: str) -> Path | None:
-    """A model that Tandem serves from this machine has its tokenizer here."""
+    """Returns the tokenizer's folder of a model that Tandem serves from this machine; None if the model is not here."""
     try:
         found = find_model(name)
     except ConfigurationError:  # another server's name for it
@@ -177,7 +179,8 @@ def _show(
     print_summary(errors if to_stdout else Console(), summary)
     if busy > _BUSY_GENERATOR:
         errors.print(
-            f"The generator itself took {busy:.0%} of a core: the figures may be its own.", style="yellow"
+            f"The generator itself used {busy:.0%} of a core: the figures may be limited by it.",
+            style="yellow",
         )
     if options.json is not None:
         settings = msgspec.structs.asdict(options) | {"model": model.id}

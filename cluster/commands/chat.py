@@ -22,28 +22,28 @@ _NOT_WHAT_IT_SHOULD_BE = (ValueError, LookupError, TypeError, AttributeError)
 
 
 class ChatClient:
-    """One server, one model."""
+    """A client of one server."""
 
     def __init__(
         self, url: str, key: str | None = None, transport: httpx.BaseTransport | None = None
     ) -> None:
-        # A long prompt may take a while until its first token; a stream that has begun does not pause for long.
+        # A long prompt takes a while to the first token; after that a stream does not pause for long.
         self._api = ApiClient(url, key, transport, httpx.Timeout(10.0, read=180.0))
 
     def model(self) -> str:
-        """The first model that the server has."""
+        """Returns the first model that the server lists."""
         response = self._api.get("/v1/models")
         try:
             return str(response.json()["data"][0]["id"])
         except _NOT_WHAT_IT_SHOULD_BE as error:
             raise Unavailable(
-                f"{self._api.url} answers, but does not say which models it has: is it an OpenAI-compatible server?"
+                f"{self._api.url} answers, but lists no models: is it an OpenAI-compatible server?"
             ) from error
 
     def reply(
         self, model: str, messages: list[Message], sampling: dict[str, Any]
     ) -> Generator[str, None, None]:
-        """The answer, piece by piece. Closing the iterator cancels the request."""
+        """Yields the answer piece by piece. Closing the generator cancels the request."""
         body = {"model": model, "messages": messages, "stream": True, **sampling}
         try:
             with self._api.http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -72,7 +72,9 @@ def _pieces(lines: Iterator[str]) -> Iterator[str]:
             failure = event["error"]["message"] if "error" in event else None
             pieces = [choice["delta"].get("content") or "" for choice in event.get("choices", ())]
         except _NOT_WHAT_IT_SHOULD_BE as error:
-            raise Unavailable(f"the reply broke off: {data[:200]!r} is no piece of one") from error
+            raise Unavailable(
+                f"the reply broke off: the server sent {data[:200]!r}, which is not part of a reply"
+            ) from error
         if failure is not None:
             raise Unavailable(f"the reply broke off: {failure}")
         yield from pieces
@@ -87,7 +89,7 @@ def chat(
     sampling: dict[str, Any] | None = None,
     read_line: Callable[[str], str] = input,
 ) -> int:
-    """Until the end of input or /quit."""
+    """Runs until the end of input or /quit. Returns the exit status."""
     model = client.model()
     console.print(f"[bold]{escape(model)}[/]: {_HELP}", highlight=False)
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -115,7 +117,7 @@ def chat(
             answer = _show_reply(client.reply(model, messages, sampling or {}), console)
         except TandemError as error:
             console.print(f"\n[red]{escape(str(error))}[/]", highlight=False)
-            messages.pop()  # the question was not answered: the next one must not stand after it
+            messages.pop()  # it has no answer, and two questions in a row would confuse the model
         else:
             messages.append({"role": "assistant", "content": answer})
 

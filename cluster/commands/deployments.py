@@ -23,7 +23,7 @@ class StandingDeployment(msgspec.Struct, frozen=True):
     urls: list[str] = []  # of the routers that serve
     ready: dict[str, int] = {}  # nodes, by role
     wanted: dict[str, int] = {}
-    trouble: str = ""  # why it could not answer, or does not say
+    trouble: str = ""  # why it does not serve, or does not answer
 
     @property
     def serves(self) -> bool:

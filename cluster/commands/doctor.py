@@ -19,7 +19,7 @@ from tandem.cluster.pools.placement import of_one_machine, this_machine
 def doctor(
     config: TandemConfig, console: Console, *, hosts: Sequence[str] = (), as_json: bool = False
 ) -> int:
-    """1 where something FAILs. `hosts`: the cluster's other machines, whose ports must be open for this one."""
+    """Returns 1 if a finding is FAIL. `hosts` are the cluster's other machines, whose ports this machine must reach."""
     with Console(stderr=True).status("looking at this machine (about ten seconds)"):
         here = of_one_machine(config)
         numa = {"numa": lambda: check_numa(here, this_machine())}
@@ -32,7 +32,7 @@ def doctor(
 
 
 def run_checks(checks: Mapping[str, Check]) -> list[Finding]:
-    """All at once, in the order given. A check that breaks is a finding like any other."""
+    """Runs all checks at once and returns their findings in order. A check that raises is a FAIL finding."""
 
     def run(subject: str, check: Check) -> Finding:
         try:

@@ -1,7 +1,7 @@
-"""A cluster as it starts and runs, followed from a command: what happens there is shown here.
+"""Follows a cluster from a command, and shows what happens in it.
 
-A controller that is silent is no end. Ray may be starting it again, the network between us may be down, its process
-may be stopped. The cluster is over when an end was recorded, and then only.
+A silent controller is no end: Ray may be restarting it, the network to it may be down, or its process may be stopped. The cluster has ended
+only when its end was recorded.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tandem.cluster.tasks import Clock
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
 
 ASK_AGAIN_S = 0.5
-SILENT_START_S = 120.0  # a cluster that has not served yet, and whose controller says nothing for so long
+SILENT_START_S = 120.0  # how long the controller of a cluster that has not served yet may be silent
 
 
 class FollowedController(Protocol):
     async def account_after(self, seen: int, stage: ClusterStage) -> ClusterAccount:
-        """Waits a while for something newer, or another stage."""
+        """Returns when something newer than `seen` has happened, when the stage is another one, or after a while."""
         ...
 
     async def ending(self) -> ClusterEnd | None:
-        """The recorded decision to end this cluster. None: no end was decided."""
+        """Returns the recorded end of this cluster; None if it was not ended."""
         ...
 
     async def revive(self) -> None:
-        """Makes a controller if there is none any more and Ray will not start it again. It takes over what runs."""
+        """Creates a controller if there is none and Ray will not restart one. It adopts the cluster's processes."""
         ...
 
 
@@ -43,18 +43,18 @@ class Follower:
         self._stage = ClusterStage.STARTING
 
     async def until_serving(self) -> ClusterAccount:
-        """Raises what the cluster could not start for."""
+        """Returns when the cluster serves. Raises the reason when it cannot start."""
         while True:
             account = await self._next(SILENT_START_S)
             if isinstance(account, ClusterEnd):
-                raise Unavailable(f"the cluster was ended meanwhile: {account.why}")
+                raise Unavailable(f"the cluster was ended while it started: {account.why}")
             if account.stage is ClusterStage.SERVING:
                 return account
             if account.stage is ClusterStage.FAILED:
                 raise _failure(account)
 
     async def until_over(self) -> ClusterEnd:
-        """A controller that has failed is no end either: its process ends by itself, and the next one goes on."""
+        """Returns the cluster's end. A controller that has failed is no end: its process ends and Ray starts the next one."""
         while True:
             before = self._stage
             account = await self._next(None)
@@ -64,7 +64,7 @@ class Follower:
                 self._events.trouble("controller", str(_failure(account)))
 
     async def _next(self, limit_s: float | None) -> ClusterAccount | ClusterEnd:
-        """What the controller says next, however long it is silent before; not longer than `limit_s`."""
+        """Returns what the controller reports next, after any silence up to `limit_s`. Raises Unavailable after that."""
         silent_since: float | None = None
         while True:
             try:
@@ -79,9 +79,9 @@ class Follower:
                     ) from error
                 if (ending := await self._recorded_or_revived()) is not None:
                     return ending
-                self._stage = ClusterStage.STOPPED  # whatever it is in now is news
+                self._stage = ClusterStage.STOPPED  # so that any stage of the next answer counts as new
                 if isinstance(error, NodeLost):
-                    self._seen = 0  # the next one counts from the beginning
+                    self._seen = 0  # the next controller numbers its events from 1
                 await self._clock.sleep(ASK_AGAIN_S)
                 continue
             if silent_since is not None:
@@ -94,7 +94,7 @@ class Follower:
             return account
 
     async def _recorded_or_revived(self) -> ClusterEnd | None:
-        """What cannot be asked now is asked again."""
+        """Returns the recorded end, if there is one; otherwise revives the controller. Ignores errors: the caller asks again."""
         with contextlib.suppress(TandemError):
             if (ending := await self._controller.ending()) is not None:
                 return ending
@@ -105,4 +105,4 @@ class Follower:
 def _failure(account: ClusterAccount) -> TandemError:
     if account.failure is not None:
         return account.failure.to_exception()
-    return Unavailable("the controller has failed and does not say why")
+    return Unavailable("the controller has failed and reported no reason")

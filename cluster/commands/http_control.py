@@ -1,4 +1,4 @@
-"""A running cluster through one of its routers: what commands with `--url` work with. Implements `cluster.admin.OperatedCluster`."""
+"""A running cluster through one of its routers, for commands with `--url`. Implements `cluster.admin.OperatedCluster`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 from tandem.wire.settings import without_defaults
 
-# What the controller has for an answer, through a router that waits for it.
+# How long a router waits for the controller's answer, and then some.
 _DECIDE_S = 45.0
 
 T = TypeVar("T")
@@ -97,5 +97,5 @@ class HttpControl:
             return msgspec.json.decode(answer.content, type=kind)
         except msgspec.DecodeError as error:
             raise InternalError(
-                f"{self._api.url}/admin/{action} does not answer as a Tandem router: {error}"
+                f"{self._api.url}/admin/{action} did not answer like a Tandem router: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""`tandem init`: a `tandem.yaml` that names and explains every setting, and the files of a cluster."""
+"""`tandem init`: writes a `tandem.yaml` that names and explains every setting, and a cluster's files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WIDTH = 110
 
 
 def cluster_settings(cluster: str | None) -> Layer:
-    """What this kind of cluster needs set otherwise than one machine does."""
+    """Returns the settings in which this kind of cluster must differ from a single machine."""
     if cluster is None:
         return Layer()
     layer = read_file(_manifests() / ("kuberay/base" if cluster == "kuberay" else "ray") / "tandem.yaml")
@@ -34,7 +34,7 @@ def cluster_settings(cluster: str | None) -> Layer:
 
 
 def init(folder: FilePath, settings: Settings, cluster: str | None) -> list[FilePath]:
-    """The files written. Writes none where one of them is there already."""
+    """Returns the files that it wrote. Raises ConfigurationError, and writes none, if one of them exists."""
     files = {"tandem.yaml": commented(settings)}
     if cluster == "kuberay":
         source = _manifests() / "kuberay"
@@ -50,7 +50,7 @@ def init(folder: FilePath, settings: Settings, cluster: str | None) -> list[File
     there = [str(file) for file in targets if file.exists()]
     if there:
         raise ConfigurationError(
-            f"{', '.join(there)} would be overwritten: name another folder, or move it away"
+            f"{', '.join(there)} would be overwritten: name another folder, or move the files away"
         )
     for file, text in targets.items():
         try:
@@ -63,12 +63,14 @@ def init(folder: FilePath, settings: Settings, cluster: str | None) -> list[File
 
 def _manifests() -> FilePath:
     if not MANIFESTS.is_dir():
-        raise ConfigurationError(f"the clusters' files are not at {MANIFESTS}: install Tandem from its wheel")
+        raise ConfigurationError(
+            f"the files for clusters are not at {MANIFESTS}: install Tandem from its wheel"
+        )
     return MANIFESTS
 
 
 def commented(settings: Settings) -> str:
-    """A file that makes these settings. What is not set stands as a comment with its default."""
+    """Returns a file with these settings. Settings that are not set stand in it as comments with their defaults."""
     head = (
         "# The settings of `tandem serve`. What follows a # is the default: take the # away to change it.\n"
         "# Flags and variables (TANDEM_ROUTER__PORT=9000) win over this file; `tandem config` prints the result.\n"

@@ -1,4 +1,4 @@
-"""What can be wrong between this machine and others, and between its GPUs: RDMA, locked memory, clocks, ports."""
+"""Checks what can be wrong between this machine and others, and between its GPUs: RDMA, locked memory, clocks, ports."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tandem.cluster.describe import format_size
 from tandem.wire.nodes import Role
 
 _CONNECT_S = 3.0
-_RAY_PORTS = (6379, 8076)  # of its head
+_RAY_PORTS = (6379, 8076)  # of the head
 _CAP_IPC_LOCK = 1 << 14
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 _MICROSECONDS_OF_ANY_CLOCK = (
-    1_000_000  # the kernel's bound of the error of one that is kept in time is far below this
+    1_000_000  # for a synchronised clock, the kernel's bound of the error is far below this
 )
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def link_checks(hosts: Sequence[str], pools: PoolsConfig) -> dict[str, Check]:
-    """`hosts`: the cluster's others, as far as the operator names them."""
+    """`hosts` are the cluster's other machines that the operator named."""
     spread = [
         f"pools.{role.value}" for role in Role if pools.of(role).last_size and pools.of(role).machines > 1
     ]
@@ -57,7 +57,7 @@ def rdma_devices(folder: Path) -> list[str]:
 
 
 def check_rdma(folder: Path, verbs: Path) -> Finding:
-    """`folder`: what the kernel says of the devices; `verbs`: what a process opens to use them."""
+    """`folder` is where the kernel describes the devices, `verbs` where processes open them."""
     devices = rdma_devices(folder)
     if not devices:
         return Finding("rdma", Level.OK, "no RDMA device: between machines KV travels over TCP")
@@ -84,7 +84,7 @@ def check_rdma(folder: Path, verbs: Path) -> Finding:
 
 
 def _port(folder: Path) -> tuple[str, bool]:
-    """In words, and whether something can be sent there. The kernel writes `4: ACTIVE`, `400 Gb/sec (4X NDR)`, `InfiniBand`."""
+    """Describes the port, and returns whether it is active. The kernel writes `4: ACTIVE`, `400 Gb/sec (4X NDR)`, `InfiniBand`."""
     state = _read(folder / "state").partition(":")[2].strip() or "state unknown"
     rate = _read(folder / "rate").partition(" (")[0]
     layer = _read(folder / "link_layer")
@@ -118,7 +118,7 @@ def check_locked_memory(limit: int, capabilities: int, devices: Sequence[str]) -
 
 
 def own_capabilities() -> int:
-    """Those that are in effect, as the kernel's bits."""
+    """Returns this process's effective capabilities as the kernel's bits."""
     for line in _read(Path("/proc/self/status")).splitlines():
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)
@@ -129,7 +129,7 @@ def own_capabilities() -> int:
 
 
 def check_gpu_peers() -> Finding:
-    """Whether each GPU reads each other one's memory without the host's."""
+    """Checks whether every GPU can read every other GPU's memory directly, without host memory."""
     child = run_python(
         "import json, torch\n"
         "count = torch.cuda.device_count()\n"
@@ -143,9 +143,9 @@ def check_gpu_peers() -> Finding:
 
 
 def judge_gpu_peers(count: int, apart: Sequence[tuple[int, int]]) -> Finding:
-    """`apart`: the pairs of which the first cannot read the second's memory."""
+    """`apart` lists the pairs in which the first GPU cannot read the second one's memory."""
     if count < 2:
-        return Finding("peers", Level.OK, "fewer than two usable GPUs: none has to reach another")
+        return Finding("peers", Level.OK, "fewer than two usable GPUs: no GPU has to reach another one")
     if not apart:
         return Finding("peers", Level.OK, f"each of {count} GPUs reads the memory of each other one")
     named = ", ".join(f"{one} → {other}" for one, other in apart[:6]) + (" …" if len(apart) > 6 else "")
@@ -174,7 +174,7 @@ class _Timex(ctypes.Structure):
 
 
 def kernel_clock() -> tuple[bool, int]:
-    """Whether something keeps this machine's clock in time, and by how many microseconds it may be wrong. Raises OSError."""
+    """Returns whether this machine's clock is synchronised, and its largest error in microseconds. Raises OSError."""
     timex = _Timex()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.adjtimex(ctypes.byref(timex)) < 0:
@@ -200,7 +200,7 @@ def check_clock(is_kept: bool, error_us: int) -> Finding:
 
 
 def check_spread(pools: Sequence[str], hosts: Sequence[str]) -> Finding:
-    """`pools`: whose nodes have ranks on several machines."""
+    """`pools` are the pools whose nodes have ranks on several machines."""
     what = f"nodes of {' and '.join(pools)} have ranks on several machines"
     if hosts:
         return Finding("ranks", Level.OK, f"{what}: whether this one reaches the others is said of each")
@@ -214,14 +214,14 @@ def check_spread(pools: Sequence[str], hosts: Sequence[str]) -> Finding:
 
 
 def probed_ports(range_file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> list[int]:
-    """Ray's, and three of those that a system gives to a process that asks for any."""
+    """Returns Ray's ports, and three from the range of which the system chooses ports."""
     words = _read(range_file).split() or ["32768", "60999"]
     low, high = int(words[0]), int(words[-1])
     return [*_RAY_PORTS, low, (low + high) // 2, high]
 
 
 def check_reach(host: str, ports: Sequence[int], within_s: float = _CONNECT_S) -> Finding:
-    """Asks another machine of the cluster. One that refuses is reached: nothing has to listen there yet."""
+    """Connects to another machine's ports. A refused connection counts as reached: nothing may be listening there yet."""
     subject = f"to {host}"
     try:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -243,7 +243,7 @@ def check_reach(host: str, ports: Sequence[int], within_s: float = _CONNECT_S) -
 
 
 def _why_unreached(address: str, port: int, within_s: float) -> str:
-    """ "" for a machine that answers, in whatever way."""
+    """Returns why the port is not reached; "" if the machine answers, even with a refusal."""
     try:
         socket.create_connection((address, port), within_s).close()
     except TimeoutError:

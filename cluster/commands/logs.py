@@ -1,7 +1,7 @@
-"""`tandem logs`: the lines of every process, in one order, from wherever the cluster can be asked.
+"""`tandem logs`: the log lines of all processes, in one order.
 
-Each process keeps its last lines, and the controller collects them. A line about a request has the id that its caller knows in a router's
-log, and the ids of its attempts in a node's; a router's line names both, so that one id finds it everywhere.
+Each process keeps its last lines, and the controller collects them. A router's line about a request has the id that its client knows and the
+ids of its attempts; a node's line has an attempt's id. So one id finds a request's lines on every process.
 """
 
 from __future__ import annotations
@@ -27,22 +27,20 @@ from tandem.wire.errors import ConfigurationError, TandemError
 from tandem.wire.logs import KEPT_LINES, ClusterLogs, LogLine, LogPosition, LogsQuery
 
 USUAL_LINES = 100
-# Between two looks, where nothing more was there at the last one.
+# How long to wait between two looks if the last one got everything.
 LOOK_S = 1.0
-# Pages of one look: more than a process keeps, where it may tell the least of them.
+# The most pages of one look: enough for everything that a process keeps, at the smallest page size.
 _MOST_LOOKS = 600
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _STYLES = {"warning": "yellow", "error": "red", "critical": "bold red", "debug": "dim"}
-# A path is logged as a client sent it: it must not steer the operator's terminal.
+# Clients choose the paths that are logged: their control characters must not reach the operator's terminal.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 class LogFilter(msgspec.Struct, frozen=True):
     names: list[str] = []
-    lines: int | None = (
-        None  # of each process; None: the usual number, or all where something else says which
-    )
+    lines: int | None = None  # of each process; None: USUAL_LINES, or all that match `since_s` or `request`
     since_s: float | None = None
     request: str | None = None
     level: str = "debug"
@@ -50,7 +48,7 @@ class LogFilter(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.lines is not None and not 0 <= self.lines <= KEPT_LINES:
             raise ConfigurationError(
-                f"--lines must be from 0 to {KEPT_LINES}, which processes keep, not {self.lines}"
+                f"--lines must be from 0 to {KEPT_LINES}, the number that processes keep, not {self.lines}"
             )
 
     @property
@@ -61,7 +59,7 @@ class LogFilter(msgspec.Struct, frozen=True):
 
 
 class ShownLine(msgspec.Struct, frozen=True):
-    """As `-o json` prints it."""
+    """A line as `-o json` prints it."""
 
     time: float
     process: str
@@ -73,26 +71,26 @@ class ShownLine(msgspec.Struct, frozen=True):
 
 
 class Remark(msgspec.Struct, frozen=True):
-    """What is not there: lines that were lost between two looks, or a process that does not answer."""
+    """What is missing: lines that were dropped between two looks, or a process that does not answer."""
 
     process: str
     text: str
 
 
 class LogReader:
-    """Looks again and again, and gives each line once."""
+    """Looks repeatedly, and returns each line once."""
 
     def __init__(self, chosen: LogFilter, time_of_day: Callable[[], float] = time.time) -> None:
         self._filter = chosen
         self._after: dict[str, LogPosition] = {}
         self._silent: dict[str, str] = {}
         self._ids = {chosen.request} if chosen.request is not None else set()
-        # Lines that name a request by its node's id, until a router has said which request that is.
+        # Lines that name only an attempt, kept until a router's line says to which request it belongs.
         self._passed: deque[ShownLine] = deque(maxlen=KEPT_LINES)
         self._oldest = time_of_day() - chosen.since_s if chosen.since_s is not None else 0.0
 
     async def look(self, cluster: OperatedCluster) -> tuple[list[ShownLine], list[Remark]]:
-        """What is new, in the order of its time."""
+        """Returns the new lines in the order of their times, and remarks on missing ones."""
         new: list[ShownLine] = []
         remarks: list[Remark] = []
         for _ in range(_MOST_LOOKS):
@@ -121,7 +119,7 @@ class LogReader:
                 self._after[name] = LogPosition(page.process, last)
             for line in page.lines:
                 shown = _shown(name, line)
-                # A router's line about the request names the ids that nodes know.
+                # A router's line about the request names the ids of its attempts, which nodes log.
                 if shown.request_id in self._ids:
                     self._ids.update(shown.attempts)
                 yield shown
@@ -159,7 +157,7 @@ def parse_age(text: str) -> float:
 def show_logs(
     which: WhichCluster, chosen: LogFilter, *, follow: bool, as_json: bool, url: str | None = None
 ) -> None:
-    """Until it is interrupted, where it follows."""
+    """Shows the lines. With `follow` it runs until it is interrupted."""
     out, aside = (
         Console(highlight=False, soft_wrap=True),
         Console(stderr=True, highlight=False, soft_wrap=True),
@@ -187,7 +185,7 @@ def show_logs(
 async def looks(
     cluster: OperatedCluster, reader: LogReader, *, follow: bool
 ) -> AsyncIterator[tuple[list[ShownLine], list[Remark]]]:
-    """One, or one after another. While it is followed, a cluster that does not answer may answer again."""
+    """Yields one look, or with `follow` one after another. When following, a cluster that does not answer is asked again."""
     away = False
     while True:
         try:
@@ -198,7 +196,7 @@ async def looks(
                 raise
             found = (
                 [],
-                [] if away else [Remark("controller", f"does not answer, and is asked again: {error}")],
+                [] if away else [Remark("controller", f"does not answer; trying again: {error}")],
             )
             away = True
         yield found

@@ -1,4 +1,4 @@
-"""What can be wrong with a machine: one function for each subject, which says what is there and what to do about it."""
+"""Checks what can be wrong with a machine: one function for each subject, which says what it found and what to do about it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finding:
     subject: str
     level: Level
     what: str
-    advice: str = ""  # what to do about it, unless it is OK
+    advice: str = ""  # what to do about it; "" if it is OK
 
 
 Check = Callable[[], Finding]
@@ -68,7 +68,7 @@ def check_python() -> Finding:
 
 
 def check_ray() -> Finding:
-    """Starts one: what hinders Ray is rarely visible before."""
+    """Starts a Ray and stops it: most problems show only then."""
     script = (
         "from tandem.cluster.on_ray.runtime import ray_version, start_ray, stop_ray\n"
         "start_ray(); stop_ray(); print(ray_version())"
@@ -114,7 +114,7 @@ def has_gpu() -> bool:
 
 
 def check_nixl_on_gpu() -> Finding:
-    """Which way a GPU's memory goes from one process to another: slow ways work, too."""
+    """Checks how a GPU's memory goes from one process to another, because slow ways work, too."""
     from tandem.kvtransfer.nixl.lanes import reaches_device
     from tandem.kvtransfer.nixl_check import check
 
@@ -124,7 +124,7 @@ def check_nixl_on_gpu() -> Finding:
             "nixl-gpu",
             Level.WARN,
             report.error,
-            "keys and values on a GPU cannot be handed over between its processes; see the finding on torch first",
+            "KV on a GPU cannot be transferred between its processes; see the finding on torch first",
         )
     lanes = ", ".join(report.transports) or "an unknown transport"
     what = f"UCX moves the GPU's memory at {report.gigabytes_per_s:.1f} GB/s over {lanes}"
@@ -163,7 +163,7 @@ def check_torch() -> Finding:
 
 
 def check_compiler() -> Finding:
-    """Compiles the native kernels, unless this machine has done so before."""
+    """Compiles the native kernels, unless they have been compiled on this machine."""
     from tandem.kernels.build import BuildFailed, library_path
 
     try:
@@ -199,7 +199,7 @@ def check_cores(config: TandemConfig) -> Finding:
 
 def check_memory(config: TandemConfig, machine: LocalMachine) -> Finding:
     nodes, available = config.pools.total, machine.free_memory or 0
-    # An interpreter with torch and a small model, twice for the moment when weights are read, and Ray itself.
+    # An interpreter with torch and a small model, twice because of the moment when weights are read, and Ray.
     needed = _GIB
     for role in Role:
         cache = config.engine_of(role).cache

@@ -1,4 +1,4 @@
-"""Where this machine's cores, GPUs and network devices lie: memory of another NUMA node is slower to reach, in every step and every transfer."""
+"""Checks on which NUMA nodes this machine's cores, GPUs and network devices are: memory of another node is slower, in every step and transfer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tandem.cluster.pools.state import NodeRecord
 from tandem.wire.errors import TandemError
 
 _NVIDIA = "0x10de"
-_DISPLAY = "0x03"  # how the PCI class of what computes begins: VGA or 3D controller
+_DISPLAY = "0x03"  # the PCI class of GPUs begins like this: VGA or 3D controller
 
 
 @dataclass(frozen=True, slots=True)
 class NumaMap:
-    """By the kernel's numbers. -1: it does not know."""
+    """NUMA nodes by the kernel's numbers. -1: unknown."""
 
     cores: Mapping[int, int]
-    gpus: Sequence[int]  # in the order of the bus, which is CUDA's for GPUs of one kind
+    gpus: Sequence[int]  # in bus order, which is CUDA's order for GPUs of one kind
     devices: Mapping[str, int]  # RDMA devices
 
     @property
@@ -52,7 +52,7 @@ def read_numa(sysfs: Path) -> NumaMap:
 def check_numa(config: TandemConfig, machine: LocalMachine, sysfs: Path = Path("/sys")) -> Finding:
     found = read_numa(sysfs)
     if not found.nodes:
-        return Finding("numa", Level.OK, "the kernel tells of no NUMA nodes")
+        return Finding("numa", Level.OK, "the kernel reports no NUMA nodes")
     if len(found.nodes) == 1:
         return Finding("numa", Level.OK, "one NUMA node: all memory is equally near")
     what = f"{counted(len(found.nodes), 'NUMA node')}: {'; '.join(_described(found, number) for number in found.nodes)}"
@@ -103,7 +103,7 @@ def _of_gpus(
     found: NumaMap, nodes: Sequence[NodeRecord], config: TandemConfig, machine: LocalMachine
 ) -> Iterable[tuple[str, str]]:
     if len(found.gpus) != machine.gpus or -1 in found.gpus:
-        return  # some are hidden from this process, or a hypervisor hides where they lie: which is which is not known
+        return  # some GPUs are hidden from this process, or their places are: so CUDA's numbers cannot be mapped
     for node in nodes:
         device = re.fullmatch(r"cuda:(\d+)", node.placement.device) if node.placement is not None else None
         if device is None or node.placement is None:
@@ -136,7 +136,7 @@ def _and(numbers: Iterable[int]) -> str:
 
 
 def _listed(text: str) -> Iterable[int]:
-    """`0-3,8`, as the kernel writes it. A NUMA node of memory alone has no cores."""
+    """Parses `0-3,8`, the kernel's format. The list is empty for a NUMA node without cores."""
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")
         yield from range(int(low), int(high or low) + 1)

@@ -1,5 +1,5 @@
-"""Commands that change a running cluster: scale, drain, role, pause, reset, down. They talk to its controller through Ray, or, from anywhere,
-through one of its routers."""
+"""Commands that change a running cluster: scale, drain, role, pause, reset, down. They call its controller through Ray, or with --url through
+one of its routers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 def with_controller(
     which: WhichCluster, work: Callable[[OperatedCluster], Awaitable[T]], url: str | None = None
 ) -> T:
-    """Joins the cluster for as long as the work takes, unless the URL of a router is named."""
+    """Runs `work` on the cluster: through the router at `url` if there is one, otherwise joined to the Ray cluster."""
     if url is not None:
         if which.address is not None or which.name is not None:
             named = "--address" if which.address is not None else "--name"
@@ -70,7 +70,7 @@ def joined(which: WhichCluster) -> Iterator[None]:
 
 
 async def told_of(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
-    """Says what is waited for, when it takes long enough for an operator to wonder."""
+    """Awaits `work`. Calls `say` once if it takes so long that an operator would wonder."""
     task = asyncio.ensure_future(work)
     done, _ = await asyncio.wait({task}, timeout=_WONDER_S)
     if not done:
@@ -79,7 +79,7 @@ async def told_of(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
 
 
 def parse_sizes(words: Sequence[str]) -> dict[Role, int]:
-    """prefill=3 decode=2"""
+    """Parses `prefill=3 decode=2`."""
     sizes: dict[Role, int] = {}
     for word in words:
         name, _, count = word.partition("=")
@@ -89,7 +89,7 @@ def parse_sizes(words: Sequence[str]) -> dict[Role, int]:
                 f"{word[:40]!r} does not say how many: write {role.value}=N, with N from 0 to {MOST_NODES}"
             )
         if role in sizes:
-            raise ConfigurationError(f"{role.value} is there twice")
+            raise ConfigurationError(f"{role.value} is given twice: leave one out")
         sizes[role] = int(count)
     return sizes
 
@@ -103,19 +103,19 @@ def parse_role(name: str) -> Role:
 
 
 def say_line(line: str) -> None:
-    """While a cluster is joined, standard output takes what others print."""
+    """Prints to the terminal. While a cluster is joined, sys.stdout goes to the log."""
     print(line, file=sys.__stdout__, flush=True)
 
 
 def say_aside(line: str) -> None:
-    """Where standard output is kept for JSON."""
+    """Prints to standard error, when standard output is for JSON."""
     print(line, file=sys.__stderr__, flush=True)
 
 
 def scale(
     which: WhichCluster, words: Sequence[str], say: Say = say_line, url: str | None = None
 ) -> list[str]:
-    """What will be done, a line each."""
+    """Returns what will be done, one line each."""
     sizes = parse_sizes(words)
     lines = with_controller(which, lambda cluster: cluster.scale(sizes), url)
     for line in lines:
@@ -126,7 +126,7 @@ def scale(
 def drain(
     which: WhichCluster, names: Sequence[str], timeout_s: float, say: Say = say_line, url: str | None = None
 ) -> dict[str, bool]:
-    """Nodes by their names, or all nodes of a machine by its address. Whether each finished all that it had."""
+    """`names` are nodes, or addresses of machines for all of their nodes. Returns for each node whether its requests ended in time."""
     _check_timeout(timeout_s)
     return with_controller(which, lambda cluster: drain_nodes(cluster, names, timeout_s, say), url)
 
@@ -155,7 +155,8 @@ async def drain_nodes(
 def evacuate(
     which: WhichCluster, machine: str, timeout_s: float, say: Say = say_line, url: str | None = None
 ) -> dict[str, bool]:
-    """Whether each of the machine's nodes finished all that it had. A machine goes with the nodes of every deployment."""
+    """Returns for each of the machine's nodes whether its requests ended in time. Without a name, it evacuates the machine in all
+    deployments."""
     _check_timeout(timeout_s)
 
     def empty(cluster: OperatedCluster) -> Awaitable[dict[str, bool]]:
@@ -177,7 +178,7 @@ def evacuate(
 def _of_every_deployment(
     which: WhichCluster, empty: Callable[[OperatedCluster], Awaitable[dict[str, bool]]]
 ) -> dict[str, bool]:
-    """Where there are several, their names stand before those of their nodes. One that knows no such machine has nothing there."""
+    """With several deployments, the result's names are DEPLOYMENT/NODE. A deployment that does not know the machine has no nodes there."""
     with joined(which):
         from tandem.cluster.on_ray.remote_controller import chosen, standing, the_controller
 
@@ -260,7 +261,7 @@ def adapters(
     say: Say = say_line,
     url: str | None = None,
 ) -> dict[str, str]:
-    """`load`: NAME=FOLDER, or NAME=OWNER/NAME on the hub. A folder of this machine is named to nodes by its whole path."""
+    """`load` has NAME=FOLDER, or NAME=OWNER/NAME on the hub. Nodes get the absolute path of a folder on this machine."""
     places = dict(map(_adapter_of, load))
 
     async def work(cluster: OperatedCluster) -> dict[str, str]:
@@ -285,7 +286,7 @@ def _adapter_of(word: str) -> tuple[str, str]:
 
 
 def down(which: WhichCluster, *, now: bool, say: Say = say_line) -> bool:
-    """Whether everything that ran was finished."""
+    """Ends the cluster. Returns whether all of its requests ended in time."""
     with joined(which):
         from tandem.cluster.on_ray.remote_controller import (
             chosen,
@@ -307,7 +308,7 @@ def down(which: WhichCluster, *, now: bool, say: Say = say_line) -> bool:
 
 
 async def end_cluster(controller: RemoteController, *, now: bool, say: Say) -> bool:
-    """A cluster whose controller says nothing any more is ended all the same."""
+    """Ends the cluster even if its controller does not answer. Returns whether all of its requests ended in time."""
     finished = False
     if not now:
         try:

@@ -1,4 +1,4 @@
-"""The arguments of the commands that look at a running cluster and change it. What they need is imported when they run."""
+"""The options of the commands that show a running cluster or change it. A command's imports happen when it runs."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def add_router(parser: argparse.ArgumentParser) -> None:
 
 
 def add_address(parser: argparse.ArgumentParser, *, with_name: bool = True) -> None:
-    """`with_name`: where no setting has that flag already."""
+    """`with_name` adds --name, unless a setting has that flag already."""
     if with_name:
         parser.add_argument(
             "--name", help="of the deployment, where several run on that Ray cluster (default: the only one)"
@@ -179,7 +179,7 @@ def _status(options: argparse.Namespace) -> int:
         plain = overview(view, key)
         print_json(plain)
         return 0 if answers_now(plain) else 1
-    # Where the output is no terminal the screen is as wide as it needs to be.
+    # If the output is not a terminal, the screen is as wide as needed.
     return show_overview(view, key, Console(width=None if sys.stdout.isatty() else 160))
 
 
@@ -200,7 +200,7 @@ def _list_deployments(options: argparse.Namespace) -> int:
 
 
 def _watch_status(options: argparse.Namespace, key: str | None) -> int:
-    """Until it is interrupted; the cluster is joined once."""
+    """Shows the status until it is interrupted. Joins the cluster once."""
     import asyncio
 
     from rich.console import Console

@@ -1,4 +1,5 @@
-"""`-o json`: a command's answer as JSON on standard output, and nothing else there. Standard output of commands that others depend on, and what libraries print, which is not ours to show."""
+"""`-o json`: a command's result as JSON is all that it prints to standard output. Also a stream that never fails, and one that logs what
+libraries print."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from typing import TextIO
 
 
 class UnfailingOutput(io.TextIOBase):
-    """When it is not read any more (a closed pipe, a full disk, a terminal that is gone) it is silent: a service does
-    not end because its onlooker did."""
+    """Drops what is written once the stream cannot be written any more (a closed pipe, a full disk, a closed terminal), so that a service does
+    not end because its output is not read."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -48,12 +49,12 @@ class UnfailingOutput(io.TextIOBase):
 
     def _lose(self) -> None:
         self._is_lost = True
-        # The interpreter must not find out again when it ends.
+        # Without this, the interpreter would fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 class OtherPeoplesOutput(io.TextIOBase):
-    """A stream whose lines go to the log. Ray prints worker deaths, which the controller reports better."""
+    """Logs the lines that libraries print. Ray, for example, prints worker deaths, which the controller reports better."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
@@ -77,7 +78,7 @@ def wants_json(options: argparse.Namespace) -> bool:
 
 
 def print_json_line(value: object) -> None:
-    """One of many, each on a line of its own."""
+    """Prints one JSON document on a line of its own."""
     import msgspec
 
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")

@@ -1,4 +1,4 @@
-"""`tandem status`: the cluster on one screen, as its controller and its routers see it."""
+"""`tandem status`: the cluster on one screen, from its controller and its routers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tandem.wire.nodes import NodeState
 _COLUMNS = ("node", "role", "machine", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
 _DECISIONS = 8
 _EXCHANGES = {
-    ExchangePhase.CHECKING: "another one looks whether it understands what this one keeps",
-    ExchangePhase.REPLACING: "another one takes its place",
-    ExchangePhase.RESTORING: "the old one comes back",
-    ExchangePhase.FAILED: "the old one, because another one did not take its place",
+    ExchangePhase.CHECKING: "a new one checks whether it can read this one's state",
+    ExchangePhase.REPLACING: "a new one takes its place",
+    ExchangePhase.RESTORING: "the old one is started again",
+    ExchangePhase.FAILED: "the old one, because a new one could not take its place",
 }
 
 Fetch = Callable[[str, str | None], dict[str, Any]]
 
 
 def show_overview(view: ClusterView, key: str | None, console: Console, fetch: Fetch = fetch_status) -> int:
-    """1 when a request could not be answered now."""
+    """Prints the overview. Returns 1 if a request could not be answered now."""
     answers = 0
     console.print(f"[bold]{escape(view.model)}[/]", highlight=False)
     for router in view.routers:
@@ -71,11 +71,11 @@ def show_overview(view: ClusterView, key: str | None, console: Console, fetch: F
 
 
 def overview(view: ClusterView, key: str | None, fetch: Fetch = fetch_status) -> dict[str, Any]:
-    """The same as JSON: the controller's view, and beside each router what it answered, or why it did not."""
+    """Returns the overview as JSON: the controller's view, and for each router its own answer or why there was none."""
     plain: dict[str, Any] = msgspec.to_builtins(view)
     for node in plain["nodes"]:
         if node["status"] is not None:
-            node["status"].pop("epoch", None)  # it lets a message pass as the node's own
+            node["status"].pop("epoch", None)  # a secret: messages with it count as the node's own
     for router in plain["routers"]:
         try:
             router["answer"] = fetch(router["url"], key)["router"] if router["phase"] == "ready" else None
@@ -85,7 +85,7 @@ def overview(view: ClusterView, key: str | None, fetch: Fetch = fetch_status) ->
 
 
 def answers_now(plain: dict[str, Any]) -> bool:
-    """Whether some router could answer a request. One that is out of reach from here counts as one that can."""
+    """Returns whether some router could answer a request. A router that this machine cannot reach counts as able to."""
     ready = [router for router in plain["routers"] if router["phase"] == "ready"]
     serving = any("unreachable" in router or not router["answer"]["unhealthy"] for router in ready)
     return serving and not plain["failure"]
@@ -98,16 +98,16 @@ def _router_line(router: RouterView, key: str | None, fetch: Fetch) -> tuple[str
     try:
         seen = fetch(router.url, key)["router"]
     except TandemError as error:
-        # It may be out of reach from here only: its address can be its machine's loopback.
+        # Maybe it is only unreachable from here: its address can be its machine's loopback.
         return f"{where}: ready; {escape(str(error))}", True
     if seen["unhealthy"]:
         return f"{where}: [red]unavailable[/]: {escape(seen['unhealthy'])}", False
     draining = ", draining" if seen["draining"] else ""
-    # Another process on its port may have answered, for all of them.
+    # Another router process on the port may have answered, for all of them.
     for process in seen.get("processes", ()):
         if process["name"] == router.name:
             if not process["answers"]:
-                return f"{where}: ready; the others on its port get no answer from it", True
+                return f"{where}: ready, but it does not answer the other processes on its port", True
             if process["unhealthy"]:
                 return f"{where}: [red]unavailable[/]: {escape(process['unhealthy'])}", False
             seen = process
@@ -145,7 +145,7 @@ def _state(node: SupervisedNode) -> tuple[str, ...]:
     status = node.status
     if status is None:
         return (node.phase, *["-"] * 6)
-    # What the node says of itself is newer than what its supervisor has done about it.
+    # The node's own report is newer than its supervisor's phase.
     draining = node.phase == "ready" and status.state is NodeState.DRAINING
     counters = status.counters
     return (
@@ -175,6 +175,6 @@ def _reasons(view: ClusterView) -> list[tuple[str, str]]:
 
 
 def _phase(phase: str, restarts: int) -> str:
-    """A process that keeps dying is ready most of the times that one looks."""
+    """Names the restarts too: a process that keeps dying is ready at most moments."""
     times = f", {restarts} times in a row" if restarts > 1 else ""
     return f"ready again{times}" if phase == "ready" else f"{phase}{times}"

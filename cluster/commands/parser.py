@@ -1,4 +1,4 @@
-"""The parser of a subcommand: what is not one of its arguments is answered with what was meant."""
+"""The parser of subcommands. It answers an unknown option with the one that was probably meant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Learns its arguments when its command is used, because describing them can take imports."""
+    """Adds its arguments only when its command is used, because that can take imports."""
 
     def __init__(
         self, *args: Any, describe: Callable[[argparse.ArgumentParser], None] | None = None, **kwargs: Any
@@ -35,7 +35,7 @@ class CommandParser(argparse.ArgumentParser):
         from tandem.cluster.setting_names import did_you_mean
 
         meant = word.partition("=")[0].replace("_", "-")
-        if meant in self._option_string_actions:  # vLLM takes both spellings
+        if meant in self._option_string_actions:  # vLLM accepts both spellings
             return f"; did you mean {meant}?"
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         names = {name for action in shown for name in action.option_strings if name.startswith("--")}
@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class VersionAction(argparse.Action):
-    """Prints the versions of Tandem and of what it stands on, without importing any of it."""
+    """Prints the versions of Tandem and its main dependencies without importing them."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import PackageNotFoundError, version

@@ -1,4 +1,4 @@
-"""What can be known to fail before anything is loaded: found in well under a second, all of it at once."""
+"""Finds everything that would certainly fail, all of it at once and in well under a second, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.wire.errors import ConfigurationError
 
 
 def check_before_start(config: TandemConfig, machine: LocalMachine) -> None:
-    """Raises SettingsError with every reason why this cannot work here."""
+    """Raises SettingsError with every reason why serving on this machine would fail."""
     _raise_all(
         lambda: check_address(config.router.host, config.router.port),
         lambda: check_model_here(config.model.path, config.model.revision),
@@ -27,7 +27,7 @@ def check_before_start(config: TandemConfig, machine: LocalMachine) -> None:
 
 
 def check_before_attach(config: TandemConfig) -> None:
-    """The same for a cluster: what its machines have shows when its nodes start there."""
+    """Raises SettingsError with every reason why serving on a Ray cluster would fail, as far as that shows without its machines."""
     _raise_all(lambda: check_name(config.model.path, config.model.revision), lambda: _check_connector(config))
 
 
@@ -43,12 +43,12 @@ def _raise_all(*checks: Callable[[], object]) -> None:
 
 
 def check_model_here(name: str, revision: str = "") -> Model | None:
-    """The model, if it is here; None where it has to be fetched."""
+    """Returns the model if it is on this machine; None if it must be fetched."""
     check_name(name, revision)
     found = find_model(name)
     if found is not None and not weight_files(found.path):
         raise ConfigurationError(
-            f"model.path {name!r} holds no weights: there is no .safetensors file in that folder"
+            f"model.path {name!r} has no weights: there is no .safetensors file in that folder"
         )
     return found
 
@@ -59,7 +59,7 @@ def check_machine_memory(config: TandemConfig, machine: LocalMachine) -> None:
 
 
 def _weights_bytes(name: str) -> int:
-    """0 where the model is not here yet, or cannot be: that is said by others."""
+    """Returns 0 if the model is not on this machine; other checks report a wrong name."""
     try:
         found = find_model(name)
         return sum(file.stat().st_size for file in weight_files(found.path)) if found is not None else 0
@@ -71,19 +71,19 @@ def _check_connector(config: TandemConfig) -> None:
     name = config.transfer.connector
     if (
         config.pools.prefill.first_size and name not in CONNECTORS
-    ):  # importing one that is ours would take a while
+    ):  # Tandem's own connectors need no check, and importing one takes a while
         find_connector(name)
 
 
 def check_address(host: str, port: int) -> None:
-    """Binds to it, as the router will, and lets go."""
+    """Binds to the address as the router will, then releases it. Raises ConfigurationError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError):
         raise ConfigurationError(
-            f"router.host {host!r} is not an address: name one of this machine's"
+            f"router.host {host!r} is not an address: use one of this machine's"
         ) from None
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

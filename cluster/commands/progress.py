@@ -1,4 +1,4 @@
-"""What the operator sees while things start and when they go wrong: live on a terminal, lines elsewhere."""
+"""Shows operators what starts and what goes wrong: live rows on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.wire.progress import Report, without_amount
 
 
 class Display:
-    """Implements `cluster.events.Events`. Between `start` and `stop` everything that is starting has a row."""
+    """Implements `cluster.events.Events`. Between `start` and `stop` each starting process has a row."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -37,7 +37,7 @@ class Display:
             self._live.start()
 
     def stop(self) -> None:
-        """Idempotent. The rows stay where they are; what comes later is lines."""
+        """Idempotent. The rows stay on the screen; later events are printed as lines."""
         with self._lock:
             live, self._live = self._live, None
             self._rows.clear()
@@ -46,7 +46,7 @@ class Display:
 
     def progress(self, name: str, what: str, fraction: float) -> None:
         if fraction >= 1:
-            return  # `ready` says so better
+            return  # `ready` follows and says more
         done = f" ({fraction:.0%})" if fraction > 0 else ""
         self._row(name, f"{what}{done}", finished=False, line=without_amount(what))
 
@@ -63,7 +63,7 @@ class Display:
 
     @contextmanager
     def step(self, name: str, what: str, done: str) -> Iterator[Report]:
-        """Something that we do ourselves; yields a way to say how far it is."""
+        """Shows a step of this command. Yields the function that reports its progress."""
         self.progress(name, what, 0.0)
         yield lambda what, fraction: self.progress(name, what, fraction)
         self.ready(name, done)
@@ -71,7 +71,7 @@ class Display:
     def _row(self, name: str, text: str, *, finished: bool, line: str) -> None:
         with self._lock:
             if self._live is None:
-                # Without rows every new thing is one line; how far it has got is not worth another.
+                # Without rows, each new activity is one line; its progress is not shown.
                 if self._last.get(name) != line:
                     self._last[name] = line
                     elapsed = time.monotonic() - self._began

@@ -1,4 +1,4 @@
-"""What `tandem serve` says when it can answer."""
+"""What `tandem serve` prints when the cluster answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ready_lines(
 
 
 def ready_values(account: ClusterAccount, view: ClusterView, logs: str, seconds: float) -> dict[str, object]:
-    """The same for a program: `tandem serve -o json`."""
+    """Returns the same for programs: `tandem serve -o json`."""
     return {
         "url": account.url,
         "api": f"{account.url}/v1",
@@ -62,7 +62,7 @@ def ready_values(account: ClusterAccount, view: ClusterView, logs: str, seconds:
 
 
 def own_command(environ: Mapping[str, str] = os.environ) -> str:
-    """What to type for `tandem`: where no shell finds it (an environment that is not activated), its path."""
+    """Returns what to type for `tandem`: its path, if no shell would find it because the environment is not activated."""
     script = Path(sys.prefix) / "bin" / "tandem"
     if shutil.which("tandem", path=environ.get("PATH")) or not script.exists():
         return "tandem"
@@ -72,7 +72,7 @@ def own_command(environ: Mapping[str, str] = os.environ) -> str:
 
 def curl_line(url: str, model: str, *, with_key: bool) -> str:
     question = {"role": "user", "content": "What is the capital of France?"}
-    # Without chance, so that a small model's first answer is its best one.
+    # Greedy, because a small model's most likely answer is its best one.
     body = json.dumps({"model": model, "messages": [question], "temperature": 0})
     quoted = body.replace("'", "'\\''")
     key = ' -H "Authorization: Bearer $TANDEM_API_KEY"' if with_key else ""

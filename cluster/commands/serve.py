@@ -1,4 +1,4 @@
-"""`tandem serve`: from the command to the last process ended, or, detached, to the first answer."""
+"""`tandem serve`: starts a deployment and follows it to its end, or with --detach until it answers."""
 
 from __future__ import annotations
 
@@ -49,18 +49,20 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # a supervisor's, and a terminal that was closed
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # from a service manager, and from a terminal that was closed
 
 
 @dataclass(frozen=True, slots=True)
 class ServeTarget:
-    address: str | None = None  # of a Ray cluster; None: a Ray of our own
-    detach: bool = False  # everything goes on when the command has ended
-    as_json: bool = False  # one document on standard output once it answers; all else on standard error
+    address: str | None = None  # of a Ray cluster; None: start a Ray of our own
+    detach: bool = False  # the deployment outlives the command
+    as_json: bool = (
+        False  # print one JSON document on standard output when it answers; the rest goes to standard error
+    )
 
 
 def serve(config: TandemConfig, where: ServeTarget) -> int:
-    """The exit status. Raises TandemError for what an operator can mend."""
+    """Returns the exit status. Raises TandemError for what an operator can correct."""
     began = time.monotonic()
     if where.address is None:
         if where.detach:
@@ -70,12 +72,12 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
         check_before_start(config, this_machine())
     else:
         check_before_attach(config)
-    # Before other people's output is sent elsewhere.
+    # Taken before standard output is redirected to the log.
     told = sys.stderr if where.as_json else sys.stdout
     console = Console(file=cast("TextIO", UnfailingOutput(told)), highlight=False)
     answer = UnfailingOutput(sys.stdout)
     display = Display(console)
-    # Until the event loop takes over, these unwind as a Ctrl-C does.
+    # Until the event loop handles signals, they raise as Ctrl-C does.
     for number in _ENDINGS:
         signal.signal(number, _terminated)
     with redirect_stdout(OtherPeoplesOutput("ray")):
@@ -95,20 +97,20 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
             KeyboardInterrupt,
             SystemExit,
             _Interrupted,
-        ):  # Ray turns a SIGTERM during its start into an exit
+        ):  # a SIGTERM while Ray starts becomes SystemExit
             display.stop()
             console.print("stopped before it was ready")
             return 130
         finally:
             display.stop()
-            # A second signal now would only leave processes running.
+            # Ignored from here on: a second signal would only leave processes running.
             for number in (signal.SIGINT, *_ENDINGS):
                 signal.signal(number, signal.SIG_IGN)
             stop_ray()
 
 
 class _Interrupted(BaseException):
-    """A signal came before everything had started. It is not an error of what it interrupts, so the handlers of such errors let it pass."""
+    """A signal came before everything had started. A BaseException, so that handlers of errors let it pass."""
 
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:
@@ -120,8 +122,8 @@ def _with_revision(model: ModelConfig) -> str:
 
 
 def _in_background(name: str, display: Display) -> Future[Model]:
-    """The model is looked for, and fetched where needed, while Ray starts. Not a pool: its threads are joined at
-    exit, and a download must not keep us."""
+    """Looks for the model, and fetches it if needed, while Ray starts. A plain daemon thread: a pool's threads are joined at exit, and a
+    download must not delay that."""
     result: Future[Model] = Future()
 
     def work() -> None:
@@ -137,7 +139,7 @@ def _in_background(name: str, display: Display) -> Future[Model]:
 
 
 def _as_every_machine_finds_it(name: str) -> Future[Model]:
-    """A folder that is here is meant as one that all machines share; what has a name each of them looks for itself."""
+    """A folder on this machine is taken as shared by all machines; a name is looked up by each machine itself."""
     local = None if name in PACKAGED else local_model(name)
     path = name if local is None else str(local)
     result: Future[Model] = Future()
@@ -146,8 +148,8 @@ def _as_every_machine_finds_it(name: str) -> Future[Model]:
 
 
 class _Interrupts:
-    """The first signal asks to finish, the second to end at once. Two in the same moment are one that came by two
-    ways: make and timeout pass a signal on to us and to our whole group."""
+    """`first` is set by the first signal, which asks to finish; `second` by another one, which asks to end at once. Two signals within half
+    a second count as one: make and timeout send a signal both to us and to our whole process group."""
 
     _SAME_MOMENT_S = 0.5
 
@@ -192,18 +194,18 @@ class _Serving:
             return await self._on_ray(with_model(self._config, model))
         finally:
             forget_address()
-            # While there is still a loop: what Ray owes us an answer for, it answers now.
+            # Before the loop ends, so that Ray can still answer calls that are pending.
             stop_ray()
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T:
-        """A signal that comes first ends the work."""
+        """Returns the result of `work`. Raises _Interrupted when a signal comes first."""
         done, _ = await first_of(work, self._interrupts.first.wait())
         if not has_ended(done):
             raise _Interrupted
         return done.result()
 
     async def _on_ray(self, config: TandemConfig) -> int:
-        # Imported here, when Ray is running already: it takes a while, and not every command needs it.
+        # Imported after Ray has started: the imports take a while, and other commands do not need them.
         from tandem.cluster.commands.following import Follower
         from tandem.cluster.on_ray.hosts import offer_of, ray_nodes
         from tandem.cluster.on_ray.remote_controller import create_controller, find_controller
@@ -218,9 +220,9 @@ class _Serving:
             controller = await create_controller(config, own_ray=own_ray, detach=self._where.detach)
         elif not self._where.detach:
             raise Unavailable(
-                f"a deployment with the name {config.name} runs on this Ray cluster already: look with `tandem status`, change its "
+                f"a deployment with the name {config.name} runs on this Ray cluster already: look at it with `tandem status`, change its "
                 "pools with `tandem scale`, give it this configuration with --detach, end it with `tandem down`, or start another "
-                "one beside it with --name and --port"
+                "deployment beside it with --name and --port"
             )
         if own_ray:
             remember_address(own_address())
@@ -237,14 +239,14 @@ class _Serving:
                 self._answer.write(as_json(ready_values(account, view, self._logs, seconds)).decode())
                 self._answer.flush()
             lines = ready_lines(account, view, config, self._logs, seconds, detached=self._where.detach)
-            # Lines as they are, however narrow the terminal: they are there to be copied.
+            # Not wrapped to the terminal's width: operators copy these lines.
             self._display.console.print("\n".join(lines), soft_wrap=True)
             if self._where.detach:
                 finished = True
                 return 0
             return await self._until_stopped(controller, follower)
         finally:
-            # What this command did not start, or what goes on without it, is not its to end.
+            # A deployment that this command did not start, or that was detached, is not ended by it.
             if is_new and not finished:
                 await controller.end(2 * config.timeouts.stop_s, "the command that started it has ended it")
 

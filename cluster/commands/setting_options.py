@@ -1,4 +1,4 @@
-"""The flags that set settings, and the settings that a command has from them, its file and its environment."""
+"""The flags that set settings, and the configuration that results from a command's flags, file and environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tandem.cluster.settings import Settings
 
 DEFAULT_FILE = "tandem.yaml"
-
+# Flags that set one setting: flag -> (setting, placeholder of the value, help).
 # Flags that set one setting: flag -> (setting, what it shows for a value, help).
 _SETTING_FLAGS = {
     "--model": ("model.path", "NAME", "a folder, a GGUF file, a Hugging Face name, or smollm2 (the default)"),
@@ -23,7 +23,7 @@ _SETTING_FLAGS = {
     "--aggregated": ("pools.aggregated", "N", "instead of the two: nodes that do both"),
     "--encode": ("pools.encode", "N", "nodes that encode images, for a model that reads them (default 0)"),
     "--host": ("router.host", "ADDRESS", "where the router listens (default 127.0.0.1)"),
-    "--name": ("name", "NAME", "of this deployment, among those on one Ray cluster (default tandem)"),
+    "--name": ("name", "NAME", "this deployment's name, unique on its Ray cluster (default tandem)"),
     "--port": ("router.port", "P", "where the router listens (default 8000; 0 takes a free one)"),
     "--dtype": ("model.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
     "--max-model-len": ("scheduler.max_model_len", "TOKENS", "longest prompt and answer together"),
@@ -32,7 +32,7 @@ _SETTING_FLAGS = {
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    # Everything stays text here: the settings' own types say what is wrong with it, all at once.
+    # Values stay text here: the settings' types check them, and all mistakes are reported at once.
     parser.add_argument(
         "--config", metavar="FILE", help=f"settings (default: {DEFAULT_FILE}, where there is one)"
     )
@@ -45,7 +45,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def read_settings(options: argparse.Namespace) -> Settings:
-    """Defaults < file < environment < flags."""
+    """Combines defaults, file, environment and flags; later ones win. Raises SettingsError."""
     from tandem.cluster.setting_layers import read_environment, read_file
     from tandem.cluster.settings import resolve
 

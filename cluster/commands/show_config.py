@@ -1,4 +1,4 @@
-"""`tandem config`: the whole configuration as a tandem.yaml, each value with where it came from."""
+"""`tandem config`: the whole configuration as a tandem.yaml, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _lines(section: msgspec.Struct, prefix: Path, origins: dict[Path, str]) -> I
 
 
 def as_values(settings: Settings) -> dict[str, Any]:
-    """Every setting by its name, each value with where it came from; "default" where nothing set it."""
+    """Returns every setting by name with its value and origin; the origin of one that was not set is "default"."""
     values: dict[str, Any] = {}
 
     def walk(section: msgspec.Struct, prefix: Path) -> None:

@@ -1,4 +1,4 @@
-"""`tandem status`: the cluster on one screen, as its router sees it."""
+"""`tandem status --url`: the cluster on one screen, from one router."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def fetch_status(url: str, key: str | None, transport: httpx.BaseTransport | Non
     finally:
         api.close()
     if not isinstance(cluster, dict) or not isinstance(cluster.get("nodes"), list):
-        raise InternalError(f"{url}/cluster does not look like a Tandem router's")
+        raise InternalError(f"{url}/cluster did not answer like a Tandem router")
     return cluster
 
 
 def show_status(cluster: dict[str, Any], console: Console) -> int:
-    """1 when it could not answer a request now."""
+    """Prints the status. Returns 1 if a request could not be answered now."""
     router, nodes = cluster["router"], cluster["nodes"]
     unhealthy = router["unhealthy"]
     health = f"[red]unavailable[/]: {escape(unhealthy)}" if unhealthy else "[green]serving[/]"
@@ -43,7 +43,7 @@ def show_status(cluster: dict[str, Any], console: Console) -> int:
     )
     if silent := [one["name"] for one in router.get("processes", ()) if not one["answers"]]:
         console.print(
-            f"[yellow]![/] no answer from {escape(', '.join(silent))}, not counted", highlight=False
+            f"[yellow]![/] no answer from {escape(', '.join(silent))}: not counted", highlight=False
         )
     table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:

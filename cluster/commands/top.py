@@ -1,4 +1,4 @@
-"""`tandem top`: the cluster as it is now, again and again, and which requests of the last ten minutes were slowest, by cause."""
+"""`tandem top`: shows the cluster as it is now, repeatedly, and the slowest requests of the last ten minutes by cause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(
     as_json: bool,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """1 when a request could not be answered now."""
+    """Returns 1 if a request could not be answered now."""
     if every_s < _LEAST_PERIOD_S:
         raise ConfigurationError(f"--every must be {_LEAST_PERIOD_S:g} seconds or more, not {every_s:g}")
     state = fetch(client)
@@ -63,7 +63,7 @@ def fetch(client: ApiClient) -> PageState:
     try:
         return msgspec.json.decode(response.content, type=PageState)
     except msgspec.MsgspecError as error:
-        raise InternalError(f"{client.url}/ui/state does not look like a Tandem router's: {error}") from error
+        raise InternalError(f"{client.url}/ui/state did not answer like a Tandem router: {error}") from error
 
 
 def screen(state: PageState, before: PageState | None) -> RenderableType:
@@ -135,7 +135,7 @@ def _slowest(state: PageState) -> list[RenderableType]:
         return []
     causes = Counter(slow.cause for slow in state.slowest)
     table = Table(box=None, pad_edge=False)
-    # An id is to be copied and a figure to be read: in a narrow terminal words are folded.
+    # Ids are copied and figures compared, so in a narrow terminal only words are folded.
     longest = max(len(slow.account.request_id) for slow in state.slowest)
     table.add_column("slowest requests", no_wrap=True, min_width=longest)
     table.add_column("cause", overflow="fold")

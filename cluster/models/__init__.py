@@ -1,9 +1,9 @@
-"""From a model's name to a folder that a node can open, on the machine where the node is.
+"""Turns a model's name into a folder that a node can open, on the node's machine.
 
-catalogue   the models that come with a name of their own
-store       is it here, and what is it called; runs `fetch` where it is not. Nodes and routers call it themselves
+catalogue   the models that have a name of their own
+store       finds a model on this machine, or runs `fetch`. Nodes and routers call it themselves
 adapters    the same for LoRA adapters
-fetch       the process that fetches and converts one
-fetched     what lies on this machine: listed, deleted
-resolved    the configuration with what follows from the model filled in
+fetch       the process that fetches and converts one model
+fetched     lists and deletes the models on this machine
+resolved    fills in the configuration what follows from the model
 """

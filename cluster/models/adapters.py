@@ -1,4 +1,4 @@
-"""From an adapter's name to a folder on this machine: like a model's, in the process of each node."""
+"""Turns an adapter's name into a folder on this machine, in each node's process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tandem.wire.progress import Report
 
 
 def adapter_place(name: str, where: str) -> str:
-    """As every process may read it, whatever folder it runs in. A name on the hub stays as it is. Raises ConfigurationError."""
+    """Returns a location that every process can read from any working directory: an absolute path, or the name on the hub. Raises
+    ConfigurationError."""
     try:
         local = Path(where).expanduser()
         if local.is_dir():
@@ -20,7 +21,7 @@ def adapter_place(name: str, where: str) -> str:
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigurationError(f"the adapter {name!r}: {where[:200]!r} cannot be read: {error}") from error
     if is_there:
-        raise ConfigurationError(f"the adapter {name!r}: {where!r} is a file: name the folder it is in")
+        raise ConfigurationError(f"the adapter {name!r}: {where!r} is a file: name the folder that it is in")
     if where.startswith((".", "/", "~")) or not may_be_on_hub(where):
         raise ConfigurationError(
             f"the adapter {name!r}: there is no folder {where[:200]!r}; name one that PEFT's save_pretrained wrote, or owner/name on "
@@ -30,6 +31,6 @@ def adapter_place(name: str, where: str) -> str:
 
 
 def find_adapter_here(name: str, where: str, report: Report) -> str:
-    """Its folder. What has a name on the hub is fetched once for each machine."""
+    """Returns the adapter's folder. One on the hub is fetched once per machine."""
     place = adapter_place(name, where)
     return place if Path(place).is_dir() else fetch_named(place, report)

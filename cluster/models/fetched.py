@@ -1,4 +1,4 @@
-"""The models that were fetched to this machine: ours, and those that the Hugging Face hub's cache holds."""
+"""The models that were fetched to this machine: Tandem's own, and those in the Hugging Face hub's cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fetched_models(folder: Path | None = None) -> list[FetchedModel]:
 
 
 def remove(names: Sequence[str], folder: Path | None = None) -> list[FetchedModel]:
-    """Deletes all of them, or none where one is unknown. A node that serves one keeps what it has loaded."""
+    """Deletes these models, or none of them if one is unknown. A node that serves one keeps what it has loaded."""
     there = {model.name: model for model in fetched_models(folder)}
     unknown = [name for name in names if name not in there]
     if unknown:

@@ -1,4 +1,4 @@
-"""The configuration with what follows from the model filled in."""
+"""Fills in the configuration what follows from the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.wire.errors import ConfigurationError
 
 
 def with_model(config: TandemConfig, model: Model) -> TandemConfig:
-    own = config.router.chat_template  # read here, where the operator's files are
+    own = config.router.chat_template  # read now, because the file is on the operator's machine
     replace = msgspec.structs.replace
     name = config.model.served_name or model.served_name
     if name in config.model.adapters:
@@ -48,7 +48,7 @@ def with_model(config: TandemConfig, model: Model) -> TandemConfig:
 
 
 def draft_place(name: str) -> str:
-    """As every process may read it, whatever folder it runs in. Raises ConfigurationError."""
+    """Returns a name or path of the draft model that every process can read from any working directory. Raises ConfigurationError."""
     if not name:
         return name
     check_name(name, setting="model.draft")
@@ -57,7 +57,7 @@ def draft_place(name: str) -> str:
 
 
 async def fix_model(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
-    """`cluster.launcher.FixModel`: asks the hub once, when no commit was kept."""
+    """Implements `cluster.launcher.FixModel`. Asks the hub only if no commit was recorded."""
     model = config.model
     commit = commit or await asyncio.to_thread(resolve_revision, model.path, model.revision)
     if not commit:

@@ -1,8 +1,8 @@
-"""From a model's name to a folder, or a GGUF file in one, that every node on this machine can open.
+"""Turns a model's name into a folder, or a GGUF file in one, that every node on this machine can open.
 
-A name is a folder, a GGUF file, a Hugging Face name (`owner/name`, or `owner/name@revision`), or one of PACKAGED: models
-that come as a Python package from the same index as everything else, and are converted once. Fetching and converting
-happen in a process of their own (`fetch`): it needs torch for a minute, and can be ended when it stands still.
+A name is a folder, a GGUF file, a Hugging Face name (`owner/name`, or `owner/name@revision`), or one of PACKAGED: models that come as a
+Python package and are converted once. Fetching and converting run in a process of their own (`fetch`), which needs torch for a minute and
+can be ended when it makes no progress.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tandem.machine.digests import cache_folder
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 from tandem.wire.progress import LastProgress, Report
 
-FETCH_SILENCE_S = 600.0  # a fetch that reports nothing new for so long is ended
-_HUB_S = 20.0  # for one answer of the hub
+FETCH_SILENCE_S = 600.0  # a fetch without progress for this long is ended
+_HUB_S = 20.0  # for one response of the hub
 MARKER = "tandem-model.json"
 
 _REVISION = re.compile(r"[\w.-][\w./-]*")
@@ -45,8 +45,8 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    path: str  # what the engine opens
-    served_name: str  # what clients call it, unless the operator says otherwise
+    path: str  # that the engine opens
+    served_name: str  # that clients use, unless the operator sets another
 
 
 def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -59,15 +59,15 @@ def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def check_name(name: str, revision: str = "", setting: str = "model.path") -> None:
-    """Refuses at once what cannot be a model, before anything is fetched or started."""
+    """Raises ConfigurationError for a name that cannot be a model's, before anything is fetched or started."""
     on_hub = name not in PACKAGED and local_model(name, setting) is None
     if revision and (not on_hub or "@" in name):
         raise ConfigurationError(
-            f"model.revision {revision!r} is for a name on the Hugging Face hub (owner/name), and model.path is {name!r}"
+            f"model.revision {revision!r} is set, but only a name on the Hugging Face hub (owner/name) has revisions, and model.path is {name!r}"
         )
     if revision and not _REVISION.fullmatch(revision):
         raise ConfigurationError(
-            f"model.revision {revision[:80]!r} is no name of a branch, a tag or a commit"
+            f"model.revision {revision[:80]!r} is not the name of a branch, a tag or a commit"
         )
     if on_hub and (name.startswith((".", "/", "~")) or not _ON_HUB.fullmatch(name)):
         raise ConfigurationError(
@@ -77,7 +77,7 @@ def check_name(name: str, revision: str = "", setting: str = "model.path") -> No
 
 
 def local_model(name: str, setting: str = "model.path") -> Path | None:
-    """The folder or GGUF file that it names; None if there is none. Raises ConfigurationError for what holds no model."""
+    """Returns the folder or GGUF file of this name; None if there is none. Raises ConfigurationError if it is there but no model."""
     if not name:
         raise ConfigurationError(f"{setting} is empty: name a folder or a Hugging Face model (owner/name)")
     try:
@@ -90,8 +90,8 @@ def local_model(name: str, setting: str = "model.path") -> Path | None:
             _check_gguf_folder(path.parent, name, setting)
             return path.resolve()
         if path.exists():
-            raise ConfigurationError(f"{setting} {name!r} is a file: name the folder it is in")
-    except (OSError, RuntimeError) as error:  # not ours to read, too long, the home of an unknown user
+            raise ConfigurationError(f"{setting} {name!r} is a file: name the folder that it is in")
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, the home of an unknown user
         raise ConfigurationError(f"{setting} {name[:200]!r} cannot be read: {error}") from error
     return None
 
@@ -101,7 +101,7 @@ def _check_gguf_folder(folder: Path, name: str, setting: str) -> None:
         raise ConfigurationError(
             f"{setting} {name!r} is a folder without config.json: name the folder that save_pretrained wrote"
         )
-    # A GGUF file names the rules by which text is split before it becomes tokens, and does not hold them.
+    # A GGUF file only names its rules for splitting text into tokens; it does not contain them.
     if not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(
             f"{setting} {name!r}: beside a GGUF file the model's own tokenizer.json is needed, and its "
@@ -110,7 +110,7 @@ def _check_gguf_folder(folder: Path, name: str, setting: str) -> None:
 
 
 def weight_files(path: str) -> list[Path]:
-    """The weight files under a model's path."""
+    """Returns the model's weight files."""
     model = Path(path)
     if model.is_file():
         return [model]
@@ -119,12 +119,12 @@ def weight_files(path: str) -> list[Path]:
 
 
 def tokenizer_folder(path: str) -> str:
-    """Where the tokenizer of a Model's path lies."""
+    """Returns the folder of the tokenizer of the model at this path."""
     return str(Path(path).parent) if path.endswith(".gguf") else path
 
 
 def find_model(name: str, folder: Path | None = None) -> Model | None:
-    """The model if it is on this machine already; None when it has to be fetched."""
+    """Returns the model if it is on this machine; None if it must be fetched."""
     check_name(name)
     packaged = PACKAGED.get(name)
     if packaged is not None:
@@ -135,7 +135,7 @@ def find_model(name: str, folder: Path | None = None) -> Model | None:
 
 
 def name_to_serve(name: str) -> str:
-    """What clients call it, also where it has not been fetched yet."""
+    """Returns the name that clients use, also for a model that has not been fetched yet."""
     check_name(name)
     if name in PACKAGED:
         return PACKAGED[name].name
@@ -144,21 +144,21 @@ def name_to_serve(name: str) -> str:
 
 
 def split_revision(name: str) -> tuple[str, str]:
-    """`owner/name@revision`; "" when it names none."""
+    """Splits `owner/name@revision`. The revision is "" if there is none."""
     name, _, revision = name.partition("@")
     return name, revision
 
 
 def resolve_revision(name: str, revision: str = "") -> str:
-    """The commit of the hub that a name and a revision stand for now. "" for a model that is not from the hub, and
-    for a name that has its commit already."""
+    """Returns the commit on the hub for which the name and revision stand now. "" for a model that is not on the hub, and for a name that
+    contains its commit. Falls back to the last commit that was fetched here; raises Unavailable if there is none."""
     if name in PACKAGED or "@" in name or not _ON_HUB.fullmatch(name) or name.startswith("."):
         return ""
     if local_model(name) is not None:
         return ""
     if _COMMIT.fullmatch(revision):
         return revision
-    # Imported here: it takes a second, and most models need nothing of it.
+    # Imported here: the import takes a second, and most models do not need it.
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -166,13 +166,13 @@ def resolve_revision(name: str, revision: str = "") -> str:
         found = HfApi().model_info(name, revision=revision or None, timeout=_HUB_S).sha
     except RevisionNotFoundError as error:
         raise ConfigurationError(
-            f"model.revision {revision!r} is no branch, tag or commit of {name} on the Hugging Face hub"
+            f"model.revision {revision!r} is not a branch, tag or commit of {name} on the Hugging Face hub"
         ) from error
     except RepositoryNotFoundError as error:
         raise Unavailable(
             f"the Hugging Face hub does not have {name}, or it needs a token (HF_TOKEN)"
         ) from error
-    except Exception as error:  # the hub's client and what it calls raise nearly everything
+    except Exception as error:  # the hub's client raises errors of all kinds
         reference = (
             Path(constants.HF_HUB_CACHE)
             / f"models--{name.replace('/', '--')}"
@@ -180,14 +180,18 @@ def resolve_revision(name: str, revision: str = "") -> str:
             / (revision or "main")
         )
         try:
-            found = reference.read_text(encoding="ascii").strip()  # as it was when it was last fetched here
+            found = reference.read_text(
+                encoding="ascii"
+            ).strip()  # the commit at the last fetch on this machine
         except OSError:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise Unavailable(
-                f"the Hugging Face hub does not say which commit {name} is now: {why.rstrip('.')}. Name one with model.revision, or a folder"
+                f"the Hugging Face hub did not tell the current commit of {name}: {why.rstrip('.')}. Set one with model.revision, or name a folder"
             ) from error
     if not found or not _COMMIT.fullmatch(found):
-        raise Unavailable(f"the Hugging Face hub names no commit of {name}, but {str(found)[:80]!r}")
+        raise Unavailable(
+            f"the Hugging Face hub returned {str(found)[:80]!r} as the commit of {name}, which is not one"
+        )
     return found
 
 
@@ -205,7 +209,7 @@ def is_complete(target: Path, packaged: PackagedModel) -> bool:
 def prepare_model(
     name: str, report: Report, folder: Path | None = None, silence_s: float = FETCH_SILENCE_S
 ) -> Model:
-    """Fetches and converts what is missing; quick when nothing is. Safe to call from several processes."""
+    """Returns the model. Fetches and converts it first if needed. Several processes may call this at once."""
     found = find_model(name, folder)
     if found is not None:
         return found
@@ -215,7 +219,7 @@ def prepare_model(
 def fetch_named(
     name: str, report: Report, folder: Path | None = None, silence_s: float = FETCH_SILENCE_S
 ) -> str:
-    """Its path here, fetched by a process of its own."""
+    """Fetches the model in a process of its own. Returns its path on this machine."""
     command = [
         sys.executable,
         "-P",
@@ -228,14 +232,14 @@ def fetch_named(
 
 
 def run_fetcher(command: list[str], name: str, report: Report, silence_s: float) -> str:
-    """Follows a fetching process to its end, however long that takes while it progresses. The process ends with us: it watches the
-    other end of its stdin."""
+    """Waits for a fetching process as long as it makes progress. The process ends with this one, because it watches its standard input.
+    Raises Unavailable with the process's reason, or DeadlineExceeded after `silence_s` without progress."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # so that it and whatever it starts can be ended together
+        start_new_session=True,  # so that the process and its children can be killed together
     )
     progress = LastProgress(time.monotonic)
     over, late = threading.Event(), threading.Event()
@@ -274,7 +278,7 @@ def run_fetcher(command: list[str], name: str, report: Report, silence_s: float)
         raise DeadlineExceeded(f"fetching {name} made no progress for {silence_s:.0f} s, {progress}")
     words = b"".join(last_words).decode(errors="replace").strip()
     raise InternalError(
-        f"fetching {name} ended with status {process.returncode}: {words or 'it said nothing'}"
+        f"fetching {name} ended with status {process.returncode}: {words or 'it printed nothing'}"
     )
 
 
@@ -289,7 +293,7 @@ def _follow(lines: IO[bytes], report: Report) -> FetchResult | FetchFailure | No
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
     if stream is None:
-        raise InternalError("a process was started without the pipes that were asked for")
+        raise InternalError("a process was started without a pipe")
     return stream
 
 
@@ -299,5 +303,5 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_model_here(name: str, report: Report) -> str:
-    """Its path. A folder or file that every machine shares is used as it is; what has a name is fetched once for each."""
+    """Returns the model's path. A folder or file is used where it is; a name on the hub is fetched once per machine."""
     return prepare_model(name, report).path

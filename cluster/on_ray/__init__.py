@@ -1,12 +1,12 @@
-"""Ray behind the contracts of this package: where machines, processes and memory come from.
+"""Implements the contracts of `cluster/` on Ray: machines, processes and kept state.
 
-runtime             a Ray of our own, or one that runs already; the only place that starts or joins one
+runtime             starts a Ray of our own or joins one that runs; no other file does either
 neighbours          the other deployments on the same Ray cluster: where their nodes are, and what they ask for
-hosts, launcher, state_store, errors    `cluster.launcher` and `cluster.launcher` as Ray has them
-deploying           a deployment put together out of these
-controller_actor, node_actor, router_actor   shells without logic; ending: what the last two do when their process gets SIGTERM
-spread              what a node has on several machines: its places, and the shell of the process that keeps its ranks on another one
-exchange            one controller in the place of another, of another version of Tandem
-remote_controller   the controller from another process; operating: the door to it that a router holds open
-processes           which process is which, and signals to them, for `tandem chaos`
+hosts, launcher, state_store    implement `cluster.launcher` on Ray; errors translates Ray's exceptions
+deploying           builds a deployment from these parts
+controller_actor, node_actor, router_actor   actors without logic of their own; ending: how the last two handle SIGTERM
+spread              a node whose ranks are on several machines: its placement group, and the actor that keeps the ranks on each other machine
+exchange            replaces one controller by another, possibly of another version of Tandem
+remote_controller   the controller as other processes call it; operating: the controller as a router calls it for operators
+processes           finds a deployment's processes and signals them, for `tandem chaos`
 """

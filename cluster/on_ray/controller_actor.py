@@ -1,5 +1,5 @@
-"""The controller as a Ray actor: the host's methods, nothing added. Killed, it is started again by Ray, and comes
-back to the nodes that it left."""
+"""The controller as a Ray actor: `ControllerHost`'s methods, nothing added. Ray restarts it when it is killed, and it then
+adopts the nodes and routers that are still running."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tandem.cluster.pools.controller_host import ControllerHost
 
 @ray.remote(num_cpus=0, max_restarts=-1)
 class ControllerActor(ControllerHost):
-    """`place`: how and where it runs, as `cluster.on_ray.deploying.Place`."""
+    """`place` is an encoded `cluster.on_ray.deploying.DeploymentPlace`."""
 
     def __init__(self, config: bytes, place: bytes) -> None:
         super().__init__(config, RayPlatform(place, make_controller))
 
 
 def make_controller(parts: ControllerParts, name: str) -> Any:
-    """The one that is there, where two do this at once."""
+    """Creates the controller's actor. When two processes call this at once, both get the same actor."""
     actor: Any = ControllerActor
     config = msgspec.msgpack.decode(parts.config, type=TandemConfig)
     return actor.options(

@@ -1,4 +1,4 @@
-"""A deployment put together out of Ray's parts, and how it ends: what the controller's process is made of."""
+"""Builds a deployment from Ray's parts, and ends one. The controller's process runs this."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tandem.cluster.pools.room import needs_of
 from tandem.wire.errors import TandemError
 from tandem.wire.logs import begin_logging
 
-LOCAL_HOST = "127.0.0.1"  # where routers and nodes of one machine reach each other
+LOCAL_HOST = "127.0.0.1"  # where the routers and nodes of a single machine reach each other
 MACHINES = "machines"
 _OWNER_PERIOD_S = 1.0
 
@@ -36,15 +36,16 @@ logger = logging.getLogger(__name__)
 
 
 class DeploymentPlace(msgspec.Struct, frozen=True):
-    """Where a deployment runs, and for how long."""
+    """Where a deployment runs, and how long it lives."""
 
-    own_ray: bool  # a Ray that was started for it, on one machine, and ends with it
-    deployment: str  # its id: another deployment on the same Ray cluster has another
-    job: str = ""  # Ray's id of the command that it belongs to, and ends with; "" when it belongs to none
+    own_ray: bool  # it has a Ray of its own on one machine, which ends with it
+    deployment: str  # its id; no two deployments have the same
+    job: str = ""  # Ray's id of the command whose end ends the deployment; "" if it outlives its command
     name: str = DEFAULT_NAME
 
 
 def ending_store(deployment: str, name: str) -> RayStateStore:
+    """Holds a ClusterEnd once the end of this deployment has been decided."""
     return RayStateStore(f"ended-{deployment}", namespace_of(name))
 
 
@@ -86,7 +87,8 @@ class RayPlatform:
         return await begin_exchange(self._name, old, new, self._given, self._make)
 
     async def owner_ended(self) -> str:
-        """Ray's control store records the end of a job when the process that it belonged to is gone."""
+        """Waits until the command that this deployment belongs to has ended, and returns the reason. Never returns if it
+        belongs to none. Ray's control store records a job's end when its process is gone."""
         if not self._place.job:
             await asyncio.Event().wait()
         while True:
@@ -98,45 +100,50 @@ class RayPlatform:
         try:
             return await asyncio.to_thread(has_job_ended, self._place.job)
         except TandemError as error:
-            logger.warning("Ray does not say whether the command still runs: %s", error)
+            logger.warning(
+                "Ray did not say whether the command that started this deployment still runs: %s", error
+            )
             return False
 
     def restart(self) -> None:
-        """Ray starts the controller again, and the new one comes back to the nodes."""
-        logger.error("this controller ends, so that another one can go on")
+        """Ends this process. Ray starts the controller again, and it adopts the nodes that are running."""
+        logger.error("the controller ends its process, so that Ray starts it again")
         logging.shutdown()
         os._exit(1)
 
     async def end(self) -> None:
+        """Ends every other process of the deployment, then this one."""
         await clear_away(self._name, but=CONTROLLER)
         me = ray.get_runtime_context().current_actor
         await asyncio.to_thread(ray.kill, me, no_restart=True)
 
 
 async def left_behind(deployment: str, but: str = "") -> list[str]:
-    """The names of the processes of the deployment with this name that still run."""
+    """Returns the names of the deployment's actors that are still running, except `but`."""
     named, namespace = await asyncio.to_thread(ray.util.list_named_actors, True), namespace_of(deployment)
     return [one["name"] for one in named if one["namespace"] == namespace and one["name"] != but]
 
 
 async def clear_away(deployment: str, but: str = "") -> None:
-    """Ends what is left of the deployment with this name, whose end was decided, and forgets it."""
+    """Kills the deployment's remaining actors, except `but`, and deletes all that it kept in Ray's store. Only for a
+    deployment whose end has been recorded."""
     namespace = namespace_of(deployment)
     for name in await left_behind(deployment, but):
         try:
             actor = await asyncio.to_thread(ray.get_actor, name, namespace)
             await asyncio.to_thread(ray.kill, actor, no_restart=True)
         except ValueError:
-            continue  # it has ended meanwhile
+            continue  # it has ended since it was listed
         except RayError as error:
-            logger.warning("%s could not be ended: %s", name, error)
+            logger.warning("Ray could not end the process %s: %s", name, error)
     for store in (STATE, MACHINES, WANTED, WANTED_LABELS, EXCHANGE, MADE_WITH):
         await RayStateStore(store, namespace).forget()
     await stands(deployment).forget()
 
 
 def reachable(config: TandemConfig, address: str) -> TandemConfig:
-    """Nodes on other machines answer the router at an address of its machine, unless the operator names one."""
+    """Returns the configuration with `address` as the routers' inbox host, so that nodes on other machines can reach it.
+    An address that the operator has set stays."""
     replace = msgspec.structs.replace
     if config.router.inbox_host != LOCAL_HOST:
         return config

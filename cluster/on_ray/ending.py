@@ -1,4 +1,4 @@
-"""SIGTERM to the process of an actor: what it has is finished before it ends."""
+"""Handles SIGTERM in an actor's process: the process finishes its work before it ends."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ _Pending = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 class PoliteEnd:
-    """`finish` runs in a thread of its own when the first SIGTERM comes, and the process ends when it has returned. With the second
-    one it ends at once. Ray ends actors otherwise, by SIGKILL. To be kept for as long as the process lives."""
+    """Runs `finish` in a thread of its own at the first SIGTERM, and ends the process when `finish` has returned. A second
+    SIGTERM ends the process at once. Without this handler Ray would end the actor by SIGKILL.
+
+    The owner keeps this object for as long as the process lives."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
         self._begun = False
-        # Python takes handlers from the main thread alone, and an asyncio actor is made in another one: its main thread does this
-        # with the next call that comes to the actor.
+        # Python installs signal handlers from the main thread only, and an asyncio actor is constructed in another thread. A
+        # pending call runs in the main thread at the next call to the actor.
         self._pending = _Pending(self._install)
         if threading.current_thread() is threading.main_thread():
             self._install(None)
         elif ctypes.pythonapi.Py_AddPendingCall(self._pending, None) != 0:
-            logger.warning("SIGTERM will end this process at once")
+            logger.warning(
+                "no handler for SIGTERM could be installed: SIGTERM will end this process at once, with requests in flight"
+            )
 
     def _install(self, _: object) -> int:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -41,10 +45,10 @@ class PoliteEnd:
         threading.Thread(target=self._end, name="end", daemon=True).start()
 
     def _end(self) -> None:
-        logger.info("told to end: what is under way is finished first")
+        logger.info("got SIGTERM: this process finishes the work in flight, then ends")
         try:
             self._finish()
         except Exception:
-            logger.exception("it ends with what is under way")
+            logger.exception("finishing the work in flight failed: this process ends without it")
         finally:
             os._exit(_ENDED_BY_SIGTERM)

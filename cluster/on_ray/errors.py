@@ -1,4 +1,4 @@
-"""The one place where Ray's exceptions become ours."""
+"""The only place that translates Ray's exceptions into Tandem's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class ProcessUnreachable(Unavailable):
-    """Ray could not reach the process, as when a connection was reset: no word of whether it lives."""
+    """Ray could not reach the process, for example because a connection was reset. The process may be alive."""
 
 
 def translated(error: ray_exceptions.RayError) -> TandemError:
@@ -23,7 +23,9 @@ def translated(error: ray_exceptions.RayError) -> TandemError:
         case ray_exceptions.RayTaskError(cause=cause):
             return InternalError(f"{type(cause).__name__}: {cause}")
         case ray_exceptions.ActorUnschedulableError():
-            return Unavailable(f"no machine of the cluster can take it: {_first_line(error)}")
+            return Unavailable(
+                f"no machine of the Ray cluster has room for this process: {_first_line(error)}"
+            )
         case ray_exceptions.ActorUnavailableError():
             return ProcessUnreachable(_first_line(error))
         case ray_exceptions.RayActorError():
@@ -37,13 +39,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _last_words(error: ray_exceptions.RayActorError) -> str:
-    """Ray's account of a death is a page long; its last line says what happened, its first sentences why."""
+    """Returns the cause of death from Ray's page-long message: the first sentences of its last line."""
     line = str(error).strip().splitlines()[-1]
     detail = line.rpartition("Worker exit detail: ")[2]
     return detail.partition(" Some common causes")[0].strip() or type(error).__name__
 
 
 async def answer(ref: Awaitable[T]) -> T:
+    """Awaits a call to an actor. Raises Tandem's errors in place of Ray's."""
     try:
         return await ref
     except ray_exceptions.RayError as error:

@@ -1,9 +1,13 @@
-"""One controller in the place of another: with other environment variables, and by them of another version of Tandem.
+"""Replaces a deployment's controller by one with other environment variables, and thereby possibly of another version of Tandem.
 
-An actor of the old one's version does it, since no process can see to its own successor. It asks a process that has the new
-environment whether it understands what the old controller keeps, ends the old one, has that process make the new one, and waits
-until it serves. Otherwise it makes the old one again. What it is about is recorded before it is done: killed, it goes on. What
-controllers of this deployment are made of is recorded, too, before one ends. So whatever makes one, there is one of its kind.
+No process can supervise its own successor, so a separate actor, the Exchanger, does this. It runs the old controller's version.
+
+1. It starts a process with the new environment and asks it whether it can read the old controller's kept state.
+2. It ends the old controller, has that process create the new one, and waits until the new one serves.
+3. If the new one does not serve, it creates the old one again.
+
+The Exchanger records each phase before it begins it, and continues from there if it is killed. It also records what
+controllers of this deployment are created with before it ends one, so a controller that another process creates is the same.
 """
 
 from __future__ import annotations
@@ -33,23 +37,24 @@ from tandem.wire.settings import without_defaults
 
 logger = logging.getLogger(__name__)
 
-EXCHANGE = "exchange"  # the name of the actor, and of what it records
-MADE_WITH = "made-with"  # the name of what controllers are made of
+EXCHANGE = "exchange"  # the name of the Exchanger's actor, and of the record of its progress
+MADE_WITH = "made-with"  # the name under which ControllerParts are kept
 _ANSWER_S = 10.0
 _LOOK_S = 0.3
-_GONE_S = 30.0  # for Ray to forget the name of a controller that was killed
-_CHECK_S = 60.0  # for a process with the new environment to start, and to read
+_GONE_S = 30.0  # for Ray to free the name of a controller that was killed
+_CHECK_S = 60.0  # for a process with the new environment to start and to answer
 
 
 class ControllerParts(msgspec.Struct, frozen=True):
-    """What a controller is made of."""
+    """What a controller is created with."""
 
     config: bytes  # a TandemConfig, without defaults
     place: bytes  # a DeploymentPlace
 
 
 MakeController = Callable[[ControllerParts, str], Any]
-"""Makes the controller of the deployment with this name, or finds it. A function of a module: another version has its own."""
+"""Creates the controller of the deployment with this name, or returns the existing one. It is a function of a module, so that
+a process of another version runs its own."""
 
 
 class ControllerExchange(msgspec.Struct, frozen=True):
@@ -73,13 +78,14 @@ def _parts(name: str) -> RayStateStore:
 
 
 async def exchange_of(name: str) -> ControllerExchange | None:
-    """The one that is under way, or the last one."""
+    """Returns the deployment's current exchange, or its last one; None if it never had one."""
     kept = await _recorded(name).load()
     return msgspec.msgpack.decode(kept, type=ControllerExchange) if kept else None
 
 
 async def parts_of(name: str) -> ControllerParts | None:
-    """None: as the command made it that has started the deployment."""
+    """Returns what the controller was last created with. None: it has never been exchanged, so the parts of the command
+    that started the deployment hold."""
     kept = await _parts(name).load()
     return msgspec.msgpack.decode(kept, type=ControllerParts) if kept else None
 
@@ -87,7 +93,7 @@ async def parts_of(name: str) -> ControllerParts | None:
 async def begin_exchange(
     name: str, old: TandemConfig, new: TandemConfig, place: bytes, make: MakeController
 ) -> str:
-    """Returns its id. Raises Unavailable while another one is under way."""
+    """Starts an exchange and returns its id. Raises Unavailable while another exchange of this deployment is running."""
     await refuse_while_exchanged(name)
     begun = ControllerExchange(
         secrets.token_hex(4), ExchangePhase.CHECKING, _parts_for(old, place), _parts_for(new, place)
@@ -108,7 +114,9 @@ async def is_being_exchanged(name: str) -> bool:
 
 async def refuse_while_exchanged(name: str) -> None:
     if await is_being_exchanged(name):
-        raise Unavailable("the controller is being replaced just now: `tandem status` says when that is over")
+        raise Unavailable(
+            "the controller is being replaced: wait until `tandem status` says that the exchange is over"
+        )
 
 
 def _make_exchanger(name: str, make: MakeController) -> None:
@@ -123,8 +131,10 @@ def _make_exchanger(name: str, make: MakeController) -> None:
 
 
 def only_with(wanted: Mapping[str, str]) -> dict[str, Any]:
-    """Ray's `runtime_env` for a process that this one starts, with these variables. Ray gives it those that this process was made with
-    as well; in place of each it gets what this machine's Ray was started with."""
+    """Returns Ray's `runtime_env` for a process that gets exactly the variables in `wanted`.
+
+    Ray also passes on the variables that this process's own `runtime_env` set. Each of those is set back to the value
+    with which Ray was started on this machine."""
     own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
     given = _environment_of_ray() if own.keys() - wanted.keys() else {}
     variables = {**{name: given.get(name, "") for name in own}, **wanted}
@@ -132,24 +142,24 @@ def only_with(wanted: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _environment_of_ray() -> dict[str, str]:
-    """Of the process that starts Ray's others on this machine, and so of this one's parent."""
+    """Returns the environment of the raylet, which is this process's parent."""
     try:
         words = (Path("/proc") / str(os.getppid()) / "environ").read_bytes().split(b"\0")
     except OSError as error:
-        logger.warning("the environment of this machine's Ray cannot be read: %s", error)
+        logger.warning("the environment of Ray's raylet, this process's parent, cannot be read: %s", error)
         return {}
     pairs = (word.decode(errors="replace").partition("=") for word in words)
     return {name: value for name, _, value in pairs}
 
 
 class Maker:
-    """A process with the new controller's environment: what it imports is the new one's Tandem."""
+    """An actor with the new controller's environment, so it imports the new controller's version of Tandem."""
 
     def __init__(self, make: MakeController) -> None:
         self._make = make
 
     def refusal(self, parts: bytes, kept: bytes | None) -> str:
-        """Why a controller of this version cannot go on with what the old one keeps; "" if it can."""
+        """Returns why a controller of this version cannot read the old controller's kept state; "" if it can."""
         try:
             given = msgspec.msgpack.decode(parts, type=ControllerParts)
             msgspec.msgpack.decode(given.config, type=TandemConfig)
@@ -164,7 +174,8 @@ class Maker:
 
 
 class Exchanger:
-    """As an actor it goes on, restarted, with what is recorded, and ends itself when that is over."""
+    """The actor that carries out an exchange. When Ray restarts it, it continues from the recorded phase. It ends itself when
+    the exchange is over."""
 
     def __init__(self, name: str, make: MakeController) -> None:
         self._name = name
@@ -180,7 +191,9 @@ class Exchanger:
             me = ray.get_runtime_context().current_actor
             await asyncio.to_thread(ray.kill, me, no_restart=True)
         except Exception:
-            logger.exception("the controller's exchange goes on in another process")
+            logger.exception(
+                "the exchange of the controller failed in this process: Ray starts another one, which continues it"
+            )
             await asyncio.sleep(_LOOK_S)
             os._exit(1)
 
@@ -195,7 +208,9 @@ class Exchanger:
             why = await self._put_in_place(exchange.new)
             return now(ExchangePhase.RESTORING, why) if why else now(ExchangePhase.DONE)
         why = await self._put_in_place(exchange.old)
-        return now(ExchangePhase.FAILED, f"{exchange.why}; the old one: {why}" if why else exchange.why)
+        return now(
+            ExchangePhase.FAILED, f"{exchange.why}; the old controller: {why}" if why else exchange.why
+        )
 
     async def _refusal(self, parts: ControllerParts) -> str:
         maker = _maker(parts, self._make)
@@ -204,14 +219,14 @@ class Exchanger:
             told = answer(maker.refusal.remote(msgspec.msgpack.encode(parts), kept))
             return str(await asyncio.wait_for(told, _CHECK_S))
         except TimeoutError:
-            return f"a process with its environment did not answer within {_CHECK_S:.0f} s"
+            return f"a process with the new environment did not answer within {_CHECK_S:.0f} s"
         except TandemError as error:
-            return f"a process with its environment does not start: {error}"
+            return f"a process with the new environment does not start: {error}"
         finally:
             ray.kill(maker)
 
     async def _put_in_place(self, parts: ControllerParts) -> str:
-        """Why it does not serve; "" when it does."""
+        """Replaces the running controller by one with these parts. Returns why the new one does not serve; "" if it does."""
         await _parts(self._name).save(msgspec.msgpack.encode(parts))
         await self._end_the_one_there()
         maker = _maker(parts, self._make)
@@ -220,21 +235,23 @@ class Exchanger:
             await asyncio.wait_for(made, _CHECK_S)
             return await self._until_it_serves(msgspec.msgpack.decode(parts.config, type=TandemConfig))
         except TimeoutError:
-            return f"it was not made within {_CHECK_S:.0f} s"
+            return f"the controller was not created within {_CHECK_S:.0f} s"
         except TandemError as error:
-            return f"it could not be made: {error}"
+            return f"the controller could not be created: {error}"
         finally:
             ray.kill(maker)
 
     async def _end_the_one_there(self) -> None:
-        """What it kept is enough for the next one, as after any death."""
+        """Kills the running controller and waits until its name is free. Its kept state is enough for the next one."""
         there, deadline = await self._controller(), time.monotonic() + _GONE_S
         if there is None:
             return
         await asyncio.to_thread(ray.kill, there, no_restart=True)
         while (other := await self._controller()) is not None and other._actor_id == there._actor_id:
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"the controller that was ended has its name for {_GONE_S:.0f} s")
+                raise DeadlineExceeded(
+                    f"Ray did not free the name of the killed controller within {_GONE_S:.0f} s"
+                )
             await asyncio.sleep(_LOOK_S)
 
     async def _controller(self) -> Any | None:
@@ -244,7 +261,8 @@ class Exchanger:
             return None
 
     async def _until_it_serves(self, config: TandemConfig) -> str:
-        """Until it has served for `rollout.settle_s`."""
+        """Waits until the new controller has served for `rollout.settle_s`. Returns why it did not within
+        `controller.start_s`; "" if it did."""
         deadline = time.monotonic() + config.controller.start_s
         serves_since, why = None, "it did not answer"
         while (now := time.monotonic()) < deadline:

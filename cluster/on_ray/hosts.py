@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster, and the one that asks its autoscaler for more."""
+"""The machines of a Ray cluster, and what the controller asks Ray's autoscaler for."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 1.0  # Ray announces no changes of its nodes
-_FIND_OUT_S = 60.0  # a process has to start there first
+LOOK_AGAIN_S = 1.0  # Ray does not announce changes of its nodes, so they are polled
+_FIND_OUT_S = 60.0  # Ray first has to start a process on the machine
 _ASK_AGAIN_S = 10.0
-_WAIT_FOR_NEW_S = 10.0  # for the answers of machines that are new; a later one is heard as well
+_WAIT_FOR_NEW_S = (
+    10.0  # how long `present` waits for the answers of new machines; a later answer counts at the next look
+)
 
 FindOut = Callable[[str], Awaitable[MachineFacts]]
-"""Asks the Ray node with this id what it is made of."""
+"""Asks the Ray node with this id for its cores, GPUs and quota."""
 
 
 class KnownHost(msgspec.Struct, frozen=True):
-    """A host that nodes may run on: a controller that comes back need not ask it, and must not change its cores."""
+    """What the controller keeps of a machine, so that it need not ask again after a restart and gives the same cores."""
 
     found: MachineFacts
     cores: tuple[int, ...]
 
 
 class RayHosts:
-    """`cluster.launcher.Hosts` for a cluster: every Ray node that offers a role's resource.
+    """Implements `cluster.launcher.Hosts` for a Ray cluster: a host is every Ray node that offers a role's resource.
 
-    Until `use` says more, `needs` is what one node of a role takes besides that, such as {"GPU": 1}, and which labels its machine has:
-    a place without them is none. Places and cores that nodes of other deployments have are not offered.
+    `needs` says what one node of a role takes besides that resource, such as {"GPU": 1}, and which labels its machine must
+    have; `use` replaces it. Only machines with those labels count. Places and cores that nodes of other deployments have
+    taken are not offered.
     """
 
     def __init__(
@@ -73,13 +76,15 @@ class RayHosts:
         self._wait_for_new_s = wait_for_new_s
         self._say = say
         self._neighbours = neighbours
-        self._theirs: list[NodePlacement] = []
-        self._known: dict[str, KnownHost] | None = None  # as it is kept
+        self._theirs: list[NodePlacement] = []  # of the other deployments' nodes
+        self._known: dict[str, KnownHost] | None = None  # what the store holds; None until it was read
         self._found: dict[str, MachineFacts] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._late: set[str] = set()  # their answers are not waited for any more
+        self._late: set[str] = set()  # machines for whose answers `present` no longer waits
         self._ask_after: dict[str, float] = {}
-        self._complaints: dict[str, str] = {}  # said once
+        self._complaints: dict[
+            str, str
+        ] = {}  # the last reason that was reported for a machine, so that it is reported once
         self._returned: frozenset[str] = frozenset()
         self._wanted: list[Offer] | None = None
 
@@ -101,7 +106,7 @@ class RayHosts:
             if host.slots
             else host
             for name, host in there.items()
-            if name in cores or not host.slots  # one that has answered just now comes with the next look
+            if name in cores or not host.slots  # a machine that answered just now comes with the next look
         ]
         self._returned = frozenset(host.name for host in hosts)
         return hosts
@@ -110,16 +115,16 @@ class RayHosts:
         return contextlib.nullcontext() if self._neighbours is None else self._neighbours.placing()
 
     def _left_of(self, name: str, cores: tuple[int, ...]) -> tuple[int, ...]:
-        """Those that no node of another deployment is bound to; where each of them has one, they are shared."""
+        """Returns the cores that no node of another deployment is bound to; all of them if that leaves none."""
         taken = {core for placement in self._theirs if placement.host == name for core in placement.cores}
         return tuple(core for core in cores if core not in taken) or cores
 
     def _is_ready(self, host: Host) -> bool:
-        """The head alone may offer no place: nothing runs on its cores that would have to know them."""
+        """A head that offers no place is ready without an answer: no node will be bound to its cores."""
         return not host.slots or host.name in self._found
 
     async def _look(self) -> dict[str, Host]:
-        """The machines that are there. A new one is asked what it is made of; the others do not wait for its answer."""
+        """Returns the machines of the cluster, and starts to ask each new one for its facts without waiting for the answer."""
         if self._known is None:
             kept = await self._store.load()
             self._known = msgspec.msgpack.decode(kept, type=dict[str, KnownHost]) if kept else {}
@@ -145,14 +150,14 @@ class RayHosts:
         try:
             self._found[host.name] = await self._find_out(host.name)
         except TandemError as error:
-            why = f"the machine {host.address} gets no nodes: it does not say what it is made of: {error}"
+            why = f"the machine {host.address} gets no nodes: it did not report its cores and GPUs: {error}"
             if self._complaints.get(host.name) != why:
                 self._complaints[host.name] = why
                 self._say(why)
             self._ask_after[host.name] = asyncio.get_running_loop().time() + self._ask_again_s
 
     async def _places(self) -> dict[str, Host]:
-        """In the order of their addresses, without what only the machines themselves know."""
+        """Returns the hosts by name, ordered by address, without their cores and GPUs: only the machines know those."""
         nodes = [node for node in await asyncio.to_thread(self._nodes) if node["Alive"]]
         nodes.sort(key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
         self._theirs = [] if self._neighbours is None else await self._neighbours.placements()
@@ -170,7 +175,7 @@ class RayHosts:
         return {host.name: host for host in hosts if host.slots or host.head}
 
     def _room(self, node: Mapping[str, Any], theirs: Counter[tuple[str, Role]]) -> dict[Role, int]:
-        """Places for what runs there, whatever else."""
+        """Returns how many nodes of each role this deployment may have on the machine, those that it has there included."""
         name = node["NodeID"]
         mine = self._taken.get(name, ())
         own = Counter(place.slot for place in mine)
@@ -196,7 +201,7 @@ class RayHosts:
                 return
 
     async def want(self, slots: dict[Role, int]) -> None:
-        """Nodes that have a place are asked for as they were made."""
+        """For a node that has a place the request repeats what it was placed with; `needs` may have changed since."""
         bundles: list[Offer] = []
         for role in ROLES:
             there = [place.needed for each in self._taken.values() for place in each if place.slot is role]
@@ -208,14 +213,14 @@ class RayHosts:
             return
         try:
             await asyncio.to_thread(self._request, bundles)
-        except Exception as error:  # Ray's; a cluster that is just being started. It is asked again
-            logger.warning("the autoscaler cannot be asked for machines: %s", error)
+        except Exception as error:  # Ray's; the cluster may be just starting. The controller asks again
+            logger.warning("Ray's autoscaler did not take the request for machines: %s", error)
         else:
             self._wanted = bundles
 
 
 def offer_of(node: Mapping[str, Any]) -> Offer:
-    """What a machine offers, as Ray describes it."""
+    """Returns a machine's resources and labels as Ray reports them."""
     return Offer(node["Resources"], node.get("Labels", {}))
 
 
@@ -224,7 +229,7 @@ def ray_nodes() -> list[dict[str, Any]]:
     try:
         nodes: list[dict[str, Any]] = ray.nodes()
     except ray.exceptions.RayError as error:
-        raise Unavailable(f"Ray does not say which machines there are: {error}") from error
+        raise Unavailable(f"Ray did not list the cluster's machines: {error}") from error
     return nodes
 
 
@@ -242,16 +247,18 @@ async def _ask_ray_node(name: str) -> MachineFacts:
     except TimeoutError as error:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.cancel(told, force=True)
-        raise Unavailable(f"no process of it has answered within {_FIND_OUT_S:.0f} s") from error
+        raise Unavailable(f"no process on it answered within {_FIND_OUT_S:.0f} s") from error
     except TandemError as error:
         last = str(error).strip().splitlines()[-1:]
-        raise Unavailable(f"{''.join(last)} (Tandem must be installed there as it is here)") from error
+        raise Unavailable(
+            f"{''.join(last)} (the same version of Tandem must be installed there as here)"
+        ) from error
     except msgspec.DecodeError as error:
-        raise Unavailable(f"another version of Tandem is installed there: {error}") from error
+        raise Unavailable(f"another version of Tandem is installed there than here: {error}") from error
 
 
 def look_around() -> bytes:
-    """Runs on the machine that is asked about."""
+    """Returns the encoded MachineFacts of the machine on which this runs."""
     machine = this_machine()
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()

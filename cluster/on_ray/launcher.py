@@ -1,4 +1,4 @@
-"""Nodes and routers as Ray actors, each under its name: who launches one that runs already adopts it."""
+"""Starts nodes and routers as named Ray actors. An actor that already runs under the name with the same configuration is adopted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tandem.cluster.on_ray.hosts import ray_nodes
 from tandem.cluster.on_ray.node_actor import DecodeActor, EncodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY
-from tandem.cluster.on_ray.spread import Places, RanksActor
+from tandem.cluster.on_ray.spread import NodePlacementGroup, RanksActor
 from tandem.cluster.tasks import cancel, first_ended, first_of, has_ended
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
@@ -43,17 +43,17 @@ _NODE_ACTORS: dict[Role, Any] = {
 _PROGRESS_WAIT_S = 10.0
 _HOLD_S = 60.0
 _REACH_AGAIN_S = 0.5
-_ADOPT_S = 5.0  # who runs under the name already and says nothing for so long is replaced
-_NAME_S = 10.0  # for the name of an actor that was ended to be free again
+_ADOPT_S = 5.0  # an actor under the name that does not tell its configuration within this time is replaced
+_NAME_S = 10.0  # for Ray to free the name of an actor that was killed
 _HTTP_S = 2.0
-_NAME_RETRY_S = 0.05  # Ray does not tell when it is
+_NAME_RETRY_S = 0.05  # Ray does not announce when a name is free, so creating the actor is tried again
 
 Create = Callable[[], Any]
 
 
 class RayHandle:
-    """One actor, found or made in the background. `hold` is a call that only its end answers. `machine` is the id of its Ray
-    node; "" where there is only one."""
+    """One actor, which is found or created in the background. Its end is seen by a call to its `hold`, which fails when the
+    process dies. `machine` is the id of its Ray node; "" on a Ray of a single machine."""
 
     def __init__(
         self,
@@ -67,20 +67,22 @@ class RayHandle:
         self._name = name
         self._namespace = namespace
         self._machine = machine
-        self._is_wanted = is_wanted  # the configuration that one was made with: it may be adopted
+        self._is_wanted = (
+            is_wanted  # whether an actor that was created with this configuration may be adopted
+        )
         self._create = create
         self._stop_s = stop_s
         self._actor = asyncio.ensure_future(self._find_or_create())
         self._held: asyncio.Future[str] | None = None
-        self._unreached = ""  # why its end cannot be seen
+        self._unreached = ""  # why the actor cannot be reached, so that its end would not be seen
         self.is_adopted = False
-        self._serves = False  # it has started: there is something to end politely
+        self._serves = False  # it has started, so it must be asked to stop before it is killed
 
     async def _find_or_create(self) -> Any:
         running = await self._running()
         if running is not None:
             if await self._is_the_same(running):
-                logger.info("%s is running already and goes on", self._name)
+                logger.info("%s is already running with this configuration: it is adopted", self._name)
                 self.is_adopted = True
                 return running
             await self._kill(running)
@@ -90,11 +92,13 @@ class RayHandle:
         deadline = asyncio.get_running_loop().time() + _NAME_S
         while True:
             try:
-                # Registering a named actor asks Ray's control store and waits for the answer.
+                # Blocks: registering a named actor waits for Ray's control store.
                 return await asyncio.to_thread(self._create)
             except ValueError as error:
                 if asyncio.get_running_loop().time() > deadline:
-                    raise Unavailable(f"{self._name}: its name stays taken: {error}") from error
+                    raise Unavailable(
+                        f"Ray did not free the name {self._name} within {_NAME_S:.0f} s: {error}"
+                    ) from error
                 await asyncio.sleep(_NAME_RETRY_S)
             except RayError as error:
                 raise translated(error) from error
@@ -111,15 +115,15 @@ class RayHandle:
         try:
             return self._is_wanted(await asyncio.wait_for(answer(actor.configuration.remote()), _ADOPT_S))
         except (TandemError, TimeoutError, msgspec.DecodeError) as error:
-            logger.info("%s does not say what it is, and is replaced: %s", self._name, error)
+            logger.info("%s did not tell its configuration, so it is replaced: %s", self._name, error)
             return False
 
     async def _kill(self, actor: Any) -> None:
-        """Asks Ray's control store, which may be away: only this caller waits for it."""
+        """Kills the actor. Waits for Ray's control store, which may not answer; so this blocks its caller alone."""
         try:
             await asyncio.to_thread(ray.kill, actor, no_restart=True)
         except RayError as error:
-            logger.warning("%s could not be ended: %s", self._name, translated(error))
+            logger.warning("Ray could not end the process %s: %s", self._name, translated(error))
 
     async def actor(self) -> Any:
         return await asyncio.shield(self._actor)
@@ -142,16 +146,18 @@ class RayHandle:
         return "it was stopped"
 
     async def _held_on(self, actor: Any) -> bool:
-        """One call to `hold`. A connection that broke is no end. Ray's word that the process died is one, unless Ray has lost
-        sight of its machine: then it takes all that runs there for dead, and it may serve on, because the way between Ray's
-        control store and a machine is another than that between routers and nodes."""
+        """Waits for one call to `hold`. Returns whether the process has ended.
+
+        A broken connection does not prove an end. Ray's report that the process died does, unless Ray has lost contact with
+        the machine: then Ray reports every process there dead, although routers and nodes may still reach it by another way
+        than Ray's control store does. Raises NodeLost when the process has died."""
         try:
             ended = bool(await answer(actor.hold.remote(_HOLD_S)))
         except (ProcessUnreachable, NodeLost) as error:
             if isinstance(error, NodeLost) and await self._machine_is_seen():
                 raise
             if not self._unreached:
-                logger.warning("%s cannot be reached, and is asked again: %s", self._name, error)
+                logger.warning("%s cannot be reached; trying again: %s", self._name, error)
             self._unreached = str(error)
             await asyncio.sleep(_REACH_AGAIN_S)
             return False
@@ -164,24 +170,26 @@ class RayHandle:
         try:
             nodes = await asyncio.to_thread(ray_nodes)
         except TandemError:
-            return False  # it is asked again
+            return False  # Ray does not answer, so nothing is proven; the caller asks again
         return any(node["NodeID"] == self._machine and node["Alive"] for node in nodes)
 
     async def _followed(self, actor: Any, question: Any, report: Report) -> Any:
-        """The answer, and meanwhile what the process says that it does. Without its words it would seem to stand still, so what
-        ends the following ends the question."""
+        """Returns the answer to `question` and reports the process's progress until it comes. If the progress can no longer
+        be followed, the question is cancelled too: a process that reports nothing would look as if it stood still."""
         answered, following = await first_of(answer(question), self._follow_progress(actor, report))
         return answered.result() if has_ended(answered) else following.result()
 
     async def _follow_progress(self, actor: Any, report: Report) -> None:
         if not hasattr(actor, "progress_after"):
-            await asyncio.Event().wait()  # a router of a version that did not say; it runs already
+            await (
+                asyncio.Event().wait()
+            )  # a router of an older version, which has no progress; it runs already
         seen = 0
         while True:
             try:
                 number, what, fraction = await answer(actor.progress_after.remote(seen, _PROGRESS_WAIT_S))
-            except TandemError as error:  # whether the process has ended is what the question finds out
-                logger.debug("%s does not say what it is doing: %s", self._name, error)
+            except TandemError as error:  # the question itself finds out whether the process has ended
+                logger.debug("%s did not report its progress: %s", self._name, error)
                 await asyncio.sleep(_REACH_AGAIN_S)
                 continue
             if number > seen:
@@ -197,7 +205,7 @@ class RayHandle:
         return msgspec.msgpack.decode(page, type=LogPage)
 
     async def stop(self) -> None:
-        # Not cancelled: an actor that is just being made would be left behind.
+        # Waits for an actor that is being created: if this were cancelled, the actor would be left running.
         await asyncio.wait({self._actor}, timeout=_ADOPT_S + _NAME_S)
         if self._actor.done() and not self._actor.cancelled() and self._actor.exception() is None:
             actor = self._actor.result()
@@ -249,7 +257,8 @@ class RayNode(RayHandle):
 
 
 class RayRanks(RayHandle):
-    """A node's ranks on one more machine. What is found there belongs to the node that was found, and to no other."""
+    """A node's ranks on one of its other machines. If the node was adopted, so is this actor; if the node was created,
+    an older actor under this name is killed."""
 
     def __init__(
         self, name: str, namespace: str, node: RayHandle, create: Create, stop_s: float, machine: str
@@ -273,13 +282,14 @@ class RayRanks(RayHandle):
 
 
 class SpreadNode(RayNode):
-    """Its ranks are on several machines: it is lost with any of its processes, and gone with all of them."""
+    """A node whose ranks are on several machines. `ended` returns when the first of its processes has ended, because the others
+    are useless without it; `stop` returns when all are gone."""
 
     ranks: Sequence[RayRanks] = ()
-    places: Places
+    placement_group: NodePlacementGroup
 
     async def _told_at_start(self, actor: Any) -> Sequence[Any]:
-        """Where the keepers of its other ranks are reached."""
+        """Opens a keeper for rank 0 in each other actor. Returns their addresses, which rank 0's `start` takes."""
         key = await answer(actor.key.remote())
         return [[await part.open(key) for part in self.ranks]]
 
@@ -288,18 +298,18 @@ class SpreadNode(RayNode):
         return next(wait.result() for wait in waits if has_ended(wait))
 
     async def stop(self) -> None:
-        """Rank 0 ends the others, where it can."""
+        """Rank 0's process ends the other ranks if it can; the rest are stopped after it."""
         await super().stop()
         await asyncio.gather(*(part.stop() for part in self.ranks))
         try:
-            await asyncio.to_thread(self.places.give_back)
+            await asyncio.to_thread(self.placement_group.give_back)
         except TandemError as error:
-            logger.warning("the places of %s could not be given back: %s", self._name, error)
+            logger.warning("the placement group of %s could not be removed: %s", self._name, error)
 
 
 class RayRouter(RayHandle):
     _url = ""
-    door = ""  # of the router whose listening socket it is to have
+    door = ""  # where the router that it replaces hands over its listening socket
 
     async def start(self, report: Report) -> RouterInfo:
         actor = await self.actor()
@@ -328,7 +338,7 @@ class RayRouter(RayHandle):
         return msgspec.msgpack.decode(heard, type=list[NodeSighting])
 
     async def answers_clients(self) -> bool:
-        """Any answer of HTTP is one: it may be draining."""
+        """Returns True for any HTTP response, since a draining router answers 503."""
         if not self._url:
             return False
         async with httpx.AsyncClient(trust_env=False, timeout=_HTTP_S, verify=False) as client:
@@ -340,7 +350,7 @@ class RayRouter(RayHandle):
 
 
 class RayLauncher:
-    """What is launched outlives the process that launched it, and is found again by its name in the deployment's namespace."""
+    """Launches detached actors: they outlive this process, and a later launcher finds them by name in the deployment's namespace."""
 
     def __init__(self, stop_s: float, *, namespace: str) -> None:
         self._stop_s = stop_s
@@ -366,12 +376,14 @@ class RayLauncher:
         create = self._creator(_NODE_ACTORS[config.role], config.node_id, options, _encoded(config))
         if beside:
             machines = [there.name for there in (host, *beside)]
-            places = Places(f"{self._namespace}:{config.node_id}", {slot.value: 1, **needs}, machines)
+            group = NodePlacementGroup(
+                f"{self._namespace}:{config.node_id}", {slot.value: 1, **needs}, machines
+            )
             kind = SpreadNode
 
             def create() -> Any:
-                places.reserve()
-                there = {**options, "scheduling_strategy": places.on(0)}
+                group.reserve()
+                there = {**options, "scheduling_strategy": group.on(0)}
                 return self._creator(_NODE_ACTORS[config.role], config.node_id, there, _encoded(config))()
 
         node = kind(
@@ -383,7 +395,7 @@ class RayLauncher:
             _machine_of(host),
         )
         if isinstance(node, SpreadNode):
-            node.places = places
+            node.placement_group = group
             node.ranks = [
                 self._ranks(node, config, number, there, options) for number, there in enumerate(beside, 1)
             ]
@@ -395,7 +407,7 @@ class RayLauncher:
         name = f"{config.node_id}-machine{number}"
 
         def create() -> Any:
-            there = {**options, "scheduling_strategy": node.places.on(number)}
+            there = {**options, "scheduling_strategy": node.placement_group.on(number)}
             return self._creator(RanksActor, name, there, _encoded(config), number)()
 
         return RayRanks(name, self._namespace, node, create, self._stop_s, host.name)
@@ -431,18 +443,19 @@ class RayLauncher:
 
 
 def _encoded(config: NodeConfig | RouterConfig) -> bytes:
-    """A process of another version knows the settings that are named, or says which it does not."""
+    """Encodes without defaults, so that a process of another version can read it unless a setting is set that it lacks."""
     return msgspec.msgpack.encode(without_defaults(config))
 
 
 def is_same_node(running: bytes, wanted: NodeConfig) -> bool:
-    """Whatever its role is by now: that is changed in the process, not with the process."""
+    """Compares everything but the role, which a running node can change."""
     made_with = msgspec.msgpack.decode(running, type=NodeConfig)
     return _without_role(made_with) == _without_role(wanted)
 
 
 def is_same_router(running: bytes, wanted: RouterConfig) -> bool:
-    """Also when the same tokenizer is to be found elsewhere the next time that it starts, and whatever others there are beside it."""
+    """Compares everything but what does not need a new process: where the same tokenizer is found, and the number and placement of
+    the deployment's routers."""
     made_with = msgspec.msgpack.decode(running, type=RouterConfig)
     others = {"processes": wanted.processes, "placement": wanted.placement}
     return msgspec.structs.replace(made_with, tokenizer_path=wanted.tokenizer_path, **others) == wanted
@@ -458,12 +471,12 @@ def _machine_of(host: Host | None) -> str:
 
 def _on_ray_node(host: Host) -> dict[str, Any]:
     if host.slots is None:
-        return {}  # the only one that there is
+        return {}  # a Ray of a single machine
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=host.name, soft=False)}
 
 
 def _on_own_gpus(config: NodeConfig) -> NodeConfig:
-    """A process that Ray sets GPUs aside for sees those alone, and counts them from 0."""
+    """Ray shows a process only the GPUs that it reserves for it, so CUDA numbers them from 0."""
     replace = msgspec.structs.replace
     engine = config.engine
     return replace(

@@ -1,4 +1,6 @@
-"""The other deployments on the same Ray cluster: which places their nodes have, and which machines they ask for."""
+"""The other deployments on the same Ray cluster: which places their nodes have, and which machines they ask for.
+
+Every store here is in Ray's internal key-value store, in the namespace that its comment names."""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ from tandem.cluster.pools.state import NodePlacement
 
 logger = logging.getLogger(__name__)
 
-STATE = "controller"  # what a deployment's controller keeps, in its namespace
-WANTED = "wanted"  # what its nodes take of machines, in its namespace
-WANTED_LABELS = "wanted-labels"  # and the labels of each of those machines; not every version keeps them
+STATE = "controller"  # what a deployment's controller keeps; the deployment's namespace
+WANTED = "wanted"  # the resources that a deployment's nodes take of machines; the deployment's namespace
+WANTED_LABELS = (
+    "wanted-labels"  # the labels of those machines, in the same order; not every version keeps them
+)
 _STANDS = (
-    "stands-"  # with a name: that deployment has been started, and has not ended; in the default namespace
+    "stands-"  # followed by a name: that deployment was started and has not ended; the default namespace
 )
 _PLACING = RayStateStore("placing", NAMESPACE)
-# A controller that is killed while it places nodes keeps the others from placing nodes for so long.
+# A controller that is killed while it places nodes holds the lock; the others break it when it is this old.
 _LONGEST_S = 30.0
 _ASK_AGAIN_S = 0.1
 
@@ -37,18 +41,18 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """The part of a ClusterState that neighbours read. Another version of Tandem may have kept it."""
+    """The part of a ClusterState that neighbours read. Another version of Tandem may have written it."""
 
     nodes: list[_Node] = []
 
 
 def stands(name: str) -> RayStateStore:
-    """Holds something from before the deployment's controller is made until all that it left was cleared away."""
+    """Holds a value from before the deployment's controller is created until everything that it left has been cleared away."""
     return RayStateStore(f"{_STANDS}{name}", NAMESPACE)
 
 
 class Neighbours:
-    """As the controller of the deployment with this name sees them."""
+    """The other deployments, from the point of view of the controller of the deployment with this name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -58,7 +62,7 @@ class Neighbours:
         return sorted(name for name in there if name != self._name)
 
     async def placements(self) -> list[NodePlacement]:
-        """Where all their nodes are, on each machine."""
+        """Returns where all nodes of the other deployments are; one entry for each machine of a node."""
         found = []
         for name in await self.names():
             kept = await RayStateStore(STATE, namespace_of(name)).load()
@@ -67,7 +71,8 @@ class Neighbours:
         return found
 
     async def with_wanted(self, own: list[Offer]) -> list[Offer]:
-        """What all deployments together ask machines for, now that this one asks for `own`: Ray's autoscaler knows one wish."""
+        """Records what this deployment asks machines for, and returns that together with what all others ask for. Ray's
+        autoscaler holds one request for the whole cluster, so each controller has to send the sum."""
         namespace = namespace_of(self._name)
         for key, wish in (
             (WANTED, [one.resources for one in own]),
@@ -83,7 +88,8 @@ class Neighbours:
 
     @contextlib.asynccontextmanager
     async def placing(self) -> AsyncIterator[None]:
-        """For as long as it lasts no other deployment places nodes: two that look at the same moment would find the same place."""
+        """Holds a lock on the placement of nodes. Without it, two deployments that look for room at the same moment would
+        choose the same places. Waits until the lock is free, or its holder has had it for 30 s."""
         if not await self.names():
             yield
             return
@@ -92,7 +98,7 @@ class Neighbours:
             held = await _PLACING.load()
             if held is not None and _age_s(held) > _LONGEST_S:
                 logger.warning(
-                    "the deployment %s did not say that it has placed its nodes",
+                    "the deployment %s took more than 30 s to place its nodes: its lock on placement is broken",
                     held.decode().partition(" ")[0],
                 )
                 await _PLACING.forget()
@@ -110,11 +116,11 @@ async def _wanted_by(name: str) -> list[Offer]:
     ]
     resources = msgspec.msgpack.decode(wanted, type=Resources) if wanted else []
     labels = msgspec.msgpack.decode(labelled, type=Selectors) if labelled else []
-    if len(labels) != len(resources):  # they are being written, or never were
+    if len(labels) != len(resources):  # another process is writing them, or an older version never did
         labels = [{} for _ in resources]
     return [Offer(*both) for both in zip(resources, labels, strict=True)]
 
 
 def _age_s(held: bytes) -> float:
-    """By the clock of the head, where every controller runs."""
+    """By the head's clock: every controller runs there."""
     return time.time() - float(held.decode().partition(" ")[2])

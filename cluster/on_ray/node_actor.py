@@ -1,5 +1,7 @@
-"""A node as a Ray actor: the host's methods, nothing added. It knows all kinds of node, because one may become
-another with the weights that it has loaded; what a process is called says as what it began."""
+"""A node as a Ray actor: `NodeHost`'s methods, nothing added.
+
+Every actor can become a node of another role and keep its weights, so each can make all kinds of node. The actor's class
+says only with which role it began: Ray shows it as the process's name."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tandem.wire.nodes import Role
 
 
 def make_node(config: NodeConfig) -> HostedNode:
-    # Imported here, in the node's own process: they take seconds.
+    # Imported in the node's own process: the imports take seconds.
     if config.role is Role.PREFILL:
         from tandem.prefill_node.node import PrefillNode
 
@@ -34,7 +36,7 @@ class _NodeActor(NodeHost):
         self._end = PoliteEnd(self.finish)
 
 
-# Threads, not asyncio: `start`, `drain` and `hold` block, and `status` must answer meanwhile.
+# Threads, not asyncio: `start`, `drain` and `hold` block, and `status` must answer while they do.
 @ray.remote(max_concurrency=16, max_restarts=0)
 class PrefillActor(_NodeActor):
     pass

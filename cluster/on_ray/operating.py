@@ -1,4 +1,4 @@
-"""The way to the controller that a router holds open for operators."""
+"""How a router reaches the controller when an operator calls its cluster API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tandem.wire.errors import Unavailable
 
 
 class RayControl:
-    """Implements `router.http.services.ClusterControl`. The controller is looked for each time: it may be another one by now."""
+    """Implements `router.http.services.ClusterControl`. Looks the controller's actor up at each call, because it may have been
+    replaced since the last one."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -28,6 +29,8 @@ def _controller(namespace: str) -> Any:
     try:
         return ray.get_actor(CONTROLLER, namespace)
     except ValueError:
-        raise Unavailable("the cluster has no controller just now: what serves goes on") from None
+        raise Unavailable(
+            "the cluster has no controller at the moment; routers and nodes go on serving: try again later"
+        ) from None
     except RayError as error:
         raise translated(error) from error

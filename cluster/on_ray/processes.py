@@ -1,4 +1,4 @@
-"""The processes of a cluster on their machines, and signals to them. For `tandem chaos`."""
+"""Finds the processes of a deployment on their machines and signals them. For `tandem chaos`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from tandem.cluster.on_ray.errors import answer, translated
 from tandem.wire.errors import DeadlineExceeded, NodeLost, Unavailable
 
 _ASK_S = 10.0
-_HIT_S = 60.0  # a process has to start on that machine first
+_HIT_S = 60.0  # Ray first has to start a process on that machine
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One actor's process. `started` tells it from a later one with the same number."""
+    """An actor's process. `started` tells it from a later process with the same pid."""
 
     name: str  # the actor's
     pid: int
     started: int  # clock ticks since the machine's boot
-    machine: str  # as Ray names it
+    machine: str  # the id of its Ray node
 
 
 async def find_process(name: str, namespace: str) -> Process:
-    """Raises Unavailable when there is none, NodeLost or DeadlineExceeded when it does not say who it is."""
+    """Raises Unavailable when no such actor runs, NodeLost or DeadlineExceeded when the actor does not answer."""
     try:
         actor = await asyncio.to_thread(ray.get_actor, name, namespace)
         told = await asyncio.wait_for(answer(actor.__ray_call__.remote(who_am_i)), _ASK_S)
     except ValueError as error:
-        raise Unavailable(f"{name} does not run") from error
+        raise Unavailable(f"{name} is not running") from error
     except TimeoutError as error:
-        raise DeadlineExceeded(f"{name} did not say within {_ASK_S:.0f} s which process it is") from error
+        raise DeadlineExceeded(f"{name} did not tell its process id within {_ASK_S:.0f} s") from error
     except RayError as error:
         raise translated(error) from error
     pid, started, machine = told
@@ -45,8 +45,8 @@ async def find_process(name: str, namespace: str) -> Process:
 
 
 async def send_signal(process: Process, number: signal.Signals, wake_after_s: float | None = None) -> None:
-    """To the process on its machine. With `wake_after_s` it is continued after that, also when this command is gone by
-    then."""
+    """Signals the process on its own machine. With `wake_after_s` the machine sends it SIGCONT after that time, even if this
+    command has ended by then. Raises NodeLost when the process has ended, DeadlineExceeded when the signal was not sent."""
     task = ray.remote(num_cpus=0, max_retries=0)(hit)
     placed = task.options(
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=process.machine, soft=False)
@@ -54,10 +54,10 @@ async def send_signal(process: Process, number: signal.Signals, wake_after_s: fl
     ref = await asyncio.to_thread(placed.remote, process.pid, process.started, int(number), wake_after_s)
     try:
         if not await asyncio.wait_for(answer(ref), _HIT_S):
-            raise NodeLost(f"{process.name} had ended before the signal came")
+            raise NodeLost(f"{process.name} had ended before the signal was sent")
     except TimeoutError as error:
         raise DeadlineExceeded(
-            f"no process on {process.name}'s machine sent the signal within {_HIT_S:.0f} s"
+            f"the signal to {process.name} was not sent on its machine within {_HIT_S:.0f} s"
         ) from error
 
 
@@ -67,12 +67,12 @@ def who_am_i(actor: object) -> tuple[int, int, str]:
 
 
 def hit(pid: int, started: int, number: int, wake_after_s: float | None) -> bool:
-    """Runs on the process's machine. False when the process is not there any more."""
+    """Runs on the process's machine. Returns False when the process has ended."""
     try:
         if started_at(pid) != started:
             return False
         if wake_after_s is not None:
-            # Before the signal, and detached: a stopped process must not depend on the one that stopped it.
+            # Scheduled before the signal and detached, so that the stopped process wakes even if this one dies.
             wake = f"sleep {wake_after_s:.3f}; kill -CONT {pid}"
             subprocess.run(
                 ["setsid", "--fork", "sh", "-c", wake],
@@ -85,5 +85,5 @@ def hit(pid: int, started: int, number: int, wake_after_s: float | None) -> bool
 
 
 def started_at(pid: int) -> int:
-    """Field 22 of /proc/PID/stat; the process's name before it may hold spaces."""
+    """Returns field 22 of /proc/PID/stat. The process's name, an earlier field, may contain spaces."""
     return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[19])

@@ -1,5 +1,4 @@
-"""The controller of a cluster, from another process. Implements `cluster.control.Control`, and what commands need
-besides."""
+"""The controller of a deployment as other processes call it. Implements `cluster.control.Control` and what commands need besides."""
 
 from __future__ import annotations
 
@@ -36,20 +35,20 @@ from tandem.wire.settings import without_defaults
 logger = logging.getLogger(__name__)
 
 FOLLOW_S = 10.0
-_ANSWER_S = 30.0  # a controller that Ray is just starting again answers in less
-_RESET_S = 60.0  # a node does it between two steps
+_ANSWER_S = 30.0  # long enough for a controller that Ray is just restarting
+_RESET_S = 60.0  # a node empties its cache between two steps
 _ASK_AGAIN_S = 0.2
-_LONGER_THAN_ASKED_S = 15.0
+_LONGER_THAN_ASKED_S = 15.0  # what the controller needs beyond the time that it was given
 T = TypeVar("T")
 
 
 def _latest(name: str) -> RayStateStore:
-    """The id of the deployment that runs under this name, or ran last."""
+    """Holds the id of the deployment that runs under this name, or ran last."""
     return RayStateStore("deployment", namespace_of(name))
 
 
 def _lookup(name: str) -> Any | None:
-    """None: Ray's control store says that there is no controller, and none will come by itself."""
+    """Returns the controller's actor. None: Ray's control store has no such actor, so Ray will not restart one either."""
     try:
         return ray.get_actor(CONTROLLER, namespace_of(name))
     except ValueError:
@@ -57,35 +56,38 @@ def _lookup(name: str) -> Any | None:
 
 
 def standing() -> list[str]:
-    """The names of the deployments that have a process on this Ray cluster."""
+    """Returns the names of the deployments that have a process on this Ray cluster."""
     named = ray.util.list_named_actors(True)
     return sorted({name for one in named if (name := deployment_in(one["namespace"])) is not None})
 
 
 def chosen(name: str | None) -> str:
-    """Which deployment is meant where none is named: the only one that stands."""
+    """Returns `name`; without one, the name of the only deployment on this Ray cluster. Raises ConfigurationError when there
+    are several."""
     if name is not None:
         return name
     there = standing()
     if len(there) > 1:
         raise ConfigurationError(
-            f"several deployments run on this Ray cluster: say with --name which one is meant ({', '.join(there)})"
+            f"several deployments run on this Ray cluster: choose one with --name ({', '.join(there)})"
         )
     return there[0] if there else DEFAULT_NAME
 
 
 def find_controller(name: str) -> RemoteController | None:
+    """Returns None when no controller runs under this name."""
     actor = _lookup(name)
     return None if actor is None else RemoteController(actor, name)
 
 
 def the_controller(name: str) -> RemoteController:
+    """Like `find_controller`, but raises Unavailable when there is none."""
     controller = find_controller(name)
     if controller is None:
         others = [other for other in standing() if other != name]
         if others:
             raise Unavailable(
-                f"no deployment with the name {name!r} runs on this Ray cluster; there is {', '.join(others)} (--name)"
+                f"no deployment named {name!r} runs on this Ray cluster; these do: {', '.join(others)} (choose one with --name)"
             )
         raise Unavailable(
             "Tandem does not run on this Ray cluster: start it with `tandem serve --address ... --detach`"
@@ -94,24 +96,26 @@ def the_controller(name: str) -> RemoteController:
 
 
 async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool) -> RemoteController:
-    """The one that is there already, where two commands do this at once: there is one of it under a name. What an
-    earlier deployment left is ended if its end was recorded. Otherwise its controller has been lost for good, and
-    its nodes may serve: the new one takes them over."""
+    """Creates the controller of a deployment. When two commands call this at once, both get the same controller.
+
+    An earlier deployment of this name may have left processes. If its end was recorded, they are ended first. If not, its
+    controller was lost for good while its nodes may still serve: the new controller adopts them, and without `detach`
+    Unavailable is raised instead."""
     deployment, name = secrets.token_hex(8), config.name
     await refuse_while_exchanged(name)
     if not own_ray:
         if (unended := await _left_without_a_controller(name)) is not None:
             if not detach:
                 raise Unavailable(
-                    "nodes run on this Ray cluster whose controller is gone, although they were not ended: `tandem serve "
-                    "--detach` takes them over, `tandem down` ends them"
+                    "nodes of an earlier deployment run on this Ray cluster without a controller: `tandem serve --detach` "
+                    "adopts them, `tandem down` ends them"
                 )
             deployment = unended
         else:
             await clear_away(name)
         await stands(name).save(deployment.encode())
     await _latest(name).save(deployment.encode())
-    # A Ray of our own ends with us; on a cluster the controller must see that we have ended.
+    # A Ray of our own ends with this process. On a cluster the controller must watch for our end.
     place = DeploymentPlace(own_ray, deployment, "" if own_ray or detach else own_job(), name)
 
     parts = ControllerParts(msgspec.msgpack.encode(without_defaults(config)), msgspec.msgpack.encode(place))
@@ -120,7 +124,7 @@ async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool
 
 
 async def _left_without_a_controller(name: str) -> str | None:
-    """The id of a deployment that was not ended and that has processes left."""
+    """Returns the id of the deployment of this name that has processes and whose end was not recorded; else None."""
     kept = await _latest(name).load()
     if kept is None or not await left_behind(name, but=CONTROLLER):
         return None
@@ -129,7 +133,7 @@ async def _left_without_a_controller(name: str) -> str | None:
 
 
 async def end_without_a_controller(name: str, why: str) -> bool:
-    """Ends what a controller left that is gone for good. False: there is nothing."""
+    """Ends the processes of a deployment whose controller is gone for good. Returns False when there are none."""
     if not await left_behind(name):
         return False
     kept = await _latest(name).load()
@@ -144,7 +148,8 @@ async def _record_end(deployment: str, name: str, why: str) -> None:
 
 
 class RemoteController:
-    """`parts`: what the command that the deployment belongs to has made it of, and makes it again."""
+    """`parts` is what the calling command created the controller with. If the controller is lost for good, `revive` creates it
+    again from them. Commands that only ask pass none."""
 
     def __init__(
         self, actor: Any, name: str, deployment: str = "", parts: ControllerParts | None = None
@@ -152,12 +157,12 @@ class RemoteController:
         self._actor = actor
         self.name = name  # the deployment's
         self._deployment = deployment
-        self._followed = ""  # the id of the deployment that has told us something
+        self._followed = ""  # the id of the deployment whose account was read first
         self._parts = parts
 
     async def _ask(self, timeout_s: float, what: str, ask: Callable[[Any], Awaitable[T]]) -> T:
-        """Asked again where Ray has just lost the controller: it starts another. What is asked for twice is done
-        once."""
+        """Calls the controller and waits for its answer for `timeout_s` in all. If the controller's process is lost, looks up
+        the one that Ray starts in its place and calls that: a request that is made twice has no effect the second time."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -170,7 +175,7 @@ class RemoteController:
                 actor = await asyncio.to_thread(_lookup, self.name)
                 if actor is None and not await is_being_exchanged(self.name):
                     raise
-                self._actor = actor or self._actor  # another one, after an exchange
+                self._actor = actor or self._actor  # after an exchange it is another actor
                 await asyncio.sleep(_ASK_AGAIN_S)
 
     # --- following
@@ -181,35 +186,41 @@ class RemoteController:
         return msgspec.msgpack.decode(kept, type=ClusterEnd) if kept else None
 
     async def revive(self) -> None:
+        """Looks up the controller again. Creates it again from `parts` if it is lost for good and no exchange is running."""
         actor = await asyncio.to_thread(_lookup, self.name)
         if actor is None and self._parts is not None:
             if await is_being_exchanged(self.name):
-                return  # another one is being made
-            logger.warning("the controller is gone for good although it was not ended: another one goes on")
+                return  # the exchange creates the next one
+            logger.warning(
+                "the controller is gone for good and its end was not recorded: starting another one"
+            )
             parts = await parts_of(self.name) or self._parts
             actor = await asyncio.to_thread(make_controller, parts, self.name)
         if actor is not None:
             self._actor = actor
 
     async def account_after(self, seen: int, stage: ClusterStage) -> ClusterAccount:
-        """Asks the controller that is there: a follower wants to know when it was lost."""
+        """Calls only the actor that is known, and raises NodeLost when it is lost: a follower wants to know. Waits FOLLOW_S for
+        something newer than `seen`. Raises DeadlineExceeded when nothing comes."""
         ref = self._actor.account_after.remote(seen, stage.value, FOLLOW_S)
         try:
             account = await asyncio.wait_for(answer(ref), FOLLOW_S + _ANSWER_S)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"the controller has said nothing for {FOLLOW_S + _ANSWER_S:.0f} s"
+                f"the controller has not answered for {FOLLOW_S + _ANSWER_S:.0f} s"
             ) from error
         told: ClusterAccount = msgspec.msgpack.decode(account, type=ClusterAccount)
         if self._followed and told.deployment != self._followed:
-            raise NodeLost("another deployment runs under its name now")
+            raise NodeLost("another deployment runs under this name now")
         self._followed = told.deployment
         return told
 
     # --- operating
 
     async def configuration(self) -> TandemConfig:
-        config = await self._ask(_ANSWER_S, "say what it runs", lambda actor: actor.configuration.remote())
+        config = await self._ask(
+            _ANSWER_S, "return its configuration", lambda actor: actor.configuration.remote()
+        )
         return msgspec.msgpack.decode(config, type=TandemConfig)
 
     async def timeouts(self) -> ClusterTimeouts:
@@ -218,17 +229,17 @@ class RemoteController:
     async def configure(self, config: TandemConfig) -> ConfigChange:
         encoded = msgspec.msgpack.encode(without_defaults(config))
         change = await self._ask(
-            _ANSWER_S, "take the configuration", lambda actor: actor.configure.remote(encoded)
+            _ANSWER_S, "accept the configuration", lambda actor: actor.configure.remote(encoded)
         )
         return msgspec.msgpack.decode(change, type=ConfigChange)
 
     async def view(self) -> ClusterView:
-        view = await self._ask(_ANSWER_S, "tell what it sees", lambda actor: actor.view.remote())
+        view = await self._ask(_ANSWER_S, "return its view", lambda actor: actor.view.remote())
         return msgspec.msgpack.decode(view, type=ClusterView)
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
         encoded = msgspec.msgpack.encode(wanted)
-        return list(await self._ask(_ANSWER_S, "decide", lambda actor: actor.scale.remote(encoded)))
+        return list(await self._ask(_ANSWER_S, "accept the sizes", lambda actor: actor.scale.remote(encoded)))
 
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
         return bool(
@@ -251,22 +262,22 @@ class RemoteController:
     async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
         encoded = msgspec.msgpack.encode(without_defaults(config))
         change = await self._ask(
-            _ANSWER_S, "take the configuration", lambda actor: actor.apply.remote(encoded, dry_run)
+            _ANSWER_S, "accept the configuration", lambda actor: actor.apply.remote(encoded, dry_run)
         )
         return msgspec.msgpack.decode(change, type=AppliedChange)
 
     async def go_back(self) -> None:
-        await self._ask(_ANSWER_S, "decide", lambda actor: actor.go_back.remote())
+        await self._ask(_ANSWER_S, "take back the rollout", lambda actor: actor.go_back.remote())
 
     async def pause(self, names: list[str]) -> list[str]:
-        return list(await self._ask(_ANSWER_S, "decide", lambda actor: actor.pause.remote(names)))
+        return list(await self._ask(_ANSWER_S, "pause", lambda actor: actor.pause.remote(names)))
 
     async def resume(self, names: list[str]) -> list[str]:
-        return list(await self._ask(_ANSWER_S, "decide", lambda actor: actor.resume.remote(names)))
+        return list(await self._ask(_ANSWER_S, "resume", lambda actor: actor.resume.remote(names)))
 
     async def reset_cache(self, names: list[str]) -> list[str]:
         return list(
-            await self._ask(_RESET_S, "empty the prefix cache", lambda actor: actor.reset_cache.remote(names))
+            await self._ask(_RESET_S, "reset the prefix cache", lambda actor: actor.reset_cache.remote(names))
         )
 
     async def adapters(
@@ -281,7 +292,7 @@ class RemoteController:
 
     async def logs(self, query: LogsQuery) -> ClusterLogs:
         encoded = msgspec.msgpack.encode(query)
-        lines = await self._ask(_ANSWER_S, "collect lines of logs", lambda actor: actor.logs.remote(encoded))
+        lines = await self._ask(_ANSWER_S, "collect log lines", lambda actor: actor.logs.remote(encoded))
         return msgspec.msgpack.decode(lines, type=ClusterLogs)
 
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
@@ -297,18 +308,18 @@ class RemoteController:
     # --- ending
 
     async def end(self, timeout_s: float, why: str) -> None:
-        """Ends every node and router, then the controller. What does not end politely is ended all the same. The
-        controller records the end; where it does not answer, this does."""
+        """Ends every node and router, then the controller. Processes that do not stop in time are killed. The controller
+        records the end; if it does not answer, this process records it. Raises Unavailable when Ray does not answer."""
         try:
             await self._ask(timeout_s, "stop everything", lambda actor: actor.end.remote(why))
         except TandemError as error:
-            logger.warning("%s: what is left is ended without it", error)
+            logger.warning("%s: the remaining processes are killed without it", error)
             await self._record_end(why)
         try:
             await asyncio.to_thread(ray.kill, self._actor, no_restart=True)
             await clear_away(self.name)
         except ray.exceptions.RayError as error:
-            raise Unavailable(f"what is left cannot be ended: {error}") from error
+            raise Unavailable(f"Ray could not end the remaining processes: {error}") from error
 
     async def _record_end(self, why: str) -> None:
         deployment = self._followed or self._deployment
@@ -317,4 +328,4 @@ class RemoteController:
                 deployment = kept.decode()
             await _record_end(deployment, self.name, why)
         except TandemError as error:
-            logger.warning("the end could not be recorded: %s", error)
+            logger.warning("the end of the deployment could not be recorded: %s", error)

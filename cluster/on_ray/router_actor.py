@@ -1,4 +1,4 @@
-"""A router as a Ray actor: the host's methods, nothing added."""
+"""A router as a Ray actor: `RouterHost`'s methods, nothing added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.router.hosting import RouterHost
 
 @ray.remote(max_restarts=0)
 class RouterActor(RouterHost):
-    """`namespace`: of its deployment, where the controller is found."""
+    """`namespace` is the deployment's, in which the controller's actor is found."""
 
     def __init__(self, config: bytes, namespace: str) -> None:
         super().__init__(config, find_model_here, RayControl(namespace))

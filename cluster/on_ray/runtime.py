@@ -1,4 +1,4 @@
-"""Ray: one of our own on this machine, quiet and gone with us; or a cluster that runs already."""
+"""Starts a Ray of our own on this machine, which logs nothing to the terminal and ends with this process, or joins a running one."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from typing import Any
 from tandem.cluster.config import DEFAULT_NAME
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 
-NAMESPACE = "tandem"  # Ray's, of the deployment with the default name
-CONTROLLER = "controller"  # the name of its actor: one in a deployment's namespace
-# Ray gives this to the head of every cluster: what asks for a little of it runs there, also when the head was replaced.
+NAMESPACE = "tandem"  # Ray's namespace of the deployment with the default name
+CONTROLLER = "controller"  # the name of the controller's actor, in each deployment's namespace
+# Ray gives this resource to the head of every cluster, also to a replaced one: an actor that asks for a little of it runs there.
 HEAD_ONLY = {"node:__internal_head__": 0.001}
-AUTO = "auto"  # the cluster that this machine is part of
+AUTO = "auto"  # joins the cluster that this machine is part of
 
 # Tokens and blocks never travel through Ray; its object store carries configurations and status.
 OBJECT_STORE_BYTES = 80 << 20
 
 _REACH_S = 3.0
-_END_S = 5.0  # for what a raylet has started, once it is told to end
-# How each side of an HTTP/2 connection begins. Ray's control store speaks it; a router, and most else, does not.
+_END_S = 5.0  # for the processes that a raylet started to end by themselves
+# The first bytes of each side of an HTTP/2 connection. Ray's control store speaks HTTP/2; a router and most other servers do not.
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _FRAME_HEADER, _TYPE, _SETTINGS = 9, 3, 4
 
 _ENVIRONMENT = {
-    # Ray listens on every interface, so a caller must have the token to talk to it. Never left to its default.
+    # Ray listens on every interface, so callers must authenticate with a token.
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # A node that asks Ray for no GPU still sees them: placement chooses the device.
+    # A node that asks Ray for no GPU must still see them: Tandem's placement chooses the device.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray's own choice is 15: a node would wait for whatever else the machine does, and its clients with it.
+    # Ray's default is 15, which would let every other process on the machine run before a node.
     "RAY_worker_niceness": "0",
 }
 
 
-# With "0" Ray takes 127.0.0.1 for this machine's address, and all its processes listen there alone: as it does by itself on systems on
-# which it makes no clusters. It is read when Ray is imported.
+# With "0" Ray takes 127.0.0.1 as this machine's address and all its processes listen there only, as it does by default on Windows and
+# macOS. Ray reads the variable when it is imported.
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 class _ForkGroups:
-    """Processes that are forked meanwhile get process groups of their own: a signal to our whole group, as `timeout`
-    and service managers send it, would end Ray before it is told to stop, and every process that needs it would wait."""
+    """While entered, puts forked processes into process groups of their own. A signal to our whole group, as `timeout` and
+    service managers send it, would otherwise end Ray before we stop it, and the processes that need Ray would hang."""
 
     def __init__(self) -> None:
         self._entered = False
@@ -71,22 +71,22 @@ class _ForkGroups:
 
 
 def namespace_of(name: str) -> str:
-    """Ray's, in which the deployment with this name has its actors and what it keeps."""
+    """Returns the Ray namespace that holds the actors and the kept state of the deployment with this name."""
     return NAMESPACE if name == DEFAULT_NAME else f"{NAMESPACE}-{name}"
 
 
 def deployment_in(namespace: str) -> str | None:
-    """The name of the deployment whose namespace this is; None: it is not Tandem's."""
+    """Returns the name of the deployment whose namespace this is; None if it is not one of Tandem's."""
     if namespace == NAMESPACE:
         return DEFAULT_NAME
     return namespace.removeprefix(f"{NAMESPACE}-") if namespace.startswith(f"{NAMESPACE}-") else None
 
 
-_apart = _ForkGroups()  # what is registered stays registered, so there is one
+_apart = _ForkGroups()  # one for the process: a fork hook cannot be unregistered
 
 
 def start_ray() -> Path:
-    """A Ray of our own, whatever else runs here. Returns the folder of its logs.
+    """Starts a Ray of our own, whatever other Ray runs here. Returns the folder of its logs. Raises Unavailable.
 
     Call it from the main thread: Ray's processes end when the thread that started them does.
     """
@@ -96,17 +96,17 @@ def start_ray() -> Path:
     try:
         with _apart:
             context = ray.init(
-                address="local",  # never a cluster that RAY_ADDRESS happens to name
+                address="local",  # ignores RAY_ADDRESS
                 namespace=NAMESPACE,
                 job_config=_job_config(),
-                num_cpus=0,  # no idle workers; placement counts the cores
+                num_cpus=0,  # so that Ray starts no idle workers; Tandem's placement counts the cores
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
                 logging_level="ERROR",
             )
-    except Exception as error:  # Ray raises bare ones, too, such as when the machine is too busy to start it
+    except Exception as error:  # Ray raises bare exceptions, too, for example when it starts too slowly
         raise Unavailable(
             f"Ray did not start: {error}. `tandem doctor` looks for the reason; its logs are in /tmp/ray/session_latest/logs"
         ) from error
@@ -119,13 +119,14 @@ def _stay_on_loopback() -> None:
 
 
 def _listens_on_loopback_only(address: str) -> bool:
-    """Whether that is a Ray such as `start_ray` starts. One of several machines can be named by its loopback address, too, on its head."""
+    """Returns whether the Ray at this address is one that `start_ray` started. The head of a cluster, too, can be named by its
+    loopback address, but it also answers at its other one."""
     host, _, port = address.rpartition(":")
     try:
         if not ipaddress.ip_address(host.strip("[]")).is_loopback:
             return False
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            asked.connect(("192.0.2.1", 9))  # sends nothing; the system says which address it would take
+            asked.connect(("192.0.2.1", 9))  # sends nothing: the system chooses the local address for it
             beyond = asked.getsockname()[0]
         socket.create_connection((beyond, int(port)), _REACH_S).close()
     except ValueError:
@@ -136,8 +137,8 @@ def _listens_on_loopback_only(address: str) -> bool:
 
 
 def _job_config() -> Any:
-    """Ray puts the folder that a command is typed in first on every worker's path, unless the job has a working_dir of
-    its own: a `tandem.py` or `yaml.py` that lies there would be imported in place of the package."""
+    """Ray puts the command's current folder first on every worker's import path, unless the job has a working_dir. A `tandem.py`
+    or `yaml.py` there would then be imported in place of the package, so this job claims to have one."""
     from ray.job_config import JobConfig
 
     class FolderlessJobConfig(JobConfig):  # type: ignore[misc]  # Ray has no types
@@ -148,7 +149,8 @@ def _job_config() -> Any:
 
 
 def connect_to_ray(address: str) -> None:
-    """To a cluster that runs already. Call it from the main thread. Fails within seconds where nothing answers."""
+    """Joins a running cluster. Call it from the main thread. Raises Unavailable within seconds when nothing answers,
+    ConfigurationError when `address` is malformed."""
     if _listens_on_loopback_only(address):
         _stay_on_loopback()
     ray = import_ray()
@@ -171,7 +173,7 @@ def connect_to_ray(address: str) -> None:
 
 
 def _address_here() -> str:
-    """The address of the Ray that this machine is part of. Ray remembers the last one that was started, which may be long gone."""
+    """Returns the address of the Ray that this machine is part of. Ray remembers the last one it started here, which may have ended."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
@@ -187,7 +189,7 @@ def _address_here() -> str:
 
 
 def check_reachable(address: str) -> None:
-    """Ray itself tries for minutes, and hears no Ctrl-C meanwhile."""
+    """Fails early: Ray itself would try for minutes and ignore Ctrl-C."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigurationError(
@@ -197,13 +199,13 @@ def check_reachable(address: str) -> None:
         connection = socket.create_connection((host.strip("[]"), int(port)), _REACH_S)
     except (OSError, UnicodeError) as error:
         raise Unavailable(
-            f"nothing answers at {address} ({error}): is that the head of a Ray cluster, and is it up?"
+            f"nothing answers at {address} ({error}): check that this is the head of a Ray cluster and that it is running"
         ) from error
     with connection:
         if os.environ.get("RAY_USE_TLS") != "1" and not _speaks_http2(connection):
             raise Unavailable(
-                f"what answers at {address} is no Ray: name the address and port of the head's `ray start` "
-                "(HOST:6379), or for a router `tandem status --url http://HOST:PORT`"
+                f"{address} answers, but not as Ray: give the address and port of the head's `ray start` "
+                "(HOST:6379); for a router use `tandem status --url http://HOST:PORT`"
             )
 
 
@@ -218,8 +220,8 @@ def _speaks_http2(connection: socket.socket) -> bool:
 
 
 def stop_ray() -> None:
-    """Idempotent, and quick when Ray was never started. What a raylet of this process has started ends with it: agents that it had just
-    started look for their cluster for a minute otherwise."""
+    """Idempotent, and quick when Ray was never started. Also ends the processes that a raylet of this process started: agents that
+    had just started would otherwise look for their cluster for a minute."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         started = _started_by_raylets()
@@ -228,7 +230,7 @@ def stop_ray() -> None:
 
 
 def _started_by_raylets() -> list[int]:
-    """Descriptors of processes, which never stand for another one."""
+    """Returns pidfds, which never refer to a later process with the same pid."""
     children: dict[int, list[int]] = {}
     raylets = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -262,7 +264,7 @@ def _end(processes: Sequence[int]) -> None:
 
 
 def import_ray() -> ModuleType:
-    """Ray reads its environment while it is imported, so what we want of it must stand there before."""
+    """Sets Ray's environment, then imports it: Ray reads its environment while it is imported."""
     if "ray" in sys.modules and any(name not in os.environ for name in _ENVIRONMENT):
         raise InternalError("ray was imported before its environment was set: import it through import_ray")
     for name, value in _ENVIRONMENT.items():
@@ -274,24 +276,24 @@ def import_ray() -> ModuleType:
 
 
 def joined_ray() -> ModuleType:
-    """In a process that is part of a cluster already: its environment is the one that its parent gave it."""
+    """For a process that is part of a cluster already: its parent gave it the environment."""
     return importlib.import_module("ray")
 
 
 def own_address() -> str:
-    """The address of the cluster that this process is part of, as others name it."""
+    """Returns the address of the cluster that this process has joined, as other machines reach it."""
     return str(joined_ray().get_runtime_context().gcs_address)
 
 
 def own_job() -> str:
-    """Ray's id of this process, while it is joined to a cluster."""
+    """Returns the id of this process's job on the cluster that it has joined."""
     return str(joined_ray().get_runtime_context().get_job_id())
 
 
 def has_job_ended(job: str) -> bool:
-    """False, too, for one that the control store does not know: only a recorded end is one."""
+    """Returns False for a job that the control store does not know: only a recorded end counts. Raises Unavailable."""
     ray = joined_ray()
-    client = ray._private.worker.global_worker.gcs_client  # the public way needs the dashboard
+    client = ray._private.worker.global_worker.gcs_client  # the public interface needs the dashboard
     try:
         jobs = client.get_all_job_info(
             skip_submission_job_info_field=True, skip_is_running_tasks_field=True, timeout=_REACH_S

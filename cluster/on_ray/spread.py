@@ -1,4 +1,5 @@
-"""What a node has on several machines: a place on each of them, all or none, and a process on each that keeps its ranks there."""
+"""A node whose ranks are on several machines: one placement group with a bundle on each of them, and one actor on each machine
+but the first, which keeps the ranks there."""
 
 from __future__ import annotations
 
@@ -27,24 +28,27 @@ from tandem.wire.errors import InternalError, Unavailable
 from tandem.wire.logs import begin_logging
 from tandem.wire.sockets import raise_descriptor_limit
 
-_NODE_ID = "ray.io/node-id"  # Ray's label of each of its nodes
-_NEVER_S = 3600.0
-_LAST_WORDS_S = 2.0  # for rank 0 to tell the controller why the node ended, which Ray's word of a process's end does not say
+_NODE_ID = "ray.io/node-id"  # the label that Ray gives each of its nodes
+_ROUND_S = 3600.0  # one wait for the ranks' end; it is repeated
+_LAST_WORDS_S = (
+    2.0  # for rank 0 to tell the controller why the node ended: Ray only reports that a process died
+)
 
 
-class Places:
-    """In one placement group of Ray's, with a bundle on each machine. It outlives the process that asked for it. Its methods wait for
-    Ray's control store, and raise Unavailable."""
+class NodePlacementGroup:
+    """Ray's placement group of one node, with a bundle on each machine. Ray reserves all bundles or none. The group is
+    detached, so it outlives the process that reserved it. Every method waits for Ray's control store and raises Unavailable
+    when it does not answer."""
 
     def __init__(self, name: str, bundle: Mapping[str, float], machines: Sequence[str]) -> None:
-        """`name`: no two groups of a cluster have the same. `machines`: as Ray names them."""
+        """`name` must be unique in the Ray cluster. `machines` are ids of Ray nodes."""
         self._name = name
         self._bundle = dict(bundle)
         self._machines = machines
         self._group: PlacementGroup | None = None
 
     def reserve(self) -> None:
-        """Whatever had them under this name ends."""
+        """Reserves the bundles. An earlier group of this name is removed first, and Ray kills what runs in it."""
         self.give_back()
         with _asking_ray():
             self._group = placement_group(
@@ -57,11 +61,11 @@ class Places:
 
     def on(self, machine: int) -> PlacementGroupSchedulingStrategy:
         if self._group is None:
-            raise InternalError(f"places of {self._name} that were not asked for")
+            raise InternalError(f"the placement group {self._name} was used before it was reserved")
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=machine)
 
     def give_back(self) -> None:
-        """Ray ends what still runs there."""
+        """Removes the group. Ray kills what still runs in it."""
         with _asking_ray():
             for number, group in placement_group_table().items():
                 if group["name"] == self._name and group["state"] != "REMOVED":
@@ -73,12 +77,12 @@ def _asking_ray() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Ray's own, and gRPC's
-        raise Unavailable(f"Ray's control store does not give places: {error}") from error
+        raise Unavailable(f"Ray's control store did not change the placement group: {error}") from error
 
 
 @ray.remote(max_concurrency=8, max_restarts=0)
 class RanksActor:
-    """The ranks' keeper on another machine. Its process ends with them."""
+    """Runs the keeper of a node's ranks on one of its other machines. Its process ends when the ranks have ended."""
 
     def __init__(self, config: bytes, machine: int) -> None:
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
@@ -89,7 +93,7 @@ class RanksActor:
         threading.Thread(target=self._end_with_ranks, name="end-with-ranks", daemon=True).start()
 
     def _end_with_ranks(self) -> None:
-        while not self._keeper.hold(_NEVER_S):
+        while not self._keeper.hold(_ROUND_S):
             pass
         self._keeper.stop()
         time.sleep(_LAST_WORDS_S)
@@ -99,6 +103,6 @@ class RanksActor:
         return self._keeper.open(lead)
 
     def hold(self, timeout_s: float) -> bool:
-        """Only the end of the process answers sooner."""
+        """Returns False after this long. The controller learns that the actor has ended because the call fails."""
         threading.Event().wait(timeout_s)
         return False

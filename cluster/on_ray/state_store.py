@@ -1,4 +1,4 @@
-"""What a controller must know after it was killed, in Ray's control store: it lives as long as the cluster does."""
+"""What a controller must know after it was killed, kept in Ray's control store, which lives as long as the Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 def internal_kv() -> Any:
-    """Ray's own module for it: there is no public one."""
+    """Ray's module for its key-value store. Ray has no public interface to it."""
     from ray.experimental import internal_kv
 
     return internal_kv
 
 
 class RayStateStore:
-    """One value under one name, in a deployment's namespace."""
+    """One value under a name, in a deployment's namespace. Methods raise the translated errors of Ray."""
 
     def __init__(self, name: str, namespace: str) -> None:
         self._key = name.encode()
@@ -34,7 +34,7 @@ class RayStateStore:
         await _asked(self._put, state)
 
     async def save_first(self, state: bytes) -> bool:
-        """False, and nothing was saved, where there is a value already."""
+        """Saves the value unless there is one. Returns False when there was one, which stays."""
         return not await _asked(self._put_new, state)
 
     async def forget(self) -> None:
@@ -48,7 +48,7 @@ class RayStateStore:
         internal_kv()._internal_kv_put(self._key, state, overwrite=True, namespace=self._namespace)
 
     def _put_new(self, state: bytes) -> bool:
-        """Whether there was one."""
+        """Returns whether there was a value already."""
         return bool(
             internal_kv()._internal_kv_put(self._key, state, overwrite=False, namespace=self._namespace)
         )
@@ -58,7 +58,7 @@ class RayStateStore:
 
 
 async def kept_under(prefix: str, namespace: str) -> list[str]:
-    """The names of values that begin so."""
+    """Returns the names of all values whose names begin with this prefix."""
 
     def look() -> list[str]:
         keys = internal_kv()._internal_kv_list(prefix.encode(), namespace=namespace.encode())

@@ -1,18 +1,18 @@
-"""Keeps a deployment's pools what they should be, on the machines that there are. Knows no Ray.
+"""Keeps each pool of a deployment as it was ordered, on the machines that exist. Knows no Ray.
 
-deployment, controller_host       a controller and the address that answers; as the process that holds it sees it
-controller, limits                what may be asked for, and what may not
-reconciler, plan                  the one task that changes things; what it changes next
-rollout, rollout_watch            which node is replaced next, when the configuration is another one; what is seen of the new ones
-departures                        nodes and routers that go
-state, view                       what the next controller must know, what routers are told; what commands are told
+deployment, controller_host       a controller with its routers' URL; the controller as its process serves it to commands
+controller, limits                what operators may order, and what is refused
+reconciler, plan                  the one task that changes pools; the next change
+rollout, rollout_watch            a new configuration: which node or router is replaced next; what the new ones are observed to do
+departures                        nodes and routers that are draining before they end
+state, view                       what the next controller must know and what routers are told; what commands are shown
 placement                         which machine, cores, device and share of memory a node gets; this machine as the only one
-room                              how many nodes a machine offers room for; whether they are too many
-fleet                             the supervisors that there are; the nodes that routers are told of
-supervisor, node_supervisor, router_supervisor   one process: started, watched, replaced, left out
-unseen_node                       one that an earlier controller placed on a machine that this one does not see
-witnesses                         what routers, clients and nodes see of one that is silent
-autoscaling, load_meter, autoscaler              how large a pool should be; what is measured; the loop around both
-adapter_desk                      which LoRA adapters nodes have; changed on every node or on none
+room                              how many nodes a machine has room for
+fleet                             all supervisors; the nodes that routers are told of
+supervisor, node_supervisor, router_supervisor   start, watch and replace one process, or leave it out
+unseen_node                       a node on a machine that this controller has not seen yet
+witnesses                         what routers, clients and nodes hear of a process that does not answer the controller
+autoscaling, load_meter, autoscaler              the rules for a pool's size; the measurements; the loop that applies them
+adapter_desk                      loads and unloads LoRA adapters on every node or on none
 event_log                         what happened, numbered
 """

@@ -1,7 +1,7 @@
-"""Changes which LoRA adapters nodes have, while the cluster serves, on every node or on none.
+"""Changes which LoRA adapters nodes have while the cluster serves, on every node or on none.
 
-A set is kept when every node that serves has taken it. So what is kept can be served, and a controller that dies in the middle of a change
-leaves nodes that the next one tells what was kept before.
+A change is recorded once every serving node has taken it, so whatever is recorded can be served. If the controller dies in the middle of
+a change, the next one gives the nodes the recorded set back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AdapterDesk:
         self._clock = clock
 
     async def change(self, load: AdapterPlaces, unload: Sequence[str]) -> dict[str, str]:
-        """All or nothing. Returns what is wanted then, once routers serve it."""
+        """Changes all nodes or none. Returns the location of every adapter by name once all routers serve them. See `Control.adapters`."""
         pools = self._pools
         async with pools.adapters.changing:
             before = self._before()
@@ -34,12 +34,14 @@ class AdapterDesk:
                 return wanted
             if pools.state.rollout is not None:
                 raise Unavailable(
-                    "a rollout is under way, which replaces nodes: change adapters when it is done (`tandem status`)"
+                    "a rollout is replacing nodes: change adapters when it is over (`tandem status`)"
                 )
             number = pools.state.revision.number
             nodes = [node for node in pools.fleet.nodes.values() if node.serves]
             if not nodes:
-                raise Unavailable("no node serves that could read an adapter: ask again when one does")
+                raise Unavailable(
+                    "no node is ready to load an adapter: try again when `tandem status` shows one that is ready"
+                )
             try:
                 digests = await self._tell(nodes, wanted)
                 await self._keep(wanted, number)
@@ -77,7 +79,7 @@ class AdapterDesk:
         return wanted
 
     async def _tell(self, nodes: Sequence[NodeSupervisor], wanted: AdapterPlaces) -> dict[str, str]:
-        """The digests, which are the same everywhere."""
+        """Gives the nodes these adapters. Returns their digests, which must be equal on all nodes. Raises if one node fails."""
         answers = await asyncio.gather(*(node.set_adapters(wanted) for node in nodes), return_exceptions=True)
         digests: dict[str, str] = {}
         for node, answer in zip(nodes, answers, strict=True):
@@ -86,12 +88,12 @@ class AdapterDesk:
         for node, answer in zip(nodes, answers, strict=True):
             if isinstance(answer, BaseException):
                 raise Unavailable(
-                    f"{node.name} did not say that it has the adapters, so no node is to have them: {answer}"
+                    f"{node.name} did not confirm the adapters, so the change is undone on every node: {answer}"
                 ) from answer
             for name, digest in answer.items():
                 if digests.setdefault(name, digest) != digest:
                     raise ConfigurationError(
-                        f"the adapter {name!r} is another one on {node.name}'s machine than on {nodes[0].name}'s: put the same files "
+                        f"the adapter {name!r} has other files on {node.name}'s machine than on {nodes[0].name}'s: put the same files "
                         "on both"
                     )
         return digests
@@ -101,12 +103,15 @@ class AdapterDesk:
         async with pools.writing:
             revision = pools.state.revision
             if pools.state.rollout is not None or revision.number != number:
-                raise Unavailable("a rollout began meanwhile: change adapters when it is done")
+                raise Unavailable(
+                    "a rollout began while the adapters were loading: change them when it is over (`tandem status`)"
+                )
             revision = msgspec.structs.replace(revision, adapters=wanted)
             await pools.keep(msgspec.structs.replace(pools.state, revision=revision))
 
     async def _until_routers_serve(self, digests: Mapping[str, str], gone: Iterable[str]) -> None:
-        """Routers that work learn it from the nodes themselves."""
+        """Waits until every router serves exactly the new adapters, which it learns from the nodes. Raises Unavailable after
+        `timeouts.unresponsive_s`."""
         pools, gone = self._pools, set(gone)
 
         def late() -> list[str]:
@@ -130,5 +135,6 @@ class AdapterDesk:
         except DeadlineExceeded:
             if names := late():
                 raise Unavailable(
-                    f"every node has the change, and {', '.join(names)} did not say so yet: a node may be starting; look at /v1/models"
+                    f"every node has the change, but {', '.join(names)} did not confirm it yet, maybe because a node is starting: "
+                    "/v1/models shows when it has"
                 ) from None

@@ -1,4 +1,4 @@
-"""Looks at the pools that have a `max`, and asks for what `autoscaling.decide` decides."""
+"""The loop that measures the pools with a `max` and resizes them as `autoscaling.decide` says."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tandem.wire.requests import NodeStatus
 
 
 class Autoscaler:
-    """`changed` is to be told of every change of a pool, whatever caused it: what was measured before it says
-    nothing of the pool that there is now."""
+    """Call `changed` for every change of a pool, whatever caused it: measurements from before it do not describe the pool
+    as it is now."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Autoscaler:
         self._pools = pools
         self._resize = resize
         self._say = say
-        self._at_limit: set[Role] = set()  # said once, until it is over
+        self._at_limit: set[Role] = set()  # pools whose limit was reported, so that it is reported once
         self._changed_at = clock.now()
         self.configure(config)
         self._breaches: dict[Role, dict[int, Breach]] = {}
@@ -63,7 +63,7 @@ class Autoscaler:
             self._meter.look(self._clock.now(), self._measure(), self._waits())
             pools = self._pools()
             if not all(pool.is_settled for pool in pools):
-                self.changed()  # still; it counts from when all of it is done
+                self.changed()  # a change is in progress: only measurements after its end count
                 continue
             decision = decide(
                 self._clock.now(),

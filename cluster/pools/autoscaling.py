@@ -1,15 +1,16 @@
-"""When a pool grows or shrinks by itself. Pure: what was measured goes in, at most one decision comes out.
+"""When a pool grows or shrinks by itself. Pure: measurements go in, at most one decision comes out.
 
-A pool grows when it keeps breaking what the operator asked for: prompts wait too long before they are read, requests wait too long
-for room, in its nodes or in routers before them, tokens come too slowly, or blocks run out. It shrinks when the nodes that would be left had room to spare all the time.
+A pool grows when it keeps missing a target of the operator's: prompts wait too long before they are computed, requests wait too long for
+room in nodes or routers, tokens come too slowly, or blocks run out. It shrinks when one node fewer would have had room to spare all the
+time.
 
-Why it does not swing under a steady load: what breaks with k nodes is remembered with the load that broke it, and the
-pool does not go back to k before the load is clearly lower. So every size can prove too small once, and never again. Where
-tokens came too slowly that load is how many were written in a second, which more nodes do not change: a step with half as many answers
-takes less than half as long, so two nodes look idle that write what one could not.
+It does not swing under a steady load, because it remembers with which load a size was too small, and does not return to that size before
+the load is clearly lower. So each size can prove too small only once. When tokens came too slowly, that load is the tokens generated per
+second, which does not depend on the number of nodes. Their busy time would: a step for half as many requests takes less than half as long,
+so two nodes can look idle under a load that was too much for one.
 
-Under a load that comes in bursts each quiet stretch would look like the end of it. So a pool that has to grow soon after it shrank
-has to be quiet for twice as long before it shrinks again (`QuietTimes`).
+Under bursts every quiet stretch looks like the end of the load. So a pool that had to grow soon after it shrank must be quiet for twice as
+long before it shrinks again (`QuietTimes`).
 """
 
 from __future__ import annotations
@@ -24,30 +25,32 @@ import msgspec
 from tandem.cluster.config import AutoscalingConfig, SloConfig
 from tandem.wire.nodes import Role
 
-QUEUE_SHARE = 0.5  # of the time to the first token may be spent waiting; the rest is for reading and sending
-BLOCKS_LIMIT = 0.9  # above it requests begin to push each other out
-ROOM_TO_SPARE = 0.7  # a smaller pool may be expected to be this loaded, not more
-CLEARLY_LOWER = 0.8  # than the load that broke the smaller pool
-MOST_OF = 0.8  # of the looks at a pool must agree that it is too small
-SOON = 2.0  # times as long as it was quiet before it shrank
-LONG = 4.0  # times as long without growing: bursts have become rare
-MOST_TIMES = 16.0  # as long as `autoscaling.shrink_after_s`
+QUEUE_SHARE = (
+    0.5  # the share of the target for TTFT that a request may wait; the rest is for computing and sending
+)
+BLOCKS_LIMIT = 0.9  # with a larger share of blocks taken, requests begin to be preempted
+ROOM_TO_SPARE = 0.7  # a pool may shrink if the smaller one would have at most this load
+CLEARLY_LOWER = 0.8  # times the load that was too much for a smaller pool
+MOST_OF = 0.8  # this share of the looks at a pool must find it too small before it grows
+SOON = 2.0  # a pool grew soon after it shrank: within this many times its quiet time
+LONG = 4.0  # a pool has not grown for long: for this many times its quiet time
+MOST_TIMES = 16.0  # the longest quiet time, in multiples of `autoscaling.shrink_after_s`
 
 
 class PoolLoad(msgspec.Struct, frozen=True):
-    """One pool at one moment, over the nodes of it that answer."""
+    """The load of one pool at one moment, measured over its nodes that answer."""
 
     at: float
     nodes: int
     reads_prompts: bool
     writes_tokens: bool
-    queue_s: float = 0.0  # until what waits would be read, if nothing more came
-    busy: float = 0.0  # share of the time that its engines computed
-    blocks: float = 0.0  # share of the blocks that are taken
-    # How long requests wait for room, in routers (the longest) or in the nodes' lines (on average). Only pools that write tokens have it.
+    queue_s: float = 0.0  # how long the pool needs to compute all waiting prompts
+    busy: float = 0.0  # the share of time that its engines computed
+    blocks: float = 0.0  # the share of blocks that are taken
+    # How long requests wait for room, in routers (the longest) or in the nodes' lines (the mean). 0 for pools that do not decode.
     wait_s: float = 0.0
-    step_s: float = 0.0  # one step of an engine: what a running answer waits for its next token
-    written_per_s: float = 0.0  # tokens of answers, by the whole pool
+    step_s: float = 0.0  # the duration of an engine's step, which is the time between two tokens of a request
+    written_per_s: float = 0.0  # output tokens of the whole pool
 
 
 class PoolBounds(msgspec.Struct, frozen=True):
@@ -55,21 +58,21 @@ class PoolBounds(msgspec.Struct, frozen=True):
     wanted: int
     min_nodes: int
     max_nodes: int
-    is_settled: bool  # no node of it is starting or going
-    is_waiting: bool  # for machines
+    is_settled: bool  # none of its nodes is starting or leaving
+    is_waiting: bool  # for a machine with room
 
 
 class Breach(msgspec.Struct, frozen=True):
-    """So many nodes were too few for this demand, which is the load in nodes' worth."""
+    """With this many nodes the pool could not carry this demand. Demand is load in units of nodes."""
 
     nodes: int
     demand: float
-    written_per_s: float = 0.0  # where tokens came too slowly
+    written_per_s: float = 0.0  # output tokens of the pool, if tokens came too slowly; else 0
 
 
 class QuietTimes:
-    """How many times as long as `autoscaling.shrink_after_s` a pool must have room to spare before it shrinks. Doubled when a shrinking
-    proves to have been too early, halved when none has for long."""
+    """For how many times `autoscaling.shrink_after_s` a pool must have room to spare before it shrinks. The factor doubles when the pool
+    grows soon after it shrank, and halves when it has not grown for long."""
 
     def __init__(self) -> None:
         self._times: dict[Role, float] = {}
@@ -97,7 +100,7 @@ class Resize:
     role: Role
     size: int
     why: str
-    breach: Breach | None  # to be remembered
+    breach: Breach | None  # for the caller to remember
 
 
 def decide(
@@ -110,7 +113,8 @@ def decide(
     config: AutoscalingConfig,
     quiet: QuietTimes | None = None,
 ) -> Resize | None:
-    """`changed_at`: when pools last changed, for whatever reason. What was measured before that is of another pool."""
+    """Returns the most urgent change, or None. `changed_at` is when any pool last changed: measurements until `settle_s` after
+    that do not count, because they describe another pool."""
     if not all(pool.is_settled for pool in pools):
         return None
     since = changed_at + config.settle_s
@@ -136,7 +140,7 @@ def at_its_limit(
     slo: SloConfig,
     config: AutoscalingConfig,
 ) -> str | None:
-    """What a pool breaks that may not grow any more."""
+    """Returns what the pool breaks although it is at its maximum; None if it breaks nothing or may grow."""
     loads = [load for load in history.get(pool.role, ()) if load.at >= changed_at + config.settle_s]
     if pool.wanted < pool.max_nodes or not _breaking(now, loads, slo, config):
         return None
@@ -147,7 +151,7 @@ def at_its_limit(
 def _breaking(
     now: float, loads: Sequence[PoolLoad], slo: SloConfig, config: AutoscalingConfig
 ) -> Sequence[PoolLoad]:
-    """The recent looks, when most of them found the SLO broken; none otherwise."""
+    """Returns the recent looks if most of them found a target missed; else []."""
     recent = _last(loads, now, config.grow_after_s, config.period_s)
     return recent if sum(_pressure(load, slo) > 1 for load in recent) >= MOST_OF * len(recent) else []
 
@@ -155,7 +159,7 @@ def _breaking(
 def _growth(
     now: float, pool: PoolBounds, loads: Sequence[PoolLoad], slo: SloConfig, config: AutoscalingConfig
 ) -> tuple[float, Resize] | None:
-    """With how pressing it is."""
+    """Returns the growth and how urgent it is."""
     recent = _breaking(now, loads, slo, config)
     if not recent or pool.is_waiting or pool.wanted >= pool.max_nodes:
         return None
@@ -185,7 +189,7 @@ def _shrinking(
     size = pool.wanted - 1
     if not window or size < max(1, pool.min_nodes):
         return None
-    # The worst stretch counts, as long as one that makes a pool grow.
+    # The highest mean over `grow_after_s` counts: a stretch of that length makes a pool grow.
     demand = _highest_mean([_demand(load, slo) for load in window], config)
     if (
         max(max(_queue_pressure(load, slo), _wait_pressure(load, slo)) for load in window) > 1
@@ -205,13 +209,13 @@ def _shrinking(
 
 
 def _last(loads: Sequence[PoolLoad], now: float, seconds: float, period_s: float) -> Sequence[PoolLoad]:
-    """The looks of the last `seconds`; none, when they do not reach back so far."""
+    """Returns the looks of the last `seconds`; [] if the measurements do not reach back that far."""
     recent = [load for load in loads if load.at > now - seconds - period_s / 2]
     return recent if recent and recent[0].at <= now - seconds + period_s else []
 
 
 def _pressure(load: PoolLoad, slo: SloConfig) -> float:
-    """1 is the limit."""
+    """Returns the load as a multiple of its limit, for the measure that is nearest to its own."""
     pressure = load.blocks / BLOCKS_LIMIT
     if load.reads_prompts:
         pressure = max(pressure, _queue_pressure(load, slo))
@@ -232,15 +236,13 @@ def _why(load: PoolLoad, slo: SloConfig) -> str:
     pressure = _pressure(load, slo)
     if pressure == _queue_pressure(load, slo):
         limit = QUEUE_SHARE * slo.ttft_s
-        return f"prompts wait {load.queue_s:.1f} s, {limit:.1f} s of slo.ttft_s ({slo.ttft_s:g} s) may be waiting"
+        return f"prompts wait {load.queue_s:.1f} s, more than {limit:.1f} s ({QUEUE_SHARE:.0%} of slo.ttft_s)"
     if pressure == _wait_pressure(load, slo):
         limit = QUEUE_SHARE * slo.ttft_s
-        return f"requests wait {load.wait_s:.1f} s for room, {limit:.1f} s of slo.ttft_s ({slo.ttft_s:g} s) may be waiting"
+        return f"requests wait {load.wait_s:.1f} s for room, more than {limit:.1f} s ({QUEUE_SHARE:.0%} of slo.ttft_s)"
     if pressure == load.blocks / BLOCKS_LIMIT:
-        return f"{load.blocks:.0%} of its blocks are taken, {BLOCKS_LIMIT:.0%} may be"
-    return (
-        f"a token takes {1000 * load.step_s:.0f} ms, slo.inter_token_s is {1000 * slo.inter_token_s:.0f} ms"
-    )
+        return f"{load.blocks:.0%} of its blocks are taken, more than {BLOCKS_LIMIT:.0%}"
+    return f"a token takes {1000 * load.step_s:.0f} ms, more than slo.inter_token_s ({1000 * slo.inter_token_s:.0f} ms)"
 
 
 def _highest_mean(demands: Sequence[float], config: AutoscalingConfig) -> float:
@@ -250,11 +252,13 @@ def _highest_mean(demands: Sequence[float], config: AutoscalingConfig) -> float:
 
 
 def _demand(load: PoolLoad, slo: SloConfig) -> float:
-    """The load in nodes' worth. All of it grows no faster than its share when there are fewer nodes: engines' time
-    and blocks are shared out, and a step takes at most as much longer as it has more to do."""
+    """Returns the load in units of nodes. With fewer nodes it grows no faster than each node's share: busy time and blocks are divided
+    among the nodes, and a step's duration grows at most in proportion to its requests."""
     shares = [load.blocks / BLOCKS_LIMIT]
     if load.reads_prompts and not load.writes_tokens:
-        shares.append(load.busy)  # a decode node computes all the time, for one answer or for fifty
+        shares.append(
+            load.busy
+        )  # not for decode nodes: they compute all the time, for one request or for fifty
     if load.writes_tokens:
         shares.append(load.step_s / slo.inter_token_s)
     return load.nodes * max(shares)

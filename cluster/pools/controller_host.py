@@ -1,6 +1,6 @@
-"""A controller as the process that holds it sees it: asked by several commands at once, msgspec bytes in and out.
+"""A controller as its process serves it: several commands call it at once, with msgspec bytes in and out.
 
-Whatever runs the process (a Ray actor, a test) calls these methods and adds nothing.
+A Ray actor or a test runs the process, calls these methods and adds nothing.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ _encode = msgspec.msgpack.Encoder().encode
 class ClusterStage(enum.StrEnum):
     STARTING = "starting"
     SERVING = "serving"  # a request that is sent now is answered
-    FAILED = "failed"  # it could not start, and does not answer yet; or it is not mended any more
+    FAILED = "failed"  # it could not start, but may still; or it is no longer repaired
     STOPPED = "stopped"
 
 
 class ClusterAccount(msgspec.Struct, frozen=True):
-    """How far the cluster is, and what has happened since it was last asked."""
+    """The state of the cluster, and what has happened since the follower last asked."""
 
     stage: ClusterStage
     happened: list[LoggedEvent]
-    latest: int  # ask for what comes after this
+    latest: int  # the `seen` of the next question
     url: str = ""
     model: str = ""
     deployment: str = ""  # its id
     failure: WireError | None = None
-    ending: ClusterEnd | None = None  # with STOPPED
+    ending: ClusterEnd | None = None  # set when the stage is STOPPED
 
 
 class ConfigChange(msgspec.Struct, frozen=True):
-    """What came of giving a running cluster another configuration."""
+    """What changed when a running cluster was given another configuration."""
 
     applied: list[str]
-    refused: list[str]  # each says what it would take
+    refused: list[str]  # each says what the change would need
 
 
 class ServedDeployment(Protocol):
-    """A deployment; `cluster.pools.deployment.Deployment` is one."""
+    """A deployment as this file uses it; `cluster.pools.deployment.Deployment` is one."""
 
     @property
     def url(self) -> str: ...
@@ -76,45 +76,45 @@ class ServedDeployment(Protocol):
 
 
 class Platform(Protocol):
-    """What runs the controller's process, and what outlives it."""
+    """What runs the controller's process, and outlives it."""
 
     @property
     def id(self) -> str:
-        """The deployment's id; every controller that it ever has bears it."""
+        """The deployment's id, the same for each of its controllers."""
         ...
 
     @property
     def endings(self) -> StateStore:
-        """Where the decision to end this deployment is recorded."""
+        """Where the order to end this deployment is recorded."""
         ...
 
     def deployment(self, config: TandemConfig, events: Events) -> ServedDeployment: ...
 
     async def exchange(self) -> ExchangeView | None:
-        """Of this controller for one with another environment: the one that is under way, or the last one."""
+        """Returns the current exchange of this controller, or its last one; None if there was none."""
         ...
 
     async def begin_exchange(self, old: TandemConfig, new: TandemConfig) -> str:
-        """Another process ends this controller, and makes one with the new configuration's environment; the old one again, if that does
-        not serve. Returns the exchange's id. Raises Unavailable while there is one."""
+        """Starts another process, which ends this controller and creates one with the new configuration's environment, or the old one
+        again if that does not serve. Returns the exchange's id. Raises Unavailable while an exchange is running."""
         ...
 
     async def owner_ended(self) -> str:
-        """Returns when the command has ended that this deployment belongs to, and says so. A deployment that belongs
-        to no command waits here for ever."""
+        """Returns the reason when the command has ended to which this deployment belongs. Never returns for a deployment that
+        belongs to no command."""
         ...
 
     def restart(self) -> None:
-        """Ends this process, so that another one goes on."""
+        """Ends this process so that the platform starts another controller."""
         ...
 
     async def end(self) -> None:
-        """Ends what is left of the deployment, then this process for good."""
+        """Ends the deployment's remaining processes, then this one for good."""
         ...
 
 
 class _Operated:
-    """The cluster for `act`."""
+    """The cluster as `cluster.admin.act` calls it for an operator's HTTP request."""
 
     def __init__(
         self,
@@ -163,13 +163,13 @@ def _understood(config: bytes) -> TandemConfig:
         return msgspec.msgpack.decode(config, type=TandemConfig)
     except msgspec.ValidationError as error:
         raise Unavailable(
-            f"this cluster runs another version of Tandem, which does not understand the command's configuration ({error}): "
-            "use that version, or `tandem down` and `tandem serve` again"
+            f"this cluster runs another version of Tandem, which cannot read this command's configuration ({error}): use the cluster's "
+            "version, or restart the cluster with `tandem down` and `tandem serve`"
         ) from error
 
 
 class ControllerHost:
-    """Made inside a running event loop; begins to serve at once, and goes on until `end`."""
+    """Must be constructed inside a running event loop. Starts to serve at once, and serves until `end`."""
 
     def __init__(self, config: bytes, platform: Platform, clock: Clock | None = None) -> None:
         self._config = msgspec.msgpack.decode(config, type=TandemConfig)
@@ -184,10 +184,10 @@ class ControllerHost:
         self._watch = asyncio.create_task(self._end_with_owner(), name="end with the command")
 
     async def _serve(self) -> None:
-        """Nothing that goes wrong here may go unnoticed: followers are told."""
+        """Every failure in here sets the stage and the failure that followers see."""
         try:
             if (ending := await self._recorded_end()) is not None:
-                logger.info("an earlier controller was ending this cluster: %s", ending.why)
+                logger.info("this cluster's end was ordered before this controller started: %s", ending.why)
                 self._ending = ending
                 self._enter(ClusterStage.STOPPED)
                 return await self._platform.end()
@@ -207,7 +207,7 @@ class ControllerHost:
                 kept = await self._platform.endings.load()
                 return msgspec.msgpack.decode(kept, type=ClusterEnd) if kept else None
             except TandemError as error:
-                logger.warning("cannot read whether this cluster was ended, and asks again: %s", error)
+                logger.warning("cannot read whether this cluster's end was ordered; trying again: %s", error)
                 await self._clock.sleep(self._config.timeouts.heartbeat_s)
 
     async def _end_with_owner(self) -> None:
@@ -215,18 +215,18 @@ class ControllerHost:
             await self.end(await self._platform.owner_ended())
             await self._platform.end()
         except Exception:
-            logger.exception("this controller cannot see whether its command has ended")
+            logger.exception("watching for the end of the command that started this cluster failed")
             self._platform.restart()
 
     async def _start(self) -> None:
-        """The command that starts a cluster ends it when it cannot start. A controller that came back to one has no such
-        command: it looks after its nodes and machines as ever, and serves as soon as they can."""
+        """If a new cluster cannot start, the command that started it ends it. A restarted controller has no such command: it goes on
+        supervising nodes and machines, and serves as soon as it can."""
         try:
             await self._deployment.start()
         except TandemError as error:
             self._fail(error)
             await self._deployment.recovered()
-            logger.info("the cluster answers after all")
+            logger.info("the cluster serves now, after its start had failed")
             self._failure = None
 
     def _fail(self, error: TandemError) -> None:
@@ -241,7 +241,7 @@ class ControllerHost:
     # --- following
 
     async def account_after(self, seen: int, stage: str, timeout_s: float) -> bytes:
-        """Waits for an event that is newer than `seen`, or another stage than this."""
+        """Waits for an event after `seen`, or for a stage other than `stage`, at most `timeout_s`. Returns a ClusterAccount."""
         if self._stage == stage:
             await self._events.wait_after(seen, timeout_s)
         happened = self._events.after(seen)
@@ -262,14 +262,14 @@ class ControllerHost:
     # --- operating
 
     async def configuration(self) -> bytes:
-        """As it is wished for now: another one than this process was given, after `apply`."""
+        """Returns the configuration as it is wanted now; after `apply` it differs from the one that this process was created with."""
         return _encode(without_defaults(await self._running()))
 
     async def _running(self) -> TandemConfig:
         return await self._deployment.control.configuration()
 
     async def configure(self, config: bytes) -> bytes:
-        """Applies what can be applied to a cluster that runs, which is how many nodes its pools have."""
+        """Applies what a running cluster can change without a rollout: the sizes of its pools. The rest is refused."""
         running = await self._running()
         sizes, refused = compare(running, _understood(config))
         if not sizes:
@@ -281,12 +281,14 @@ class ControllerHost:
         return _encode(await self._apply(_understood(config), dry_run))
 
     async def _apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
-        """All but the controller's environment is kept first: the next one goes on with it."""
+        """Changes and records everything but the controller's environment first; a controller with the new environment then takes over."""
         before = (await self._running()).controller
         replaced = before.env != config.controller.env and not dry_run
         under_way = await self._platform.exchange() if replaced else None
         if under_way is not None and not under_way.is_over:
-            raise Unavailable("the controller is being replaced just now: wait for the end (`tandem status`)")
+            raise Unavailable(
+                "the controller is being replaced: wait until `tandem status` says that the exchange is over"
+            )
         change = await self._control().apply(config, dry_run=dry_run)
         if not replaced:
             return change
@@ -335,14 +337,14 @@ class ControllerHost:
         await self._control().change_role(node_id, Role(role))
 
     async def act(self, action: str, body: bytes) -> bytes:
-        """What an operator asks through a router, in JSON."""
+        """Serves an operator's request that came through a router, in JSON."""
         timeouts = (await self._running()).timeouts
         operated = _Operated(self._control(), timeouts, self._clock, self._view, self._apply)
         return await act(operated, action, body)
 
     def _control(self) -> Control:
         if self._stage is ClusterStage.STOPPED:
-            raise Unavailable("the cluster has been stopped")
+            raise Unavailable("the cluster has been stopped: `tandem serve` starts it again")
         return self._deployment.control
 
     # --- ending
@@ -351,15 +353,14 @@ class ControllerHost:
         return self._stage is ClusterStage.SERVING and await self._deployment.drain()
 
     async def end(self, why: str) -> None:
-        """Records the end, then ends every node and router. Idempotent. The end was decided: where it cannot be
-        recorded, it is done all the same."""
+        """Records the end, then ends every node and router, even if the record could not be written. Idempotent."""
         if self._ending is None:
             self._ending = ClusterEnd(time.time(), why)
-            logger.info("the cluster is ended: %s", why)
+            logger.info("ending the cluster: %s", why)
             try:
                 await self._platform.endings.save(_encode(self._ending))
             except TandemError as error:
-                logger.warning("the end could not be recorded: %s", error)
+                logger.warning("the end of the cluster could not be recorded: %s", error)
         await cancel(self._run)
         if self._watch is not asyncio.current_task():
             await cancel(self._watch)

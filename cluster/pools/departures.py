@@ -1,4 +1,4 @@
-"""Nodes and routers that go: each finishes what it has, within its limit, and is forgotten when its process has ended."""
+"""Drains the nodes and routers that are leaving, each within its limit, ends their processes and forgets them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Departures:
         update: Callable[[StateChange], Awaitable[None]],
         note: Callable[[str], None],
     ) -> None:
-        """`timeouts`: as they are now. `update`: keeps what is changed of the state. `note`: tells operators."""
+        """`timeouts` returns the current ones, `update` records a change of the state, `note` tells operators."""
         self._fleet = fleet
         self._clock = clock
         self._tasks = tasks
@@ -39,20 +39,20 @@ class Departures:
         self._timeouts = timeouts
         self._update = update
         self._note = note
-        self.nodes: dict[str, asyncio.Task[bool]] = {}  # True in the end: it had finished all that it had
+        self.nodes: dict[str, asyncio.Task[bool]] = {}  # the result: whether all requests ended in time
         self.routers: set[str] = set()
 
     def begin(
         self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None = None
     ) -> asyncio.Task[bool]:
-        """`wait`: what it still serves for. It is part of the limit."""
+        """Starts to drain the node. `wait` is awaited first, within the limit: until then the node serves on."""
         task = self._tasks.spawn(self._retire(node_id, limit_s, wait), f"retire {node_id}")
         self.nodes[node_id] = task
         task.add_done_callback(lambda _: self.nodes.pop(node_id, None))
         return task
 
     def begin_router(self, name: str, *, is_replaced: bool = True) -> None:
-        """`is_replaced`: another one takes its place, and is waited for."""
+        """Starts to drain the router. `is_replaced`: another router takes its place, and the old one serves until that is ready."""
         self.routers.add(name)
         self._tasks.spawn(self._retire_router(name, is_replaced), f"retire {name}")
 
@@ -64,7 +64,9 @@ class Departures:
         await self._fleet.end_router(name)
         await self._until_kept(lambda current: current.without_router(name), name)
         self.routers.discard(name)
-        self._note(f"{name} is gone" + ("" if finished else "; what it had not finished has failed"))
+        self._note(
+            f"{name} is gone" + ("" if finished else "; requests that it had not finished have failed")
+        )
 
     async def _until_another_accepts(self, leaving: RouterSupervisor) -> None:
         while not any(
@@ -73,7 +75,7 @@ class Departures:
             await self._changed.wait()
 
     async def _until_none_comes(self, leaving: RouterSupervisor) -> None:
-        """One that starts in its place is waited for as long as it progresses."""
+        """Gives up waiting for a successor after `timeouts.start_s`, or when a starting one has made no progress for that long."""
         limit_s = self._timeouts().start_s
         began = self._clock.now()
         while True:
@@ -95,7 +97,7 @@ class Departures:
             try:
                 return await self._update(change)
             except TandemError as error:
-                logger.warning("%s is gone, but that could not be kept: %s", name, error)
+                logger.warning("%s is gone, but that could not be recorded; trying again: %s", name, error)
                 await self._clock.sleep(self._timeouts().heartbeat_s)
 
     async def _retire(self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None) -> bool:
@@ -108,7 +110,8 @@ class Departures:
         await self._fleet.end_node(node_id)
         await self._until_kept(lambda current: current.without(node_id), node_id)
         self._note(
-            f"{node_id} is gone" + ("" if finished else "; what it had not finished goes on elsewhere")
+            f"{node_id} is gone"
+            + ("" if finished else "; requests that it had not finished continue on other nodes")
         )
         self._fleet.wake()
         return finished

@@ -1,4 +1,4 @@
-"""One configuration, running: every part launched, and the address that answers."""
+"""One configuration, running: the controller, and the URL of its routers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEALTH_PERIOD_S = 0.05
 
 
 class Deployment:
-    """Made inside a running event loop. `stop` may be called at any time after that, and must be."""
+    """Must be constructed inside a running event loop. The owner may call `stop` at any time, and must call it once."""
 
     def __init__(
         self,
@@ -50,23 +50,23 @@ class Deployment:
         return self.config.router.model_name
 
     async def start(self) -> None:
-        """Returns when a request that is sent now is answered, and goes to any of the nodes that serve."""
+        """Returns when a request that is sent now is answered and can reach every node that serves."""
         await self.controller.start()
         await self._until_it_answers()
 
     async def recovered(self) -> None:
-        """Returns when it answers after all, although `start` failed."""
+        """Returns when the deployment answers, after `start` has failed."""
         while True:
             await self.controller.recovered()
             with contextlib.suppress(DeadlineExceeded):
                 return await self._until_it_answers()
 
     async def failed(self) -> str:
-        """Returns when the deployment is not mended any more, with the reason."""
+        """Returns the reason when the controller no longer repairs the deployment."""
         return await self.controller.failed()
 
     async def _until_it_answers(self) -> None:
-        """Routers are up and nodes are up; this waits until each of them has heard the others."""
+        """Routers and nodes have started. Waits until every router hears every node, then until /health answers 200."""
         await self.controller.until_in_view(_VIEW_WAIT_S)
         await self._first_health()
 
@@ -74,7 +74,7 @@ class Deployment:
         clock = Clock()
         deadline = clock.now() + _HEALTH_WAIT_S
         last = "no answer"
-        # Whether it answers, not who it is: Ray said where it listens, and its certificate may be made for another name.
+        # Certificates are not verified: Ray told us the address, and a certificate may name another host.
         async with httpx.AsyncClient(timeout=_HEALTH_WAIT_S, trust_env=False, verify=False) as client:
             while clock.now() < deadline:
                 try:
@@ -85,7 +85,9 @@ class Deployment:
                 except httpx.HTTPError as error:
                     last = str(error)
                 await clock.sleep(_HEALTH_PERIOD_S)
-        raise DeadlineExceeded(f"everything has started, but {self.url}/health does not say so: {last}")
+        raise DeadlineExceeded(
+            f"everything has started, but {self.url}/health did not answer 200 within {_HEALTH_WAIT_S:.0f} s: {last}"
+        )
 
     async def drain(self) -> bool:
         return await self.controller.drain()

@@ -1,4 +1,4 @@
-"""What happened in the cluster, numbered, so that another process can follow it."""
+"""What happened in the deployment, numbered, so that another process can follow it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from tandem.cluster.events import Events
 
-KEPT = 500  # who comes later than that sees the latest ones
+KEPT = 500  # a follower that falls further behind misses the oldest events
 
 
 class EventKind(enum.StrEnum):
@@ -29,15 +29,15 @@ class LoggedEvent(msgspec.Struct, frozen=True):
 
 
 class EventLog:
-    """Implements `cluster.events.Events`; passes everything on to `also`. Used on one event loop."""
+    """Implements `cluster.events.Events` and passes every event on to `also`. For one event loop."""
 
     def __init__(self, also: Events) -> None:
         self._also = also
         self._kept: dict[int, LoggedEvent] = {}
         self._progress: dict[
             str, int
-        ] = {}  # the number of a name's latest progress: an older one is of no interest
-        self._news = asyncio.Event()  # set once, for those who wait now; who comes later waits for the next
+        ] = {}  # the number of each name's latest progress; older ones are dropped
+        self._news = asyncio.Event()  # set once, for those that wait now; later ones wait for its replacement
         self.latest = 0
 
     def progress(self, name: str, what: str, fraction: float) -> None:
@@ -67,18 +67,18 @@ class EventLog:
         self.wake()
 
     def wake(self) -> None:
-        """Lets every waiter look again."""
+        """Wakes every waiter, so that it looks again."""
         self._news.set()
         self._news = asyncio.Event()
 
     def after(self, seen: int) -> list[LoggedEvent]:
-        """What is newer than `seen`. Who has seen more than there was followed another controller: all of it is new."""
+        """Returns the events after number `seen`. A follower that has seen more than exists followed an earlier controller: it gets all."""
         if seen > self.latest:
             seen = 0
         return [happening for number, happening in self._kept.items() if number > seen]
 
     async def wait_after(self, seen: int, timeout_s: float) -> None:
-        """Returns when something newer than `seen` has happened, when it is woken, or when the time is over."""
+        """Returns when an event after `seen` has happened, at `wake`, or after `timeout_s`."""
         if self.latest != seen:
             return
         with contextlib.suppress(TimeoutError):

@@ -1,5 +1,4 @@
-"""The supervisors that there are now, and the tasks that they run in. Does what it is told; what is wanted, the
-controller knows."""
+"""All supervisors of nodes and routers, and the tasks in which they run. The reconciler decides what there should be."""
 
 from __future__ import annotations
 
@@ -40,20 +39,22 @@ class Fleet:
         admit_router: AdmitRouter,
         adapters: WantedAdapters,
     ) -> None:
-        # The model's name in them may become one commit, before anything is launched.
+        # `Reconciler` replaces the model's name in it by one commit before anything is launched.
         self.config = config
-        self._configs: dict[int, TandemConfig] = {}  # of nodes, by revision
+        self._configs: dict[int, TandemConfig] = {}  # that nodes start with, by revision
         self._clock = clock
         self._tasks = tasks
         self._changed = changed
         self._admit = admit
         self._keep_left_out = keep_left_out
-        self._unseen: dict[str, asyncio.Event] = {}  # machines that were never seen, and when they are
+        self._unseen: dict[
+            str, asyncio.Event
+        ] = {}  # by machines that this controller has not seen yet: set when it sees them
         self._admit_router = admit_router
         self._adapters = adapters
         self.wake: Callable[[], None] = lambda: (
             None
-        )  # hears of a router that serves, or whose process was told to end
+        )  # called when a router begins to serve, and when a router's process got SIGTERM
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
@@ -75,7 +76,7 @@ class Fleet:
         return [*self.routers.values(), *self.nodes.values()]
 
     def statuses(self) -> list[NodeStatus]:
-        """What nodes that serve last said of themselves."""
+        """Returns what the serving nodes last reported."""
         return [
             node.status
             for node in self.nodes.values()
@@ -83,18 +84,18 @@ class Fleet:
         ]
 
     def longest_wait_s(self) -> float:
-        """How long the oldest request waits in a router until a node has room for it."""
+        """Returns how long the oldest request has waited in a router for room on a node."""
         return max((router.load.oldest_wait_s for router in self.routers.values()), default=0.0)
 
     def use(self, config: TandemConfig, configs: Mapping[int, TandemConfig]) -> None:
-        """From now on. `configs`: what nodes are made with, by revision."""
+        """Sets the configuration for everything that starts from now on. `configs` are the nodes' by revision."""
         self.config, self._configs = config, dict(configs)
         self._around.timeouts = config.timeouts
         for router in self.routers.values():
             router.config = self._with_tokenizer(router.config)
 
     def config_of(self, revision: int) -> TandemConfig:
-        """What nodes of this revision are made with."""
+        """Returns the configuration with which nodes of this revision start."""
         return self._configs.get(revision, self.config)
 
     # --- nodes
@@ -134,8 +135,8 @@ class Fleet:
         self._runs[supervisor.name] = self._tasks.spawn(supervisor.run(), f"supervise {supervisor.name}")
 
     async def may_serve_on(self, host: Host) -> bool:
-        """For a machine that cannot be seen: whether a node or a router there is heard by those that work with it, or none of
-        them can be asked. As long as routers themselves bear with a silence."""
+        """Returns whether a node or router on this machine, which cannot be seen, may be serving: the processes that work with it
+        have heard it within the routers' own limit for silence, or none of them can be asked."""
         witnesses, limit_s = self._around.witnesses, self.config.router.heartbeat.silence
         for node in self._nodes_on(host):
             if node.info is not None:  # it is announced
@@ -151,7 +152,7 @@ class Fleet:
         return False
 
     def without_room(self, host: Host) -> Host:
-        """With places for what runs there, and for nothing else."""
+        """Returns the host with places for the nodes that run there, and no others."""
         taken = Counter(node.slot for node in self._nodes_on(host))
         return msgspec.structs.replace(host, slots=dict(taken))
 
@@ -159,7 +160,7 @@ class Fleet:
         return [node for node in self.nodes.values() if host.name in node.machines]
 
     def retry(self, name: str) -> bool:
-        """True when it was left out, and is tried again."""
+        """Starts the process again if it was left out. Returns whether it was."""
         supervisor = self.nodes.get(name) or self.routers.get(name)
         if supervisor is None or supervisor.phase is not ProcessPhase.LEFT_OUT:
             return False
@@ -167,7 +168,7 @@ class Fleet:
         return True
 
     async def end_node(self, node_id: str) -> None:
-        """Out of the routers' view before anything else. Idempotent."""
+        """Withdraws the node from the routers, then ends it. Idempotent."""
         await self._end(self.nodes.pop(node_id, None))
 
     async def _end(self, supervisor: NodeSupervisor | RouterSupervisor | None) -> None:
@@ -184,20 +185,21 @@ class Fleet:
     # --- routers
 
     def router_places(self, hosts: Sequence[Host]) -> Mapping[str, Host | None]:
-        """One on the head; where the configuration says so, one on every other machine that is there. None: the head."""
+        """Returns the machines that should have routers: the head (None), and with `router.placement: every_host` every other
+        machine."""
         places: dict[str, Host | None] = {"": None}
         if self.config.router.placement is RouterPlacement.EVERY_HOST:
             heads = {host.address for host in hosts if host.head}
             for host in hosts:
-                if host.address not in heads:  # two would fight for one port
+                if host.address not in heads:  # the head's router has the port there
                     places.setdefault(host.address, host)
         return places
 
     def new_router(
         self, place: str, host: Host | None, known: Collection[RouterRecord]
     ) -> RouterRecord | None:
-        """A record for a router that starts there now. None: it must wait, for a machine that was never seen, or for the end of the one
-        that had its place."""
+        """Returns a record for a new router in this place. None: it must wait, because its machine has not been seen yet or an earlier
+        router of the place is still ending."""
         if self.is_unseen(host):
             return None
         if any(router.place == place for router in self._ending if isinstance(router, RouterSupervisor)):
@@ -210,8 +212,8 @@ class Fleet:
     def planned_routers(
         self, state: ClusterState, places: Mapping[str, Host | None], hosts: Collection[str]
     ) -> tuple[ClusterState, dict[str, tuple[str, bool]]]:
-        """The state with `router.processes` in each of the places, and which routers finish what they have and go: why, and whether
-        another one takes the place. Those of a machine that is not among `hosts` are gone with it."""
+        """Returns the state with `router.processes` routers in each of the places, and the routers that must drain and end: for each
+        the reason, and whether another one takes its place. Routers of machines outside `hosts` are removed with their machine."""
         new, wanted = state, self.config.router.processes
         going: dict[str, tuple[str, bool]] = {}
 
@@ -227,37 +229,37 @@ class Fleet:
             elif record.leaving:
                 continue
             elif record.place not in places:
-                why = "goes when it has finished what it has: router.placement has none on its machine"
+                why = "drains and ends: router.placement has no router on its machine"
                 leave(record, why, is_replaced=False)
             elif router is not None and router.load.is_ending:
-                leave(record, "was told to end: another router takes its place")
+                leave(record, "got SIGTERM: another router takes its place")
         for place, host in places.items():
             there = [record for record in new.staying_routers if record.place == place]
-            # The second and further ones get the socket of one that serves.
+            # The second and later ones get the listening socket from one that serves.
             may_listen = not there or any(self.serves(record.name) for record in there)
             if may_listen and len(there) < wanted and (made := self.new_router(place, host, new.routers)):
                 new = new.with_router(made)
             if new.rollout is None:
-                # What a rollout has made beside another one it takes away itself. The last ones go: the first have the plain names.
+                # A rollout removes the surplus that it makes itself. The last ones go: the first have the plain names.
                 for record in there[wanted:]:
-                    leave(record, f"goes when it has finished what it has: router.processes is {wanted}")
+                    leave(record, f"drains and ends: router.processes is {wanted}")
         for record in new.staying_routers:
             if record.name not in self.routers and new.rollout is None:
-                # An earlier controller made it, maybe with another configuration.
+                # An earlier controller started it, maybe with another configuration.
                 config = self.router_config(record.place)
                 new = new.with_router(msgspec.structs.replace(record, config=config))
         return new, going
 
     def out_of_view(self, revision: int) -> dict[str, dict[str, str]]:
-        """For each router that does not send requests to every node that serves: to which not, and why. `revision`: of the membership
-        that each of them must have been told."""
+        """Returns, for each router that does not use every serving node, which nodes it does not use and why. `revision` is the
+        membership's that every router must have."""
         ready = [node.name for node in self.nodes.values() if node.phase is ProcessPhase.READY]
         missing: dict[str, dict[str, str]] = {}
         for router in self.routers.values():
             if router.phase is not ProcessPhase.READY:
                 continue
             if router.told < revision:
-                missing[router.name] = dict.fromkeys(ready, "the router has not been told of it yet")
+                missing[router.name] = dict.fromkeys(ready, "the router has not received it yet")
             elif unseen := {name: why for name in ready if (why := router.load.out_of_view.get(name))}:
                 missing[router.name] = unseen
         return missing
@@ -267,7 +269,7 @@ class Fleet:
         return router is not None and router.serves
 
     def is_unseen(self, host: Host | None) -> bool:
-        """Nothing can be started there: an earlier controller saw it, and this one never did."""
+        """Returns whether an earlier controller knew this machine and this one has not seen it. Nothing can be started there."""
         return host is not None and host.name in self._unseen
 
     def launch_router(self, record: RouterRecord, host: Host | None) -> None:
@@ -284,19 +286,19 @@ class Fleet:
         ]
 
     def is_outdated(self, record: RouterRecord) -> bool:
-        """It was made with another configuration than a new one would be."""
+        """Returns whether a new router in its place would start with another configuration."""
         return _as_it_serves(record.config) != _as_it_serves(self.router_config(record.place))
 
     def router_config(self, place: str) -> RouterConfig:
         return router_config(self.config.router, place) if place else self.config.router
 
     def _with_tokenizer(self, config: RouterConfig) -> RouterConfig:
-        """It may be found elsewhere the next time that it is looked for."""
+        """The tokenizer's folder may have moved since the router's last start."""
         return msgspec.structs.replace(config, tokenizer_path=self.config.router.tokenizer_path)
 
     @property
     def head_router(self) -> RouterSupervisor | None:
-        """The one that serves, if one does; while routers are replaced, a new one."""
+        """The router on the head: one that serves, if any does; during a rollout a new one before an old one."""
         there = [router for router in self.routers.values() if not router.place]
         order = [ProcessPhase.READY, ProcessPhase.DRAINING, ProcessPhase.STARTING, ProcessPhase.RESTARTING]
         return min(
@@ -315,8 +317,8 @@ class Fleet:
     # --- all of it
 
     async def drain(self, limit_s: float) -> bool:
-        """Routers take nothing new, what runs is finished, transfers are confirmed. True when all of it was done in
-        time. Nodes that die meanwhile are replaced as ever."""
+        """Routers and nodes refuse new requests and finish the ones that they have. Returns True when all of that, transfers included,
+        ended in time. Nodes that die during it are replaced as usual."""
         deadline = self._clock.now() + limit_s
         quiet = await asyncio.gather(*(router.drain(limit_s) for router in self.routers.values()))
         left = max(0.0, deadline - self._clock.now())
@@ -324,7 +326,7 @@ class Fleet:
         return all([*quiet, *await asyncio.gather(*(node.drain(left) for node in ready))])
 
     async def stop(self) -> None:
-        """Ends every process, when `tasks` have been stopped. Idempotent."""
+        """Ends every process. Call it after `tasks` has been stopped. Idempotent."""
         self._runs.clear()
         await asyncio.gather(*(part.stop() for part in [*self.parts, *self._ending]))
 
@@ -334,5 +336,5 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _as_it_serves(config: RouterConfig) -> RouterConfig:
-    """Without where its tokenizer is found, and how many others there are, and where."""
+    """Returns the configuration without what a running router can change: its tokenizer's folder, the number and placement of routers."""
     return msgspec.structs.replace(config, tokenizer_path="-", processes=1, placement=RouterPlacement.HEAD)

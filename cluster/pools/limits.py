@@ -1,4 +1,4 @@
-"""What may not be asked of pools, and why. Pure."""
+"""Checks what operators order of pools. Pure. Every check raises ConfigurationError with the reason."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ def check_limits(config: TandemConfig, role: Role, size: int | None) -> None:
     pool = config.pools.of(role)
     if size is not None and size < pool.min:
         raise ConfigurationError(
-            f"pools.{role.value}.min is {pool.min}: it cannot have {counted(size, 'node')}"
+            f"pools.{role.value}.min is {pool.min}: the pool cannot have {counted(size, 'node')}"
         )
     if size is not None and pool.max is not None and size > pool.max:
         raise ConfigurationError(
-            f"pools.{role.value}.max is {pool.max}: it cannot have {counted(size, 'node')}"
+            f"pools.{role.value}.max is {pool.max}: the pool cannot have {counted(size, 'node')}"
         )
 
 
 def check_alike(pools: PoolsConfig, before: Role, after: Role) -> None:
-    """A process goes on with the environment, the model and the KV cache's blocks that it has."""
+    """Checks that a node can change between these roles: its process keeps its environment, model and KV cache."""
     if Role.ENCODE in (before, after):
         raise ConfigurationError(
-            f"an encoder node has a vision tower alone, and no other node becomes one: scale {before.value} down and "
+            f"an encoder node has only a vision tower, so its role cannot change, and no other node can become one: scale "
+            f"{before.value} down and "
             f"{after.value} up"
         )
     for name, what in (
@@ -47,20 +48,20 @@ def check_alike(pools: PoolsConfig, before: Role, after: Role) -> None:
             )
     if (ranks := pools.of(before).ranks) > 1:
         raise ConfigurationError(
-            f"nodes of {ranks} ranks keep their role: scale {before.value} down and {after.value} up"
+            f"a node of {ranks} ranks cannot change its role: scale {before.value} down and {after.value} up"
         )
 
 
 def check_writers(wanted: ClusterState) -> None:
     sizes = (wanted.sizes[role] for role in Role if role.writes_answers)
     if sum(1 if size is None else size for size in sizes) < 1:
-        raise ConfigurationError("no node could decode: keep at least 1 decode or aggregated node")
+        raise ConfigurationError("no node would be left to decode: keep at least 1 decode or aggregated node")
 
 
 def check_room(
     pools: PoolsConfig, current: ClusterState, wanted: ClusterState, machines: Sequence[Host]
 ) -> None:
-    """Checks a machine that offers no places, and so would take whatever it is asked to."""
+    """Checks machines that offer no places, so that nothing else limits how many nodes they take."""
     sizes = {role: wanted_size(wanted, machines, role, pools) for role in Role}
     if sum(sizes.values()) <= sum(wanted_size(current, machines, role, pools) for role in Role):
         return
@@ -68,4 +69,4 @@ def check_room(
         if host.slots is None:
             reason = too_many_for_cores(sizes, len(host.cores), pools.nodes_per_core)
             if reason is not None:
-                raise ConfigurationError(f"{reason}; `tandem serve` sets how many")
+                raise ConfigurationError(f"{reason}; `tandem serve` sets pools.nodes_per_core")

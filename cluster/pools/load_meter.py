@@ -1,4 +1,4 @@
-"""From what nodes say of themselves to what a pool's load is, look by look."""
+"""Computes each pool's load from what its nodes report, look by look."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.cluster.pools.autoscaling import PoolLoad
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 
-# Fewer say more about a step's fixed cost than about how fast prompts are read.
+# With fewer tokens a step's fixed cost dominates, and the rate says little about how fast prompts are computed.
 _MIN_PROMPT_TOKENS = 64
 _WEIGHT = 0.3  # of the newest observation
 
@@ -24,7 +24,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a node has done between two looks."""
+    """What a node did between two looks."""
 
     busy: float
     step_s: float
@@ -33,16 +33,16 @@ class _Work:
 
 
 class LoadMeter:
-    """Keeps as much as the longest question goes back."""
+    """Keeps the last `keep` looks at each pool."""
 
     def __init__(self, keep: int) -> None:
         self._seen: dict[str, _Seen] = {}
-        self._rates: dict[Role, float] = {}  # prompt tokens that one node reads in a second
+        self._rates: dict[Role, float] = {}  # prompt tokens per second that one node computes
         self._keep = keep
         self.history: dict[Role, deque[PoolLoad]] = {}
 
     def look(self, now: float, statuses: Sequence[NodeStatus], router_wait_s: float = 0.0) -> None:
-        """`router_wait_s`: the longest wait in routers, for room on a node that writes answers."""
+        """`router_wait_s` is the longest wait in any router for room on a node that decodes."""
         alone = not any(status.role is Role.PREFILL for status in statuses)
         for role in Role:
             mine = [status for status in statuses if status.role is role]
@@ -79,7 +79,7 @@ class LoadMeter:
         )
 
     def _work(self, now: float, status: NodeStatus) -> _Work | None:
-        """None at the first look at an incarnation."""
+        """Returns None at the first look at an incarnation."""
         before, counters = self._seen.get(status.node_id), status.counters
         self._seen[status.node_id] = _Seen(now, status.epoch, counters)
         if before is None or before.epoch != status.epoch or now <= before.at:
@@ -88,7 +88,7 @@ class LoadMeter:
         steps = counters.steps - before.counters.steps
         tokens = counters.prompt_tokens_computed - before.counters.prompt_tokens_computed
         return _Work(
-            # A long step counts when it ends.
+            # A step that is still running counts with its age: `step_seconds` grows only when it ends.
             busy=min(1.0, max(seconds, status.step_age_s) / (now - before.at)),
             step_s=seconds / steps if steps > 0 else 0.0,
             tokens_per_s=tokens / seconds if tokens >= _MIN_PROMPT_TOKENS and seconds > 0 else None,
@@ -102,5 +102,5 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _wait_for_room(status: NodeStatus) -> float:
-    """A request whose KV is on its way waits for the prefill pool, not for this one."""
+    """Returns 0 while the node waits only for KV in transfer: that wait is the prefill pool's, not this one's."""
     return status.oldest_wait_s if status.waiting > status.loading else 0.0

@@ -1,4 +1,4 @@
-"""A node's supervisor: asks it twice a second how it is, and tells the routers whether to use it."""
+"""A node's supervisor: asks for the node's status twice a second, and announces the node to routers or withdraws it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
 
-# Every change of the keys is a call to every node, so changes are gathered: so long for each node that there is.
+# A change of keys is a call to every node, so changes are collected first: for this long per node of the cluster.
 _GATHER_S = 0.001
 
 Admit = Callable[[NodeInfo], Awaitable[None]]
-"""Keeps what will be announced, for the next controller. Raises ConfigurationError for a node that must not join."""
+"""Records the node before it is announced, for the next controller. Raises ConfigurationError for a node that must not join."""
 
 KeepLeftOut = Callable[[str, str], Awaitable[None]]
-"""Keeps, for the next controller, that this node is left out, and why."""
+"""Records for the next controller that this node is left out, and why."""
 
 
 AdapterPlaces = Mapping[str, str]
-"""Where each adapter is, by name: a folder, or owner/name on the hub."""
+"""The location of each adapter by name: a folder, or owner/name on the hub."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WantedAdapters:
-    """`of` a node, by its id; None: its configuration has no room for any. `changing` is held while nodes are told others."""
+    """`of` returns the adapters that a node should have, by its id; None if its configuration allows none. `changing` is held while
+    AdapterDesk changes them."""
 
     of: Callable[[str], AdapterPlaces | None]
     changing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
@@ -55,8 +56,8 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         admit: Admit,
         keep_left_out: KeepLeftOut,
         adapters: WantedAdapters,
-        info: NodeInfo | None = None,  # what an earlier controller announced
-        seen: asyncio.Event | None = None,  # its machine, which was never seen so far
+        info: NodeInfo | None = None,  # as an earlier controller announced it
+        seen: asyncio.Event | None = None,  # set when its machine is seen; None: it has been
         beside: Sequence[Host] = (),  # the other machines of its ranks
     ) -> None:
         super().__init__(config.node_id, around)
@@ -64,33 +65,33 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self.host = host
         self.slot = slot
         self._beside = beside
-        self._needs = needs  # of its machine, besides that place
+        self._needs = needs  # what it takes of its machine besides the place
         self.info = info
         self._has_worked = info is not None
-        self.status: NodeStatus | None = None  # its last answer
-        self._vouched = ""  # what was said of its silence
+        self.status: NodeStatus | None = None  # the last one that it reported
+        self._vouched = ""  # the last report about its silence, so that each is made once
         self._admit = admit
         self._keep_left_out = keep_left_out
         self._adapters = adapters
         self._adapters_told: AdapterPlaces | None = (
-            None  # those that it has taken or refused; None: not known
+            None  # the set that it last took or refused; None: unknown
         )
         self._unseen = UnseenNode(info, seen, self._launch_now) if info and seen else None
-        self._told = -1  # the revision of the membership whose keys it has
-        self._offered = -1  # the last one that it was told, whether or not it answered
+        self._told = -1  # the membership revision whose keys it has confirmed
+        self._offered = -1  # the membership revision that was last sent to it, confirmed or not
         self._role_change = (
             asyncio.Event()
-        )  # the process is drained, `config` is for another role than it has
+        )  # set when the process is drained and `config` has another role than the node
 
     @property
     def machines(self) -> set[str]:
-        """By name."""
+        """The names of its machines."""
         return {host.name for host in (self.host, *self._beside)}
 
     # --- starting
 
     def _launch(self) -> NodeHandle:
-        self._role_change.clear()  # whatever starts now starts in the role that is wanted
+        self._role_change.clear()  # a process that starts now starts with the wanted role
         unseen, self._unseen = self._unseen, None
         return unseen or self._launch_now()
 
@@ -101,17 +102,17 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     async def _start(self, handle: NodeHandle) -> NodeInfo:
         began = self._clock.now()
         info = await handle.start(self.report)
-        # One that was announced before was adopted: what its start took was measured by an earlier controller.
+        # If an earlier controller announced it, it was adopted, and that controller measured how long its start took.
         start_s = self.info.start_s if self.info is not None else round(self._clock.now() - began, 3)
         if info.role is not self.config.role:
-            # Adopted from a controller that was killed while it changed the role.
+            # Adopted from a controller that died while it changed the role.
             if not await handle.drain(self._timeouts.nodes.drain_s):
-                raise Unavailable(f"it still works as a {info.role.value} node")
+                raise Unavailable(f"it is still busy as a {info.role.value} node")
             info = await handle.change_role(self.config, self.report)
         info = msgspec.structs.replace(info, start_s=start_s)
         await self._tell_adapters(handle, is_member=info == self.info)
-        with contextlib.suppress(TandemError):  # it is told again when it answers
-            await self._tell_keys(handle)  # before a router or another node speaks to it
+        with contextlib.suppress(TandemError):  # the keys are sent again with the next status
+            await self._tell_keys(handle)  # before any router or other node connects to it
         return await self._announce(info)
 
     async def _tell_keys(self, handle: NodeHandle) -> None:
@@ -120,7 +121,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._told = revision
 
     async def _tell_adapters(self, handle: NodeHandle, *, is_member: bool) -> None:
-        """One that routers know already serves on, whatever it says of it."""
+        """Sends the adapters before the node is announced. A node that routers already use keeps serving without that."""
         self._adapters_told = None
         wanted = self._adapters.of(self.name)
         if wanted is not None and not is_member:
@@ -129,19 +130,19 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     async def _set_adapters(
         self, handle: NodeHandle, wanted: AdapterPlaces, limit_s: float
     ) -> dict[str, str]:
-        """`limit_s` is for the node's step loop to take them, once they are loaded. The caller limits the wait."""
+        """`limit_s` is how long the node's step loop may take after the adapters have been loaded. The caller limits the whole call."""
         self._adapters_told = None
         digests = await handle.set_adapters(wanted, limit_s, self.report)
         self._adapters_told = dict(wanted)
         return digests
 
     async def _mend_adapters(self, handle: NodeHandle) -> None:
-        """Tells it what is wanted where that is not known to have reached it: a change was not finished, or it started meanwhile."""
+        """Sends the wanted adapters again if the node may not have them: a change was interrupted, or the node started during one."""
         wanted = self._adapters.of(self.name)
         if wanted is None or wanted == self._adapters_told or self._adapters.changing.locked():
             return
         try:
-            # Not as long as it progresses: the node must be asked how it is. What it loads meanwhile it has the next time.
+            # With a limit, because the node's status must be asked for, too. What it loads in that time it keeps for the next try.
             limit_s = self._timeouts.silence_s
             telling = self._set_adapters(handle, wanted, limit_s)
             await self._clock.within(limit_s, telling, f"telling {self.name} its adapters")
@@ -175,8 +176,8 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     # --- watching
 
     async def _watch(self, handle: NodeHandle, info: NodeInfo) -> str:
-        """A failure that it admits gets it replaced, an engine that is stuck, or a long silence that routers confirm.
-        Until then it stays a member: routers hear from it themselves, and notice a silence sooner."""
+        """Returns why the node must be replaced: it reports a failure, its engine is stuck in a step, or it has been silent for long and
+        routers confirm that. Until then it stays a member: routers notice a silence themselves, and sooner."""
         timeouts = self._timeouts
         silence = self._new_silence()
         while True:
@@ -185,7 +186,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
                 try:
                     info = await self._in_its_role(handle, info)
                 except TandemError as error:
-                    return f"it did not become a {self.config.role.value} node: {error}"
+                    return f"its role could not be changed to {self.config.role.value}: {error}"
             try:
                 status = await self._clock.within(
                     timeouts.silence_s, self._ask(handle), f"{self.name}'s status"
@@ -209,20 +210,22 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             await self._beat()
 
     async def _as_routers_see_it(self, info: NodeInfo, silent_s: float) -> str | None:
-        """Why it must be replaced; None while it serves, and while no router can be asked."""
+        """Returns why the node must be replaced; None if routers hear it, or if no router can be asked."""
         seen = await self._around.witnesses.of_node(info)
         if seen is None:
-            self._say_vouched("does not answer, and no router can be asked about it: it is left as it is")
+            self._say_vouched(
+                "does not answer the controller, and no router can be asked about it: it is kept"
+            )
             return None
         if seen.silent_s >= self._timeouts.unresponsive_s:
-            return f"it has not answered for {silent_s:.0f} s, and routers have not heard it for {seen.silent_s:.0f} s"
-        self._say_vouched("does not answer, but routers hear it: it is left as it is")
+            return f"it has not answered for {silent_s:.0f} s, and routers have not heard from it for {seen.silent_s:.0f} s"
+        self._say_vouched("does not answer the controller, but routers hear it: it is kept")
         if seen.state is None:
             return None
         return self._unfit(seen.epoch, seen.state, seen.step_age_s, seen.detail, info)
 
     def _say_vouched(self, what: str) -> None:
-        """Once for each change."""
+        """Reports `what` if it differs from the last report."""
         if what != self._vouched:
             self._vouched = what
             if what:
@@ -234,8 +237,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return await handle.status()
 
     async def _beat(self) -> None:
-        """Until it is time to look after the node, or there is something new to tell it. One that did not answer is told
-        again with the next look."""
+        """Waits until the next heartbeat, a change of role, or new keys. Keys that the node did not confirm are sent again then."""
         membership = self._around.membership
         with contextlib.suppress(TandemError):
             await self._clock.within(
@@ -265,34 +267,36 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self, epoch: int, state: NodeState, step_age_s: float, detail: str, info: NodeInfo
     ) -> str | None:
         if epoch != info.epoch:
-            return "it answers as another incarnation than the one that was started"
+            return "another incarnation than the one that was started answers in its name"
         if state is NodeState.FAILED:
-            return f"it failed: {detail or 'it does not say why'}"
+            return f"it failed: {detail or 'it reported no reason'}"
         if step_age_s > self._timeouts.step_s:
             return f"its engine has been in one step for {step_age_s:.0f} s"
         return None
 
-    # --- what it is told
+    # --- orders from the controller
 
     async def leave(self, limit_s: float) -> bool:
-        """Nothing new comes to it, what runs is finished or, after the limit, moved by the routers. True when all of
-        it was finished here. The process is not ended, but when it ends it is not replaced."""
+        """Withdraws the node's capacity: routers send it nothing new, its requests finish or, after the limit, continue elsewhere.
+        Returns True when all of them finished here. Does not end the process; when the process ends it is not replaced."""
         self._leaving = True
         if self.phase is ProcessPhase.STARTING and self.info is not None:
-            await self.settled()  # adopted, and it may have work
+            await self.settled()  # it was adopted, so it may have requests
         if self.phase not in (ProcessPhase.READY, ProcessPhase.DRAINING):
             return True
-        self._enter(ProcessPhase.DRAINING, "it goes")
+        self._enter(ProcessPhase.DRAINING, "it is leaving")
         finished = await self.drain(limit_s)
         await self._withdraw(self.info)
         return finished
 
     async def change_role(self, config: NodeConfig, limit_s: float) -> None:
-        """Returns when it is ready in the new role; raises Unavailable when it is left out instead. A process that
-        does not come to rest in time is replaced by a new one."""
+        """Returns when the node is ready in the new role. Raises Unavailable if it is left out instead. A process that does not finish
+        its requests in time is replaced by a new one."""
         if self.phase is ProcessPhase.READY:
-            draining = self.info  # it may die meanwhile, and be there again as another incarnation
-            self._enter(ProcessPhase.DRAINING, f"it becomes a {config.role.value} node")
+            draining = (
+                self.info
+            )  # kept: the process may die during the drain and return as another incarnation
+            self._enter(ProcessPhase.DRAINING, f"its role changes to {config.role.value}")
             if not await self.drain(limit_s):
                 await self._withdraw(draining)
                 await self.drain(self._timeouts.stop_s)
@@ -307,16 +311,17 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             raise Unavailable(f"{self.name} did not start as a {config.role.value} node: {self.detail}")
 
     async def set_adapters(self, wanted: AdapterPlaces) -> dict[str, str]:
-        """The digests of what it serves then. Raises errors of `wire.errors`; what it has is not known then, but after ConfigurationError."""
+        """Returns the digests of the adapters that the node serves now. Raises errors of `wire.errors`. After any but a
+        ConfigurationError it is unknown which adapters the node has."""
         if self.handle is None:
-            raise Unavailable("it does not run")
+            raise Unavailable("its process is not running")
         return await self._while_it_progresses(
             self._set_adapters(self.handle, wanted, self._timeouts.start_s),
             f"telling {self.name} its adapters",
         )
 
     async def reset_cache(self) -> bool:
-        """False when it does not answer, or not in time."""
+        """Returns False when the node does not answer, or cannot empty its cache in time."""
         handle, limit_s = self.handle, self._timeouts.unresponsive_s
         if handle is None:
             return False

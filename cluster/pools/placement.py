@@ -1,9 +1,8 @@
-"""Which node gets which machine, cores, device and how much of the memory. Pure: machines and what runs there in, a
-place out.
+"""Chooses a node's machine, cores, device and share of memory. Pure: machines and the nodes on them in, a placement out.
 
-Two nodes that compute on the same core halve each other, so nodes of one machine get disjoint cores as long as
-there are enough, and neighbouring hardware threads stay together. A node that runs is never moved to other cores, so
-a machine's cores are divided among all that it is expected to hold: its places, or the pools as configured.
+Two nodes on the same core halve each other's speed. So the nodes of a machine get disjoint cores as long as there are enough, and hardware
+threads of one core stay together. A running node never moves to other cores, so a machine's cores are divided among all the nodes that it is
+expected to hold: its places, or the pools as configured.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from tandem.router.config import RouterConfig
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
-# Where cores do not divide evenly, the prefill node gets the odd one: it computes, the others mostly wait for memory.
+# If cores do not divide evenly, prefill nodes get the odd ones: they are bound by computing, the others mostly by memory.
 _ROLE_ORDER = (Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ENCODE)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalMachine:
-    cores: tuple[int, ...]  # those this process may use, hardware threads of one core side by side
+    cores: tuple[int, ...]  # that this process may use, hardware threads of one core next to each other
     gpus: int = 0
     free_memory: int | None = None  # bytes; None: unknown
-    quota: int | None = None  # it may use so many cores' time; None: that of all of them
+    quota: int | None = None  # how many cores' time it may use; None: no limit
 
 
 def this_host(machine: LocalMachine, address: str) -> Host:
@@ -49,7 +48,7 @@ def this_host(machine: LocalMachine, address: str) -> Host:
 
 
 def place_nodes(config: TandemConfig, machine: LocalMachine) -> list[NodeRecord]:
-    """What a deployment begins with on one machine. Raises ConfigurationError when that cannot be."""
+    """Returns the nodes with which a deployment starts on a single machine. Raises ConfigurationError if they do not fit there."""
     host = this_host(machine, "")
     check_cores(config.pools, len(host.cores))
     _seats(host, config.pools)
@@ -64,7 +63,7 @@ def place_nodes(config: TandemConfig, machine: LocalMachine) -> list[NodeRecord]
 
 
 def of_one_machine(config: TandemConfig) -> TandemConfig:
-    """What a machine carries of it: a part of each node that is spread over several, as if it were a node."""
+    """Returns the configuration with each node that is spread over several machines reduced to its part on one of them."""
     pools = {
         role.value: msgspec.structs.replace(
             pool,
@@ -85,7 +84,8 @@ def place(
     role: Role,
     closed: Iterable[ClosedSlot] = (),
 ) -> NodePlacement | None:
-    """The emptiest machine with room for one more node of this role, or as many as it is spread over; None when there are none."""
+    """Returns a placement on the emptiest machine that has room for one more node of this role, or on as many as its pool's `machines`.
+    None if too few have room."""
     shut = Counter((slot.host, slot.role) for slot in closed)
     here: dict[str, list[NodePlacement]] = {host.name: [] for host in hosts}
     for node in nodes:
@@ -104,7 +104,7 @@ def place(
 
 
 def _together(parts: Sequence[NodePlacement]) -> NodePlacement:
-    """Rank 0 is on the first of the machines."""
+    """Combines the parts into one placement. Rank 0 is on the first machine."""
     others = tuple(RankPlace(part.host, part.address, part.cores, part.device) for part in parts[1:])
     share = min(part.memory_share for part in parts)
     return msgspec.structs.replace(parts[0], memory_share=share, others=others)
@@ -142,14 +142,14 @@ def _place_on(
 # --- cores
 
 Seat = tuple[Role, int]
-"""A node that a machine is expected to hold, and how many of the machine's cores are for it."""
+"""A node that a machine is expected to hold: its role, and how many of the machine's cores are for it."""
 
 
 def _seats(host: Host, pools: PoolsConfig) -> list[Seat]:
     if host.slots is None:
         counts = {role: pools.of(role).last_size for role in _ROLE_ORDER}
     else:
-        # Machines that offer places of every kind hold nodes of one layout all the same.
+        # A machine may offer places of every role; it holds nodes of one layout, disaggregated or aggregated.
         together = pools.aggregated.first_size > 0
         counts = {
             role: host.slots.get(role, 0)
@@ -163,7 +163,7 @@ def _seats(host: Host, pools: PoolsConfig) -> list[Seat]:
 
 def _divide(cores: int, roles: list[Role], pools: PoolsConfig) -> list[int]:
     if cores == 0:
-        return [0] * len(roles)  # unknown: bound to none
+        return [0] * len(roles)  # unknown: nodes are not bound to cores
     wanted = [pools.of(role).threads for role in roles]
     fixed = sum(threads or 0 for threads in wanted)
     sharing = wanted.count(None)
@@ -171,11 +171,11 @@ def _divide(cores: int, roles: list[Role], pools: PoolsConfig) -> list[int]:
     if free < 0 or (sharing and free == 0):
         rest = f" and {counted(sharing, 'node')} more needs at least one" if sharing else ""
         raise ConfigurationError(
-            f"pools.*.threads ask for {counted(fixed, 'core')}{rest}, but this machine offers {cores}: "
-            "ask for fewer threads or fewer nodes"
+            f"pools.*.threads asks for {counted(fixed, 'core')}{rest}, but this machine has {cores}: "
+            "set fewer threads or fewer nodes"
         )
     size, odd = divmod(free, sharing) if sharing else (0, 0)
-    # The first nodes get what is left over; fewer cores than nodes are taken in turns.
+    # The first nodes get the remainder. With fewer cores than nodes, nodes share cores.
     shares = iter([max(1, size + (index < odd)) for index in range(sharing)])
     return [next(shares) if threads is None else threads for threads in wanted]
 
@@ -187,8 +187,7 @@ def _choose_cores(
     role: Role,
     threads: int | None,
 ) -> tuple[int, ...] | None:
-    """Free cores, then those with the fewest nodes. A pool that asks for a number gets that many of its
-    own, or none at all."""
+    """Returns free cores; without any, those with the fewest nodes. A pool with `threads` gets that many free cores, or None."""
     if not cores:
         return ()
     used = Counter(core for placement in taken for core in placement.cores)
@@ -204,7 +203,7 @@ def _choose_cores(
 
 
 def _free_seat(seats: Sequence[Seat], taken: Sequence[NodePlacement], role: Role) -> int:
-    """The size of the largest free seat of this role; of the smallest seat, when all are taken."""
+    """Returns the size of the largest free seat of this role, or of the smallest seat if none is free."""
     sizes = sorted((size for seat, size in seats if seat is role), reverse=True)
     for placement in taken:
         if placement.slot is role and len(placement.cores) in sizes:
@@ -220,7 +219,7 @@ def computes_on_cpu(config: TandemConfig, machine: LocalMachine) -> bool:
 
 
 def _shares_gpus(config: TandemConfig, gpus: int) -> bool:
-    """Nodes are spread over the GPUs that there are."""
+    """Whether nodes are distributed over the machine's GPUs."""
     return gpus > 0 and config.model.device in ("auto", "cuda")
 
 
@@ -242,16 +241,16 @@ def _check_devices(config: TandemConfig, host: Host) -> None:
         if config.pools.of(role).first_size and not _has_devices(config, host, role):
             raise ConfigurationError(
                 f"a {role.value} node has {config.pools.of(role).ranks} ranks (pools.{role.value}.tensor_parallel times "
-                f"pipeline_parallel), each of which takes a GPU, and this machine has {counted(host.gpus, 'GPU')}: make the node "
-                "narrower, or set model.device to cpu"
+                f"pipeline_parallel) and needs a GPU for each, but this machine has {counted(host.gpus, 'GPU')}: set fewer ranks, "
+                "or set model.device to cpu"
             )
 
 
 def _choose_device(
     config: TandemConfig, host: Host, seats: Sequence[Seat], taken: Sequence[NodePlacement], role: Role
 ) -> tuple[str, int]:
-    """The first of the GPUs that a node's ranks have, which follow one another; and how many nodes share the fullest of them, those to
-    come included."""
+    """Returns the first of the consecutive GPUs for the node's ranks, and how many nodes share the fullest of them, expected ones
+    included."""
     device, gpus, pools = config.model.device, host.gpus, config.pools
     if not _shares_gpus(config, gpus):
         return device, max(1, len(seats), len(taken) + 1)
@@ -270,7 +269,8 @@ def _choose_device(
 
 
 def _emptiest(used: Sequence[int], width: int) -> int:
-    """Where `width` GPUs begin of which the fullest has the fewest nodes: the first such place, so that there are no gaps."""
+    """Returns where `width` consecutive GPUs begin whose fullest one has the fewest nodes. The first such place wins, which leaves no
+    gaps."""
     starts = range(max(1, len(used) - width + 1))
     return min(starts, key=lambda start: (max(used[start : start + width]), sum(used[start : start + width])))
 
@@ -280,7 +280,7 @@ def _occupy(used: list[int], first: int, width: int) -> None:
         used[gpu] += 1
 
 
-# --- what a process is told
+# --- what a process starts with
 
 
 def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodePlacement) -> NodeConfig:
@@ -297,7 +297,7 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
                 engine.model,
                 device=placement.device,
                 threads=engine.model.threads or len(placement.cores),
-                adapters={},  # which may be others by now: each node is told before it is announced
+                adapters={},  # they may have changed since: each node gets them before it is announced
             ),
             cache=replace(engine.cache, memory_share=placement.memory_share),
         ),
@@ -314,7 +314,7 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
 
 
 def router_config(config: RouterConfig, address: str) -> RouterConfig:
-    """At the address of another machine than the configuration was written for."""
+    """Returns the configuration for a router on the machine with this address, unless it listens on all addresses anyway."""
     everywhere = config.host in ("0.0.0.0", "::")
     return msgspec.structs.replace(config, host=config.host if everywhere else address, inbox_host=address)
 
@@ -334,14 +334,14 @@ def ordered_cores(usable: set[int], sysfs: Path = Path("/sys/devices/system/cpu"
             package = int((topology / "physical_package_id").read_text())
             core = int((topology / "core_id").read_text())
         except (OSError, ValueError):
-            return (0, cpu, cpu)  # a kernel that does not tell: by number
+            return (0, cpu, cpu)  # the kernel does not report the topology: sort by number
         return (package, core, cpu)
 
     return tuple(sorted(usable, key=position))
 
 
 def visible_gpus(environ: os._Environ[str] | dict[str, str], devices: Path = Path("/dev")) -> int:
-    """Without asking torch, which takes seconds to import."""
+    """Counts the GPUs without importing torch, which takes seconds."""
     if importlib.metadata.version("torch").endswith("+cpu"):
         return 0
     present = sum(1 for device in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", device.name))
@@ -349,24 +349,26 @@ def visible_gpus(environ: os._Environ[str] | dict[str, str], devices: Path = Pat
     if listed is None:
         return present
     named = [entry for entry in listed.split(",") if entry.strip()]
-    usable = named[: named.index("-1")] if "-1" in named else named  # CUDA stops reading at the first -1
+    usable = (
+        named[: named.index("-1")] if "-1" in named else named
+    )  # CUDA ignores everything from the first -1 on
     return min(present, len(usable))
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
-    """What one Ray node says of the machine that it is on."""
+    """What a Ray node reports about its machine."""
 
-    machine: str  # the same for all that share its cores
-    cores: tuple[int, ...]  # those that may be used there, hardware threads of one core side by side
+    machine: str  # equal for all Ray nodes that share the machine's cores
+    cores: tuple[int, ...]  # that may be used there, hardware threads of one core next to each other
     gpus: int = 0
-    quota: int | None = None  # it may use so many cores' time; None: that of all of them
+    quota: int | None = None  # how many cores' time it may use; None: no limit
 
 
 def share_cores(
     found: Mapping[str, MachineFacts], given: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Cores for every host. What a host was given it keeps: a node that runs there is bound to it. Hosts that come
-    to a machine together get equal parts of it; one that comes later gets as much, of what is used least."""
+    """Returns the cores of every host. A host keeps the cores that it was given, because its nodes are bound to them. New hosts on one
+    machine get equal parts of it; a host that comes later gets a part of the same size, of the least used cores."""
     shares = {name: given[name] for name in found if name in given}
     for machine in dict.fromkeys(one.machine for one in found.values()):
         here = [name for name, one in found.items() if one.machine == machine]
@@ -387,7 +389,7 @@ def share_cores(
 
 
 class ThisMachine:
-    """It has room for everything that fits, and stays."""
+    """This machine as the only host: it takes every node that fits, and never goes away."""
 
     def __init__(self, machine: LocalMachine, address: str) -> None:
         self._host = this_host(machine, address)
@@ -402,7 +404,7 @@ class ThisMachine:
         return contextlib.nullcontext()
 
     def use(self, needs: Needs, taken: Sequence[TakenPlace]) -> None:
-        """It has what it has."""
+        """Does nothing: the machine's places do not depend on needs."""
 
     async def want(self, slots: dict[Role, int]) -> None:
-        """No machines can be added here."""
+        """Does nothing: no machine can be added."""

@@ -1,4 +1,4 @@
-"""What to do next, so that the pools become what they should be. Pure: the state and the machines in, one change out."""
+"""Decides the next change that brings the pools closer to what is wanted. Pure: state and machines in, one change out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
 from tandem.wire.nodes import Role
 
 Rank = Callable[[NodeRecord], int]
-"""How little a node would be missed: of a pool that shrinks, the one with the highest rank goes."""
+"""How little a node would be missed. A pool that shrinks loses the node with the highest rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddNode:
-    """The pool wants one more node. It waits until a machine has room for it."""
+    """The pool needs one more node. The node waits until a machine has room for it."""
 
     role: Role
 
@@ -30,7 +30,7 @@ class AddNode:
 
 @dataclass(frozen=True, slots=True)
 class PlaceNode:
-    """There is room for a node that waits."""
+    """A machine has room for a node that waits."""
 
     node: NodeRecord
     placement: NodePlacement
@@ -41,7 +41,7 @@ class PlaceNode:
 
 @dataclass(frozen=True, slots=True)
 class RetireNode:
-    """The pool has become smaller."""
+    """The pool has more nodes than wanted."""
 
     node: NodeRecord
 
@@ -51,7 +51,7 @@ class RetireNode:
 
 @dataclass(frozen=True, slots=True)
 class LoseNode:
-    """Its machine is gone, and no router hears the node."""
+    """A machine of the node is gone, and no router hears the node."""
 
     node: NodeRecord
 
@@ -98,8 +98,8 @@ def next_change(
 
 
 def surge(config: TandemConfig, state: ClusterState, role: Role) -> int:
-    """How many nodes more than its size a pool has, while some of them are to be replaced. One that follows the machines fills
-    them already."""
+    """Returns how many nodes beyond its size a pool may have while a rollout replaces some. 0 for a pool that follows the machines:
+    it fills them already."""
     if state.rollout is None or state.sizes.get(role, 0) is None:
         return 0
     return min(config.rollout.surge, len(state.outdated(role)))
@@ -110,14 +110,14 @@ def _index(node: NodeRecord) -> int:
 
 
 def wanted_size(state: ClusterState, hosts: Sequence[Host], role: Role, pools: PoolsConfig) -> int:
-    size = state.sizes.get(role, 0)  # of a version that did not know this pool
+    size = state.sizes.get(role, 0)  # absent in a state that an older version wrote
     if size is not None:
         return size
     offered = sum(1 if host.slots is None else host.slots.get(role, 0) for host in hosts)
     present = {host.name for host in hosts}
     offered -= sum(slot.role is role and slot.host in present for slot in state.closed)
     offered //= pools.of(role).machines
-    # A node whose role was changed stays in its place, and none of the old role comes for it.
+    # A node whose role was changed keeps its place, and no node of the old role comes in its stead.
     moved = [
         node
         for node in state.nodes
@@ -129,7 +129,7 @@ def wanted_size(state: ClusterState, hosts: Sequence[Host], role: Role, pools: P
 
 
 def needed_slots(state: ClusterState, pools: PoolsConfig) -> dict[Role, int]:
-    """The room that all nodes take together, with those that wait for it and those that are about to go."""
+    """Returns how many places of each role all nodes need together, including nodes that wait for one or are leaving."""
     needed: Counter[Role] = Counter()
     for node in state.nodes:
         if node.placement is not None:

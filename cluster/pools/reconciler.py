@@ -1,4 +1,4 @@
-"""What is wanted and what there is, and the one task that makes the second like the first, one change at a time."""
+"""The state that is wanted, and the one task that changes nodes and routers until they are as wanted, one change at a time."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DECISIONS_KEPT = 20
-_LOOK_AGAIN_S = 5.0  # at the machines, although no change was announced
+_LOOK_AGAIN_S = 5.0  # how often the machines are looked at without an announced change
 
 
 class Reconciler:
-    """`state` is replaced through `keep` alone, with `writing` held. Everything is kept before it is done."""
+    """Only `keep` replaces `state`, and only while `writing` is held. Every change is recorded before it is carried out."""
 
     def __init__(
         self,
@@ -51,9 +51,11 @@ class Reconciler:
         tasks: Tasks,
         fix_model: FixModel,
     ) -> None:
-        self.config = config  # as an operator wishes it
-        self.on_config: Callable[[TandemConfig], None] = lambda config: None  # hears of another one
-        self._given = config  # as this process was given it, which is long ago
+        self.config = config  # as the operator wants it
+        self.on_config: Callable[[TandemConfig], None] = lambda config: (
+            None
+        )  # called with each new configuration
+        self._given = config  # with which this process was created, maybe long ago
         self._hosts = hosts
         self._store = store
         self._clock = clock
@@ -61,14 +63,14 @@ class Reconciler:
         self._fix_model = fix_model
         self._wake = asyncio.Event()
         self.state = state.first_state(config.pools)
-        self._unknown: state.UnknownState | None = None  # what is kept is another version's
-        self._contents: dict[int, str] = {}  # the model's, by revision, also while it could not be kept
-        self.rollout_waits = ""  # for what
+        self._unknown: state.UnknownState | None = None  # set when another version wrote the recorded state
+        self._contents: dict[int, str] = {}  # the model's content by revision, even if recording it failed
+        self.rollout_waits = ""  # what the rollout is waiting for
         self.writing = asyncio.Lock()
-        self.changed = Wakeup()  # anything that a view tells
+        self.changed = Wakeup()  # rung when anything changes that a view shows
         self.machines: list[Host] = []
-        self._unseen: set[str] = set()  # those of them that cannot be seen, and what runs there is heard
-        self.has_looked = False  # at the whole, once
+        self._unseen: set[str] = set()  # machines that Ray does not see while their processes are heard
+        self.has_looked = False  # whether one full round of `run` is done
         self.adapters = WantedAdapters(self._adapters_of)
         self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
         self.fleet = Fleet(
@@ -90,10 +92,10 @@ class Reconciler:
         )
 
     async def take_over(self) -> None:
-        """Routers that run are told at first what they were told last: to them nothing has happened. Whatever is
-        asked for meanwhile waits: a node that is not adopted yet could be forgotten with its process."""
+        """Adopts what an earlier controller left. Running routers are first told what they were told last, so nothing changes for
+        them. Orders wait for `writing` until this is done: a node that is not adopted yet could otherwise be lost from the record."""
         async with self.writing:
-            kept = await self._until_told(self._store.load, "what the controller before kept")
+            kept = await self._until_told(self._store.load, "what the previous controller recorded")
             if kept is not None:
                 try:
                     self.state = state.decode(kept)
@@ -120,7 +122,7 @@ class Reconciler:
                     self.fleet.launch_node(record, placement, host, is_seen=host.name in machines)
                 elif host.name in machines:
                     self.fleet.launch_node(record, placement, host)
-                else:  # it had not served yet: another takes its place
+                else:  # it never served: another node takes its place
                     await self.keep(self.state.without(record.node_id))
             for record in self.state.nodes:
                 if record.leaving:
@@ -130,16 +132,16 @@ class Reconciler:
         self.note(f"took over {counted(len(self.fleet.nodes), 'node')} from an earlier controller")
 
     async def _fix_the_model(self) -> None:
-        """A name on the hub stands for another commit tomorrow. Every node loads the one that it stands for now, also
-        one that starts next week. Holding `writing`."""
+        """Replaces the model's name on the hub by the commit for which it stands now, so that every node loads the same, however late
+        it starts. Requires `writing`."""
         commit = await self._use_kept()
         if commit:
             revision = msgspec.structs.replace(self.state.revision, commit=commit)
             await self.keep(msgspec.structs.replace(self.state, revision=revision))
-            self.note(f"serves {self.config.model.path} as of commit {commit}")
+            self.note(f"serves {self.config.model.path} at commit {commit}")
 
     async def _use_kept(self) -> str:
-        """The configuration that is kept, from now on. Returns the commit of its model, if it has one."""
+        """Uses the recorded configuration from now on. Returns the commit of its model, "" if it has none."""
         revision, rollout = self.state.revision, self.state.rollout
         self.config = self._in_this_process(revision.config or self._given)
         fixed, commit = await self._fix_model(self.config, revision.commit)
@@ -148,7 +150,7 @@ class Reconciler:
             before = rollout.before
             configs[before.number], _ = await self._fix_model(before.config or self._given, before.commit)
             if not rollout.going_back:
-                # A router that starts meanwhile finds its tokenizer where the nodes found theirs that serve.
+                # A router that starts during the rollout uses the tokenizer of the nodes that serve.
                 path = configs[before.number].router.tokenizer_path
                 router = msgspec.structs.replace(fixed.router, tokenizer_path=path)
                 fixed = msgspec.structs.replace(fixed, router=router)
@@ -157,19 +159,20 @@ class Reconciler:
         return commit
 
     def _in_this_process(self, config: TandemConfig) -> TandemConfig:
-        """The controller's environment is the one that this process has."""
+        """Returns the configuration with the environment that this process has as the controller's."""
         controller = msgspec.structs.replace(config.controller, env=self._given.controller.env)
         return msgspec.structs.replace(config, controller=controller)
 
     async def _machines_of(self, known: ClusterState) -> list[Host]:
-        """After a restart of Ray's head, the machines that nodes run on may take a while to be seen again."""
+        """Returns the machines that exist. Waits up to `timeouts.unresponsive_s` for those with nodes on them: after a restart of
+        Ray's head it takes a while until Ray sees them again."""
         needed = {
             host for record in known.nodes if record.placement is not None for host in record.placement.hosts
         }
         deadline = self._clock.now() + self.config.timeouts.unresponsive_s
         self._hosts.use(needs_of(self.fleet.config), self._taken_places())
         while True:
-            machines = await self._until_told(self._hosts.present, "which machines there are")
+            machines = await self._until_told(self._hosts.present, "the list of machines")
             left = deadline - self._clock.now()
             if left <= 0 or needed <= {host.name for host in machines}:
                 return machines
@@ -177,7 +180,7 @@ class Reconciler:
                 await self._clock.within(left, self._hosts.changed(left), "a change of the machines")
 
     def _taken_places(self) -> list[TakenPlace]:
-        """Each by what its node was made with."""
+        """Returns the place of every node, with the resources that its own revision asks for."""
         return [
             TakenPlace(
                 there.host, there.slot, needed_by(there.slot, needs_of(self.fleet.config_of(node.revision)))
@@ -188,22 +191,22 @@ class Reconciler:
         ]
 
     async def _until_told(self, ask: Callable[[], Awaitable[T]], what: str) -> T:
-        """Nodes may serve meanwhile, and there is no other controller that would look after them later."""
+        """Repeats the question until it is answered. Giving up would leave running nodes without a controller."""
         while True:
             try:
                 return await ask()
             except TandemError as error:
-                logger.warning("it is not known yet %s: %s", what, error)
+                logger.warning("cannot read %s yet: %s", what, error)
                 await self._clock.sleep(self.config.timeouts.heartbeat_s)
 
-    # --- what is kept
+    # --- recording
 
     async def update(self, change: StateChange) -> None:
         async with self.writing:
             await self.keep(change(self.state))
 
     async def keep(self, new: ClusterState) -> None:
-        """Holding `writing`. What could not be kept has not happened."""
+        """Records the new state. If that fails, it raises and the state stays as it was. Requires `writing`."""
         if self._unknown is not None:
             raise self._unknown
         if new != self.state:
@@ -212,8 +215,8 @@ class Reconciler:
             self.changed.ring()
 
     async def _admit(self, info: NodeInfo) -> None:
-        """The first node's content is the deployment's: what a request has computed on one node is worth nothing on
-        a node of another content."""
+        """Records a node before it is announced. The first node of a revision fixes its content. Raises ConfigurationError for a node
+        with another content or tokenizer: KV of one content is useless on a node of another."""
 
         record = self.state.find(info.node_id)
         number = self.state.revision.number if record is None else record.revision
@@ -229,17 +232,17 @@ class Reconciler:
         content = self._contents.setdefault(number, self._kept_content(number) or info.content)
         if info.content != content:
             raise ConfigurationError(
-                f"its model is not the one that this cluster serves: weights, configuration or tokenizer in "
-                f"{self.fleet.config.model.path!r} differ on its machine (content {info.content[:12]}, not "
-                f"{content[:12]}). Put the same files there; another model is put in its place from another folder, or as another "
-                "revision, with `tandem apply`"
+                f"its model is not the one that this cluster serves: the weights, configuration or tokenizer in "
+                f"{self.fleet.config.model.path!r} on its machine have content {info.content[:12]}, and the other nodes' have "
+                f"{content[:12]}. Put the same files on every machine. To serve another model, give `tandem apply` another folder or "
+                "revision"
             )
         self._check_tokenizer(info, number)
         try:
             await self.update(with_info)
         except TandemError as error:
-            # Until it is kept, the next controller takes it for a node that it does not know yet: a short detour.
-            logger.warning("%s serves, but that could not be kept: %s", info.node_id, error)
+            # If it stays unrecorded, the next controller treats it as a new node and adopts it a little later.
+            logger.warning("%s serves, but that could not be recorded: %s", info.node_id, error)
 
     def _kept_content(self, number: int) -> str:
         revision = self.state.revision_of(number)
@@ -255,15 +258,15 @@ class Reconciler:
         return config.model.adapters if loaded is None else loaded
 
     def _check_tokenizer(self, info: NodeInfo, number: int) -> None:
-        """A node of the new revision must have the tokenizer of the one before: routers have that, and would send it nothing."""
+        """Raises ConfigurationError if the tokenizer differs from the previous revision's: routers use that, and could not send prompts."""
         if self.state.rollout is None or number != self.state.revision.number:
             return
         for other in self.state.nodes:
             known = other.info.tokenizer if other.info is not None and other.revision != number else ""
             if known and info.tokenizer and known != info.tokenizer:
                 raise ConfigurationError(
-                    "its tokenizer.json is another one than the routers have, so they cannot send it prompts: a model with another "
-                    "tokenizer needs `tandem down` and `tandem serve`, or a cluster beside this one"
+                    "its tokenizer.json differs from the one that the routers use, so they cannot send it prompts: a model with another "
+                    "tokenizer needs `tandem down` and `tandem serve`, or a second deployment"
                 )
 
     async def _keep_left_out(self, node_id: str, reason: str) -> None:
@@ -274,8 +277,8 @@ class Reconciler:
         try:
             await self.update(left_out)
         except TandemError as error:
-            # Until it is kept, the next controller tries it again.
-            logger.warning("%s is left out, but that could not be kept: %s", node_id, error)
+            # If it stays unrecorded, the next controller starts the node again.
+            logger.warning("%s is left out, but that could not be recorded: %s", node_id, error)
 
     async def _admit_router(self, name: str, info: RouterInfo) -> None:
         def with_info(current: ClusterState) -> ClusterState:
@@ -287,18 +290,18 @@ class Reconciler:
         try:
             await self.update(with_info)
         except TandemError as error:
-            # Until it is kept, nodes would be told by the next controller, for a moment, that it is a stranger.
-            logger.warning("%s serves, but that could not be kept: %s", name, error)
+            # If it stays unrecorded, the next controller briefly leaves the router's key out of what it tells nodes.
+            logger.warning("%s serves, but that could not be recorded: %s", name, error)
 
     def note(self, text: str) -> None:
         logger.info("%s", text)
         self.decisions.append(ControllerDecision(time.time(), text))
         self.changed.ring()
 
-    # --- towards what is wanted
+    # --- changing the pools
 
     def wake(self) -> None:
-        """What is wanted has changed."""
+        """Call this when what is wanted has changed."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -314,11 +317,11 @@ class Reconciler:
                 self.changed.ring()
                 await self._until_woken()
             except TandemError as error:
-                logger.warning("cannot look after the pools: %s", error)
+                logger.warning("cannot look after the pools; trying again: %s", error)
                 await self._clock.sleep(self.config.timeouts.heartbeat_s)
 
     async def _look(self) -> None:
-        """A machine that Ray has lost sight of is kept, with what runs there, as long as others hear that."""
+        """Updates `machines`. A machine that Ray no longer sees is kept, with its nodes, as long as routers or clients hear them."""
         self._hosts.use(needs_of(self.fleet.config), self._taken_places())
         present = await self._hosts.present()
         seen = {host.name for host in present}
@@ -332,15 +335,15 @@ class Reconciler:
                 if host.name not in self._unseen:
                     self._unseen.add(host.name)
                     self.note(
-                        f"the machine {host.address} is not seen, but what runs there is heard: it is left as it is"
+                        f"the machine {host.address} is not seen, but its processes are heard: it is kept"
                     )
             else:
                 self._unseen.discard(host.name)
         self.machines = [*present, *kept]
 
     async def _place_routers(self) -> None:
-        """`router.processes` in each place that there is. Those of a machine that is gone are gone with it; those on one where there are
-        to be none finish what they have."""
+        """Starts and ends routers until each place has `router.processes`. Routers of a machine that is gone are ended; routers on a
+        machine that should have none drain first."""
         async with self.writing:
             places = self.fleet.router_places(self.machines)
             hosts = {host.address: host for host in self.machines} | dict(places)
@@ -382,7 +385,8 @@ class Reconciler:
     # --- another configuration
 
     async def apply(self, config: TandemConfig, *, nodes: bool, routers: bool) -> None:
-        """Holding `writing`. `nodes`, `routers`: they read what is different, and are replaced one by one."""
+        """Records a new configuration and starts to roll it out. Requires `writing`. `nodes` and `routers` say which of them read a
+        changed setting at their start, and so are replaced one by one."""
         _, commit = await self._fix_model(
             config, "" if nodes and config.model != self.config.model else self.state.revision.commit
         )
@@ -401,7 +405,7 @@ class Reconciler:
         self.wake()
 
     async def go_back(self, why: str) -> None:
-        """Holding `writing`."""
+        """Starts to take back the rollout. Requires `writing`."""
         await self.keep(self.state.going_back(why))
         await self._use_kept()
         self.note(f"the rollout is taken back: {why}")
@@ -409,13 +413,13 @@ class Reconciler:
 
     def _begin_rollout(self, how: str) -> None:
         self.note(
-            f"rollout of revision {self.state.revision.number} {how}: what reads something different is replaced, one by one"
+            f"rollout of revision {self.state.revision.number} {how}: nodes and routers that read a changed setting are replaced one by one"
         )
         self._watch.forget()
         self._tasks.spawn(self._roll_out(), "roll out")
 
     async def _roll_out(self) -> None:
-        """Looks again and again: what it waits for is time, too."""
+        """Looks at every heartbeat until the rollout is over: some steps wait for time to pass."""
         while self.state.rollout is not None:
             try:
                 await self._look_at_rollout()
@@ -435,7 +439,7 @@ class Reconciler:
             match step:
                 case rollout.Replace(node):
                     await self.keep(self.state.with_node(msgspec.structs.replace(node, leaving=True)))
-                    self.note(f"{node.node_id} goes: it is replaced")
+                    self.note(f"{node.node_id} drains and is replaced")
                     self.departures.begin(node.node_id, self.config.timeouts.nodes.drain_s)
                 case rollout.AddRouter(old):
                     host = self.fleet.router_places(self.machines).get(old.place)
@@ -445,7 +449,7 @@ class Reconciler:
                         self.fleet.launch_router(new, host)
                 case rollout.ReplaceRouter(old):
                     await self.keep(self.state.with_router(msgspec.structs.replace(old, leaving=True)))
-                    self.note(f"{old.name} goes when it has finished what it has: it is replaced")
+                    self.note(f"{old.name} drains and is replaced")
                     self.departures.begin_router(old.name)
                 case rollout.GoBack(why):
                     self._watch.forget()
@@ -478,4 +482,4 @@ class Reconciler:
                 self.note(f"{node.node_id} is lost: its machine {gone} is gone")
                 self._tasks.spawn(self.fleet.end_node(node.node_id), f"end {node.node_id}")
             case plan.AddNode():
-                pass  # it gets a machine with the next change, or waits for one
+                pass  # the next change places it, or it waits for a machine

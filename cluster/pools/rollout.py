@@ -1,5 +1,5 @@
-"""What a rollout does next: which router or node goes, and whether all of it is taken back. Pure: the state and what is seen of the
-processes in, one step out. New nodes come by themselves: a pool is allowed `plan.surge` more, and makes them with the new configuration."""
+"""Decides the next step of a rollout: which router or node is replaced, or that the rollout is taken back. Pure: state and facts in, one step
+out. It only takes old nodes away. A pool may have `plan.surge` nodes more than its size, which start with the new configuration."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from tandem.cluster.pools.plan import wanted_size
 from tandem.cluster.pools.state import ClusterState, NodeRecord, RouterRecord
 from tandem.wire.nodes import Role
 
-NO_MACHINE = "there is no machine with what a node needs now (pools.{0}.resources, pools.{0}.label_selector)"
+NO_MACHINE = "no machine has what a node needs with the new configuration (pools.{0}.resources, pools.{0}.label_selector)"
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    ready: Set[str]  # nodes and routers that serve, and have served for `rollout.settle_s` if they are new
-    idle: Set[str]  # nodes that serve nothing, and would not be missed
+    ready: Set[str]  # nodes and routers that serve; new ones only after `rollout.settle_s`
+    idle: Set[str]  # nodes that serve nothing, so that they can be removed at no cost
     outdated_routers: Set[str]
-    failed: Mapping[str, str]  # new nodes and routers that do not do what they should, and why
+    failed: Mapping[str, str]  # new nodes and routers that failed, and why
     oldest_wait_s: float  # of the requests in routers' lines
-    longest_wait_s: float  # that users should feel
-    processes: int = 1  # of routers, in each place
-    # Machines that had no router before, and where none has served for long enough.
+    longest_wait_s: float  # the longest wait that is acceptable
+    processes: int = 1  # routers in each place
+    # Machines that get their first router in this rollout, which has not served for `rollout.settle_s` yet.
     coming: Set[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """This node may go now."""
+    """This node may be drained and ended now."""
 
     node: NodeRecord
 
 
 @dataclass(frozen=True, slots=True)
 class AddRouter:
-    """One with the new configuration starts in this one's place."""
+    """A router with the new configuration starts beside this one."""
 
     old: RouterRecord
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaceRouter:
-    """This router may go now."""
+    """This router may be drained and ended now."""
 
     old: RouterRecord
 
 
 @dataclass(frozen=True, slots=True)
 class GoBack:
-    """The configuration from before is made again what all nodes run."""
+    """The rollout is taken back: nodes and routers get the previous configuration again."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutEnd:
-    """All that serves runs one configuration."""
+    """Everything that serves runs one configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ Step = Replace | AddRouter | ReplaceRouter | GoBack | RolloutEnd | Wait
 def next_step(
     config: RolloutConfig, pools: PoolsConfig, state: ClusterState, hosts: Sequence[Host], facts: RolloutFacts
 ) -> Step:
-    """What comes next of the rollout that the state has."""
+    """Returns the next step of the state's rollout."""
     back = state.rollout is not None and bool(state.rollout.going_back)
     if not back and facts.failed:
         return GoBack("; ".join(f"{name}: {why}" for name, why in sorted(facts.failed.items())))
-    # First: it takes seconds, and what is wrong with them costs no node.
+    # Routers come first: replacing one takes seconds, and a mistake in their settings shows before it costs a node.
     if (router_step := _of_routers(state, facts)) is not None:
         return router_step
     waits: list[str] = []
@@ -92,11 +92,11 @@ def next_step(
     if waits:
         return Wait("; ".join(dict.fromkeys(waits)))
     going = [node.node_id for node in state.nodes if node.revision != state.revision.number]
-    return Wait(f"{', '.join(going)}: finishing what they have") if going else RolloutEnd()
+    return Wait(f"{', '.join(going)}: finishing their requests") if going else RolloutEnd()
 
 
 def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | ReplaceRouter | Wait | None:
-    """One after the other. Old and new have one listening socket, so clients find any."""
+    """Replaces routers one by one. Old and new share a listening socket, so clients are served throughout."""
     for old in state.staying_routers:
         if old.name not in facts.outdated_routers:
             continue
@@ -104,13 +104,13 @@ def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | Replace
         new = [router.name for router in there if router.name not in facts.outdated_routers]
         late = [name for name in new if name not in facts.ready]
         if late:
-            return Wait(f"{', '.join(late)}: not served for long enough")
-        # The first of the new ones comes before any old one goes, however many there are to be.
+            return Wait(f"{', '.join(late)}: not served for rollout.settle_s yet")
+        # A place gets its first new router before it loses an old one, whatever `router.processes` is.
         if len(there) > facts.processes and new:
             return ReplaceRouter(old)
         return AddRouter(old)
     if facts.coming:
-        return Wait(f"the routers of {', '.join(sorted(facts.coming))}: not served for long enough")
+        return Wait(f"the routers of {', '.join(sorted(facts.coming))}: not served for rollout.settle_s yet")
     return None
 
 
@@ -125,7 +125,7 @@ def _in_pool(
     wanted = wanted_size(state, hosts, role, pools)
     staying, outdated = state.staying(role), state.outdated(role)
     if not outdated:
-        # What has no machine, or is left out, is so without the rollout too.
+        # Nodes without a machine, or left out, are so for other reasons than the rollout.
         coming = [node for node in staying if node.placement is not None and not node.left_out]
         missing = [node.node_id for node in coming if node.node_id not in facts.ready]
         return Wait(f"{', '.join(missing)}: not ready yet") if missing else None
@@ -134,13 +134,13 @@ def _in_pool(
         return Replace(idle[-1])
     able = {host.name for host in hosts if host.could_have(role)}
     if not able and state.rollout is not None and not state.rollout.going_back:
-        # A machine may come: until then no old node goes for nothing.
+        # Wait until one comes: an old node would be removed without a replacement.
         return Wait(f"{role.value}: {NO_MACHINE.format(role.value)}")
     serving = [node for node in outdated if node.node_id in facts.ready]
-    # First those that leave room for a new one.
+    # First the nodes on machines that a new node can use.
     serving.sort(key=lambda node: node.placement is None or node.placement.host not in able)
     if not serving:
-        return Wait(f"{', '.join(node.node_id for node in outdated)}: not seen yet")
+        return Wait(f"{', '.join(node.node_id for node in outdated)}: not seen since the controller's start")
     least = wanted - most_unavailable(config, state, wanted, role)
     ready = sum(node.node_id in facts.ready for node in staying)
     if ready - 1 < least:
@@ -150,14 +150,14 @@ def _in_pool(
                 f"{', '.join(waiting)}: no machine has room, and fewer than {least} {role.value} nodes may not serve "
                 "(rollout.max_unavailable)"
             )
-        return Wait(f"{role.value}: an old node goes when {least + 1} serve, and {ready} do")
+        return Wait(f"{role.value}: an old node can go when {least + 1} are ready, and {ready} are")
     if role is Role.PREFILL and _waits_for_writers(state, facts):
-        return Wait("prefill: goes after the first new node that writes answers is ready")
+        return Wait("prefill: waits until a new node that decodes is ready")
     return Replace(serving[0])
 
 
 def _waits_for_writers(state: ClusterState, facts: RolloutFacts) -> bool:
-    """KV of a new content is of no use before a node of that content decodes."""
+    """A prefill node with a new content is useless until a node with that content decodes."""
     writers = [node for node in state.nodes if node.role.writes_answers and not node.leaving]
     new = [node for node in writers if node.revision == state.revision.number]
     return len(new) < len(writers) and not any(node.node_id in facts.ready for node in new)
@@ -166,7 +166,7 @@ def _waits_for_writers(state: ClusterState, facts: RolloutFacts) -> bool:
 def most_unavailable(config: RolloutConfig, state: ClusterState, wanted: int, role: Role) -> int:
     if config.max_unavailable is not None:
         return config.max_unavailable
-    # Without prefill nodes decode nodes read prompts themselves, and without encoder nodes prompts' nodes encode images.
+    # Without prefill nodes, decode nodes compute prompts; without encoder nodes, the nodes that compute prompts encode images.
     can_do_without = wanted > 1 or not role.writes_answers
     is_full = (
         state.sizes.get(role, 0) is None

@@ -1,4 +1,4 @@
-"""What is seen of the processes while a configuration is rolled out: which of them serve, and which do not do what they should."""
+"""Observes nodes and routers during a rollout: which of them serve, and which new ones fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase
 from tandem.cluster.tasks import Clock
 from tandem.wire.nodes import Role
 
-# So many errors of a new node or router, and such a share of what it has finished, and it is not what was wished for.
+# A new node or router has failed when it has this many errors and they are more than this share of its finished requests.
 LEAST_ERRORS, MOST_ERRORS = 3, 0.05
 
 
@@ -23,16 +23,16 @@ class RolloutWatch:
     def __init__(self, fleet: Fleet, clock: Clock) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._ready_since: dict[str, float] = {}  # of nodes and routers that the rollout has made
-        self._unfit_since: dict[Role, float] = {}  # pools whose new nodes fit on no machine
+        self._ready_since: dict[str, float] = {}  # of new nodes and routers
+        self._unfit_since: dict[Role, float] = {}  # since when no machine has what a pool's new nodes need
 
     def forget(self) -> None:
-        """Another rollout begins, or this one is taken back."""
+        """Call this when a rollout begins and when it is taken back."""
         self._ready_since.clear()
         self._unfit_since.clear()
 
     def facts(self, state: ClusterState, config: TandemConfig, machines: Sequence[Host]) -> RolloutFacts:
-        """`config`: as an operator wishes it."""
+        """`config` is the one that the operator wants."""
         now, number = self._clock.now(), state.revision.number
         ready: set[str] = set()
         idle: set[str] = set()
@@ -41,7 +41,7 @@ class RolloutWatch:
             node = self._fleet.nodes.get(record.node_id)
             if record.leaving:
                 continue
-            # One that was announced may serve, also when this controller has not found it yet.
+            # An announced node may be serving even if this controller has not reached it yet.
             if node is None or record.info is None or node.restarts >= MAX_START_FAILURES:
                 idle.add(record.node_id)
             if node is None:
@@ -88,7 +88,7 @@ class RolloutWatch:
         )
 
     def _new_places(self, state: ClusterState, machines: Sequence[Host]) -> set[str]:
-        """Where `router.placement` has a router now, and had none before."""
+        """Returns the places that have a router because this rollout changed `router.placement`."""
         if state.rollout is None or not state.rollout.routers:
             return set()
         before = self._fleet.config_of(state.rollout.before.number).router.placement
@@ -99,13 +99,13 @@ class RolloutWatch:
 
 
 def _why_failed(node: NodeSupervisor) -> str:
-    """What a new node does not do that it should; "" while it does all of it."""
+    """Returns why a new node has failed; "" if it has not."""
     if node.phase is ProcessPhase.LEFT_OUT or node.restarts >= MAX_START_FAILURES:
         return f"it is {node.phase.value}: {node.detail}"
     finished = node.status.counters.requests_finished if node.status is not None else {}
     errors = finished.get("error", 0)
     if _too_many(errors, sum(finished.values())):
-        return f"{errors} of {sum(finished.values())} requests ended there with an error"
+        return f"{errors} of its {sum(finished.values())} requests ended with an error"
     return ""
 
 
@@ -113,7 +113,9 @@ def _why_failed_router(router: RouterSupervisor) -> str:
     if router.phase is ProcessPhase.LEFT_OUT or router.restarts >= MAX_START_FAILURES:
         return f"it is {router.phase.value}: {router.detail}"
     if _too_many(router.load.errors, router.load.answers):
-        return f"{router.load.errors} of its {router.load.answers} answers were errors of its own"
+        return (
+            f"{router.load.errors} of its {router.load.answers} responses were errors that it caused itself"
+        )
     return ""
 
 

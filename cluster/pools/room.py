@@ -1,7 +1,6 @@
-"""How many nodes a Ray node offers room for, and whether one machine has room for all the nodes that it is to hold: by its
-cores, and by its memory. Pure.
+"""Computes how many nodes a Ray node has room for, and checks whether a machine's cores and memory suffice for its nodes. Pure.
 
-Only what cannot go well is refused. A machine that offers places has said itself how many nodes it takes.
+Only what certainly fails is refused. A machine that offers places decides by those how many nodes it takes.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from tandem.wire.nodes import ENGINE_ROLES, Role
 _MIB = 1 << 20
 _GIB = 1 << 30
 
-# The least that they need, so that no cluster is refused that could have served. A node: an interpreter, torch, transformers
-# and Ray's worker, without weights and cache. Around the nodes: Ray, the controller, a router.
+# The least that they need, so that no deployment is refused that could have served. A node: an interpreter, torch, transformers
+# and Ray's worker, without weights and cache. Beside the nodes: Ray, the controller, a router.
 NODE_BYTES = 384 * _MIB
 AROUND_BYTES = 512 * _MIB
-# A node keeps its own copy of the weights, which the native library packs to so much of what the files hold.
+# The CPU kernels pack each node's copy of the weights to this share of the files' size.
 _PACKED = 0.75
 
 
 def check_cores(pools: PoolsConfig, cores: int) -> None:
-    """Before anything starts. Raises ConfigurationError for more nodes than may share the cores."""
+    """Called before anything starts. Raises ConfigurationError if more nodes share the cores than `pools.nodes_per_core` allows."""
     sizes = {role: pools.of(role).last_size for role in Role}
     reason = too_many_for_cores(sizes, cores, pools.nodes_per_core)
     if reason is not None:
@@ -40,14 +39,14 @@ def check_cores(pools: PoolsConfig, cores: int) -> None:
 
 
 def too_many_for_cores(sizes: Mapping[Role, int], cores: int, nodes_per_core: int) -> str | None:
-    """Why so many nodes are refused; None when they are not."""
+    """Returns why this many nodes are refused; None if they are not."""
     most = cores * nodes_per_core
     if not cores or sum(sizes.values()) <= most:
         return None
     nodes = " and ".join(counted(size, f"{role.value} node") for role, size in sizes.items() if size)
     return (
-        f"{nodes} are too many for {counted(cores, 'core')}: nodes that share one compute in turns, and at most "
-        f"{nodes_per_core} may (pools.nodes_per_core), so there is room for {most}"
+        f"{nodes} are too many for {counted(cores, 'core')}: nodes that share a core slow each other down, and "
+        f"pools.nodes_per_core allows {nodes_per_core} per core, {most} in all"
     )
 
 
@@ -62,8 +61,8 @@ def _settings(pools: PoolsConfig) -> str:
 
 
 def check_memory(config: TandemConfig, free: int | None, weights: int, *, on_cpu: bool) -> None:
-    """Raises ConfigurationError where the nodes need more than the machine has, by the least that they can need.
-    `weights` are the bytes of the model's files, 0 if unknown. On a GPU weights and cache are not in its memory."""
+    """Raises ConfigurationError if the nodes need more memory than is free even by a low estimate. `weights` is the size of the model's
+    files in bytes, 0 if unknown. On a GPU, weights and cache are not in this memory."""
     if free is None:
         return
     counts = {role: size for role in Role if (size := config.pools.of(role).last_size)}
@@ -79,7 +78,7 @@ def check_memory(config: TandemConfig, free: int | None, weights: int, *, on_cpu
     )
     if needed <= free:
         return
-    # What is said is of the largest node.
+    # The message describes the largest node.
     cache, tiers = max(cache_of.values(), default=0), max(tiers_of.values(), default=0)
     each = f" with {format_size(cache)} of KV cache each" if cache else ""
     if tiers:
@@ -101,7 +100,7 @@ def _what_fits(pools: PoolsConfig, free: int, nodes: int, without_cache: int, ca
         ways.append("serve with one node that does both (--aggregated 1)")
     elif 1 < fitting < nodes:
         ways.append(f"ask for at most {counted(fitting, 'node')} in all ({_settings(pools)})")
-    return ", or ".join(ways) or "end something else that runs here, or serve a smaller model"
+    return ", or ".join(ways) or "end other processes on this machine, or serve a smaller model"
 
 
 def _rounded_down(size: int) -> str:
@@ -112,7 +111,7 @@ ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ENCODE)
 
 
 def needs_of(config: TandemConfig) -> dict[Role, Offer]:
-    """On each machine that it has a place on."""
+    """Returns what a node of each role needs on each of its machines, besides one unit of the role's resource."""
     pools = config.pools
     return {role: Offer(pools.of(role).resources_per_machine, pools.of(role).label_selector) for role in Role}
 
@@ -123,7 +122,7 @@ def needed_by(role: Role, needs: Needs) -> Offer:
 
 
 def places(machine: Offer, needs: Needs) -> dict[Role, int]:
-    """How many nodes of each role a machine has room for. One that lacks something has none."""
+    """Returns for how many nodes of each role the machine has room; a role with none is missing."""
     found = {}
     for role in ROLES:
         wanted = needed_by(role, needs)
@@ -134,27 +133,27 @@ def places(machine: Offer, needs: Needs) -> dict[Role, int]:
 
 
 def places_left(machine: Offer, needs: Needs, taken: Sequence[TakenPlace]) -> dict[Role, int]:
-    """As `places`, with those that are taken: nodes that were made when their pool needed something else stay where they are, and others
-    get what they leave. `taken`: on this machine."""
+    """Like `places`, but counts the places that are taken on this machine, and what is left beside them. Nodes keep their places when
+    their pool's needs change; new nodes get what those leave."""
     if all(place.needed == needed_by(place.slot, needs) for place in taken):
         return places(machine, needs)
     left = dict(machine.resources)
     for place in taken:
         for name, amount in place.needed.resources.items():
-            left[name] = round(max(0.0, left.get(name, 0.0) - amount), 4)  # as finely as Ray counts
+            left[name] = round(max(0.0, left.get(name, 0.0) - amount), 4)  # Ray counts to four decimals
     more = places(Offer(left, machine.labels), needs)
     return dict(Counter(place.slot for place in taken) + Counter(more))
 
 
 def nodes_on(places_of: Sequence[int], machines: int, most: int) -> int:
-    """How many nodes find room, up to so many, each with a place on `machines` of these."""
+    """Returns how many nodes find room, at most `most`, if each needs a place on `machines` of these machines."""
     if machines == 1:
         return min(sum(places_of), most)
     return max(n for n in range(most + 1) if sum(min(room, n) for room in places_of) >= n * machines)
 
 
 def lacking(config: TandemConfig, machines: Iterable[Offer]) -> list[str]:
-    """A sentence for each pool that the machines which are there now are too few for."""
+    """Returns a sentence for each pool for which the machines do not suffice."""
     needs = needs_of(config)
     offers = [places(machine, needs) for machine in machines]
     sentences = []
@@ -170,7 +169,7 @@ def lacking(config: TandemConfig, machines: Iterable[Offer]) -> list[str]:
             room = f"room for {there}" if there else "no room for any"
             spread = f" on {counted(pool.machines, 'machine')} each" if pool.machines > 1 else ""
             sentences.append(
-                f"pools.{role.value} wants {counted(wanted, 'node')}{spread}, and the cluster's machines have {room}: waiting "
+                f"pools.{role.value} wants {counted(wanted, 'node')}{spread}, but the cluster's machines have {room}: waiting "
                 f"for machines that offer {offer}{labelled} (ray start --resources '{offer}'"
                 f"{' --labels KEY=VALUE' if labels else ''}, or an autoscaler)"
             )

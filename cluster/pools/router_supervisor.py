@@ -1,4 +1,4 @@
-"""A router's supervisor: keeps it running, and keeps telling it who the nodes are."""
+"""A router's supervisor: keeps the router running and sends it the membership."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from tandem.wire.nodes import RouterInfo, RouterQueue
 
 logger = logging.getLogger(__name__)
 
-_ASK_SOON_S = 0.05  # whether it has heard its nodes; each time twice as long, until that is a heartbeat
+_ASK_SOON_S = (
+    0.05  # the first wait for a router that does not use all its nodes yet; it doubles up to a heartbeat
+)
 
 AdmitRouter = Callable[[str, RouterInfo], Awaitable[None]]
-"""Keeps what the router with this name announced, for the next controller."""
+"""Records for the next controller what the router with this name announced."""
 
 
 class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
@@ -30,16 +32,16 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         admit: AdmitRouter,
         beside: Callable[
             [], Sequence[RouterSupervisor]
-        ],  # the others in its place, that which serves longer first
-        wake: Callable[[], None],  # hears that it serves, and that its process was told to end
+        ],  # returns the other routers in its place, the longest-serving first
+        wake: Callable[[], None],  # called when it begins to serve, and when its process got SIGTERM
     ) -> None:
         super().__init__(record.name, around)
         self.config = record.config
         self.place = record.place
         self.host = host
         self.info = record.info  # as it last announced itself
-        self.load = RouterQueue()  # as it last said
-        self.told = -1  # the membership's revision that it last answered to
+        self.load = RouterQueue()  # as it last reported
+        self.told = -1  # the membership revision that it last confirmed
         self._admit = admit
         self._beside = beside
         self._wake = wake
@@ -68,16 +70,16 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         await self._around.membership.withdraw_router(self.name)
 
     def _may_leave_out(self) -> bool:
-        """Without a router no request is served. One that has worked will work again, when its port is let go or the
-        machine has memory again; one that never did is a mistake to be told of."""
+        """Without a router no request is served. A router that has worked before will work again once its port or memory is free. One
+        that never worked has a mistake in its configuration, which the operator must see."""
         return not self.url
 
     def _describe(self, info: RouterInfo) -> str:
         return info.url
 
     async def _watch(self, handle: RouterHandle, info: RouterInfo) -> str:
-        """Sends the membership whenever it changes, and again every few seconds: the answer is the heartbeat. A router
-        that does not answer is left alone while clients or nodes hear it."""
+        """Sends the membership at every change, and every heartbeat; the answers show that the router lives. A router that does not
+        answer is kept as long as clients or nodes hear it. Returns why it must be replaced."""
         self._wake()
         timeouts, membership = self._timeouts, self._around.membership
         silence = self._new_silence()
@@ -102,7 +104,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
                     who = "clients and nodes hear it" if serves else "no node can be asked about it"
                     if who != said:
                         self._events.trouble(
-                            self.name, f"does not answer, but {who}: it is left as it is: {error}"
+                            self.name, f"does not answer the controller, but {who}: it is kept: {error}"
                         )
                     said = who
                 await self._clock.sleep(timeouts.heartbeat_s)
@@ -119,8 +121,8 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             soon_s = min(2 * soon_s, timeouts.heartbeat_s)
 
     def _desks(self) -> dict[str, str]:
-        """Of those on its port, its own too. Also of one that hangs: the others say that it does not answer. One with another
-        environment may be of another version of Tandem, and what they tell each other has no version."""
+        """Returns the desks of the routers on its port, its own included, and also of one that hangs: its siblings then report that.
+        Routers with another environment are left out: they may be of another version, and messages between siblings carry none."""
         return {
             router.name: router.info.desk
             for router in (self, *self._beside())
@@ -135,13 +137,13 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
                 "a change of membership",
             )
         except TandemError:
-            return  # nothing changed; it is time for a heartbeat all the same
+            return  # no change: time for a heartbeat
 
     def runs_on(self, hosts: Sequence[Host]) -> bool:
         return any(host.head if self.host is None else host.name == self.host.name for host in hosts)
 
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
-        """One that does not answer sends some prompts where their beginnings were, and learns better."""
+        """Failures are only logged: the router then sends some prompts to nodes that no longer have their prefix, until it learns of it."""
         if self.phase is not ProcessPhase.READY or self.handle is None:
             return
         try:
@@ -152,20 +154,20 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             logger.warning("%s", error)
 
     async def drain(self, limit_s: float) -> bool:
-        """It takes nothing new. True when everything that it had was finished."""
+        """The router refuses new requests. Returns True when all of its requests ended in time."""
         if not self.serves or self.handle is None:
             return False
         return await self._finish(limit_s, self.handle.drain(limit_s))
 
     async def leave(self) -> bool:
-        """Another one has its place: no new connection comes to it, and what it has is finished, however long a request may take. The
-        process is not ended, but when it ends it is not replaced."""
+        """Another router has its place: it accepts no new connection, and its requests may take as long as any request may. Returns True
+        when all of them ended in time. Does not end the process; when the process ends it is not replaced."""
         self._leaving = True
         if self.phase is ProcessPhase.STARTING and self.info is not None:
-            await self.settled()  # adopted, and it may have work
+            await self.settled()  # it was adopted, so it may have requests
         if not self.serves or self.handle is None:
             return True
-        self._enter(ProcessPhase.DRAINING, "another one has its place")
+        self._enter(ProcessPhase.DRAINING, "another router has its place")
         limit_s = self.config.timeouts.total
         return await self._finish(limit_s, self.handle.leave(limit_s))
 

@@ -1,8 +1,7 @@
-"""What the controller keeps in its `StateStore`, enough for the next one to find every node again under its id; the nodes
-that routers may use, and the keys by which all processes admit each other.
+"""What the controller records in its `StateStore`, so that the next controller finds every node again by its id; and the membership:
+the nodes that routers may use, and the keys of all processes that may connect to each other.
 
-Each is a value that is only ever replaced as a whole: a router that missed ten changes needs only the last one, and so does
-a new router.
+Each is only ever replaced as a whole. So a router that missed ten changes needs only the last one, as a new router does.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tandem.wire.settings import without_defaults
 
 
 class RankPlace(msgspec.Struct, frozen=True):
-    """On one more machine of a node whose ranks are spread over several."""
+    """The part of a node on one of its other machines, if its ranks are on several."""
 
     host: str
     address: str
@@ -33,19 +32,19 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 class NodePlacement(msgspec.Struct, frozen=True):
-    """Where a node runs. It keeps its place for as long as its hosts are there, through restarts and changes of role."""
+    """Where a node runs. The node keeps its place through restarts and changes of role, as long as its machines stay."""
 
-    host: str  # its name
+    host: str  # the machine's name
     address: str
-    slot: Role  # which of the host's places it takes: that of the role that it was placed with
+    slot: Role  # the role whose place it takes on the machine: the one with which it was placed
     cores: tuple[int, ...]
     device: str
-    memory_share: float  # of what is free on its device
-    others: tuple[RankPlace, ...] = ()  # it takes a place of the same kind on each of them, too
+    memory_share: float  # of the free memory of its device
+    others: tuple[RankPlace, ...] = ()  # its other machines; it takes a place of the same kind on each
 
     @property
     def parts(self) -> list[NodePlacement]:
-        """One for each machine, as if it were alone there."""
+        """Returns one placement per machine, as if a node were on that machine alone."""
         first = msgspec.structs.replace(self, others=())
         return [
             first,
@@ -65,11 +64,11 @@ class NodePlacement(msgspec.Struct, frozen=True):
 class NodeRecord(msgspec.Struct, frozen=True):
     node_id: str
     role: Role
-    placement: NodePlacement | None = None  # None: no machine has room for it
+    placement: NodePlacement | None = None  # None: it waits for a machine with room
     info: NodeInfo | None = None  # as it was last announced
-    leaving: bool = False  # it is drained, and goes
-    revision: int = 0  # of the configuration that it was made with
-    left_out: str = ""  # why; no controller starts it again before it is asked to
+    leaving: bool = False  # it drains, then ends
+    revision: int = 0  # of the configuration with which it was started
+    left_out: str = ""  # why it was left out; no controller starts it again until an operator asks for it
 
     def serving_as(self, info: NodeInfo) -> NodeRecord:
         return msgspec.structs.replace(self, info=info, left_out="")
@@ -80,53 +79,55 @@ class NodeRecord(msgspec.Struct, frozen=True):
 
 class RouterRecord(msgspec.Struct, frozen=True):
     name: str
-    place: str  # where clients find it: the address of its machine, "" for the head
-    config: RouterConfig  # that it was made with
+    place: str  # the address of the machine on which clients find it, "" for the head
+    config: RouterConfig  # with which it was started
     info: RouterInfo | None = None  # as it last announced itself
-    leaving: bool = False  # another one has its place; it finishes what it has, and goes
+    leaving: bool = False  # it finishes its requests, then ends
 
 
 class ClosedSlot(msgspec.Struct, frozen=True):
-    """A place that a pool without a fixed size may not use: its node was told to go, and no other shall come."""
+    """A place that a pool without a fixed size must leave empty, because an operator removed its node."""
 
     host: str
     role: Role
 
 
 class Revision(msgspec.Struct, frozen=True):
-    """A configuration that nodes are made with, and the model that it stands for."""
+    """A configuration with which nodes start, and the model that it names."""
 
     number: int = 0
-    config: TandemConfig | None = None  # None: as the controller's process was given it
-    commit: str = ""  # of a model from the hub: what its name stood for when this configuration came
-    content: str = (
-        ""  # the model's, as the first node announced it: no node of this revision with another one joins
+    config: TandemConfig | None = None  # None: the one with which the controller's process was created
+    commit: str = (
+        ""  # of a model on the hub: the one for which its name stood when this configuration was applied
     )
-    adapters: dict[str, str] | None = None  # all that were loaded since; None: the configuration's
+    content: str = (
+        ""  # the model's, as the revision's first node announced it; nodes with another content are refused
+    )
+    adapters: dict[str, str] | None = None  # by name, if they were changed since; None: the configuration's
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """Nodes, routers or both are being replaced, because the configuration is another one."""
+    """Nodes, routers or both are being replaced by ones with another configuration."""
 
-    before: Revision  # of what is to go
+    before: Revision  # that is being replaced
     unix_time: float
-    going_back: str = ""  # why; `before` is then what was tried
-    nodes: bool = True  # they read what is different
+    going_back: str = ""  # why the rollout is being taken back; `before` is then the revision that failed
+    nodes: bool = True  # whether nodes read a changed setting
     routers: bool = False
 
 
 class ClusterState(msgspec.Struct, frozen=True):
-    """Only ever replaced as a whole."""
+    """Only replaced as a whole, never changed."""
 
-    sizes: dict[Role, int | None]  # None: one node for every place that machines offer
+    sizes: dict[Role, int | None]  # None: a node for every place that machines offer
     nodes: list[NodeRecord] = []
-    next_index: dict[Role, int] = {}  # ids are never given twice
+    next_index: dict[Role, int] = {}  # so that no id is given twice
     closed: list[ClosedSlot] = []
-    revision: Revision = Revision()  # of nodes that are made now
-    last_number: int = 0  # a revision's; none is given twice
+    revision: Revision = Revision()  # with which nodes start now
+    last_number: int = 0  # so that no revision number is given twice
     rollout: Rollout | None = None
-    evacuated: list[str] = []  # machines that are about to go, by name: nothing is placed there
-    paused: list[str] = []  # pools and nodes that get no new requests, by name
+    evacuated: list[str] = []  # names of machines that are about to go; nothing is placed there
+    paused: list[str] = []  # names of pools and nodes that get no new requests
     routers: list[RouterRecord] = []
 
     def find(self, node_id: str) -> NodeRecord | None:
@@ -140,12 +141,12 @@ class ClusterState(msgspec.Struct, frozen=True):
         return record
 
     def revision_of(self, number: int) -> Revision | None:
-        """None: of an earlier rollout."""
+        """Returns None for a revision of an earlier rollout."""
         known = [self.revision, *([self.rollout.before] if self.rollout is not None else [])]
         return next((each for each in known if each.number == number), None)
 
     def unseen_machines(self, seen: Container[str]) -> list[Host]:
-        """Those on which nodes served, with places for them and for nothing else."""
+        """Returns the machines outside `seen` on which nodes served, with places for those nodes only."""
         placements = [
             part
             for node in self.nodes
@@ -159,7 +160,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         ]
 
     def outdated(self, role: Role) -> list[NodeRecord]:
-        """Those that stay until another one takes their place."""
+        """Returns the nodes of earlier revisions that stay until a new node takes their place."""
         return [node for node in self.staying(role) if node.revision != self.revision.number]
 
     def beginning(
@@ -172,8 +173,8 @@ class ClusterState(msgspec.Struct, frozen=True):
         nodes: bool,
         routers: bool,
     ) -> ClusterState:
-        """Nodes and routers are made with this configuration from now on, and all that read what is different are to go. `adapters`: if
-        not the configuration's."""
+        """Returns the state in which new nodes and routers start with this configuration, and the old ones that read a changed setting
+        are to be replaced. `adapters` replaces the configuration's."""
         number = self.last_number + 1
         rollout = Rollout(self.revision, unix_time, nodes=nodes, routers=routers)
         content = "" if nodes else self.revision.content
@@ -187,7 +188,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, rollout=rollout)._as_of(self.rollout.before)
 
     def _as_of(self, revision: Revision) -> ClusterState:
-        """From now on. Nodes that read nothing that is different are of it as they are."""
+        """Makes this revision current. Nodes that read no changed setting count as nodes of it."""
         nodes = self.nodes
         if self.rollout is not None and not self.rollout.nodes:
             nodes = [msgspec.structs.replace(node, revision=revision.number) for node in nodes]
@@ -197,7 +198,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         return [node for node in self.nodes if node.role is role and not node.leaving]
 
     def with_node(self, record: NodeRecord) -> ClusterState:
-        """In place of the record with its id, or as a new one."""
+        """Replaces the record with the same id, or adds it."""
         if self.find(record.node_id) is None:
             nodes = [*self.nodes, record]
         else:
@@ -225,7 +226,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         return new.resized(record.role, -1)
 
     def evacuating(self, hosts: AbstractSet[str], present: Collection[str]) -> ClusterState:
-        """The nodes on these machines go, and their pools keep their sizes. Machines that are no longer there are forgotten."""
+        """Returns the state in which the nodes on these machines leave and their pools keep their sizes. Forgets machines that are gone."""
         nodes = [
             msgspec.structs.replace(node, leaving=True)
             if node.placement is not None and not hosts.isdisjoint(node.placement.hosts)
@@ -243,7 +244,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         return next((router for router in self.routers if router.name == name), None)
 
     def with_router(self, record: RouterRecord) -> ClusterState:
-        """In place of the record with its name, or as a new one."""
+        """Replaces the record with the same name, or adds it."""
         if self.router(record.name) is None:
             routers = [*self.routers, record]
         else:
@@ -260,7 +261,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, sizes={**self.sizes, **sizes}, closed=closed)
 
     def resized(self, role: Role, by: int) -> ClusterState:
-        """A pool that follows the machines has no size to change."""
+        """Changes nothing for a pool that follows the machines, because it has no size."""
         size = self.sizes[role]
         return self if size is None else self.with_sizes({role: size + by})
 
@@ -270,7 +271,7 @@ def first_state(pools: PoolsConfig) -> ClusterState:
 
 
 def encode(state: ClusterState) -> bytes:
-    """Without defaults: the version before this one reads it, unless it says something that only this one knows."""
+    """Encodes without defaults, so that the previous version of Tandem can read it unless it uses a setting that version lacks."""
     return msgspec.msgpack.encode(without_defaults(state))
 
 
@@ -280,23 +281,23 @@ def decode(data: bytes) -> ClusterState:
         return msgspec.msgpack.decode(data, type=ClusterState)
     except msgspec.DecodeError as error:
         raise UnknownState(
-            f"what an earlier controller kept says something that this version of Tandem does not know ({error}): its nodes and routers "
-            "go on as they are; set `controller.env` so that the controller is of the version that kept it"
+            f"the state that an earlier controller recorded cannot be read by this version of Tandem ({error}): its nodes and routers "
+            "go on serving; set `controller.env` so that the controller runs the version that recorded it"
         ) from error
 
 
 class UnknownState(Unavailable):
-    """Another version of Tandem kept it. Nothing is written in its place."""
+    """Another version of Tandem recorded the state. It is not overwritten."""
 
 
 class Membership:
-    """A process that has ended is in neither `members` nor `keys`, one that drains is in both."""
+    """The nodes and routers of the deployment. A draining process is in `members` and `keys`, an ended one in neither."""
 
     def __init__(self) -> None:
         self._members: dict[str, NodeInfo] = {}
         self._routers: dict[str, RouterInfo] = {}
         self._changed = asyncio.Condition()
-        self.paused: list[str] = []  # pools and nodes that get no new requests, by name
+        self.paused: list[str] = []  # names of pools and nodes that get no new requests
         self.revision = 0
 
     @property
@@ -305,7 +306,7 @@ class Membership:
 
     @property
     def keys(self) -> list[str]:
-        """The public keys of all nodes and routers: what any of them must admit."""
+        """Returns the public keys of all nodes and routers, which each of them must admit."""
         nodes = [info.request_endpoint for info in self._members.values()]
         routers = [info.inbox_endpoint for info in self._routers.values()]
         return sorted(map(key_of, nodes + routers))
@@ -330,7 +331,7 @@ class Membership:
             await self._publish()
 
     async def withdraw(self, info: NodeInfo) -> None:
-        """Another incarnation under the same id stays."""
+        """Does nothing if another incarnation with the same id has been announced."""
         if self._members.get(info.node_id) == info:
             del self._members[info.node_id]
             await self._publish()
@@ -341,7 +342,7 @@ class Membership:
             self._changed.notify_all()
 
     async def newer_than(self, revision: int) -> int:
-        """Waits for a revision after this one."""
+        """Waits for a revision after this one, and returns it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.revision > revision)
             return self.revision

@@ -1,8 +1,8 @@
-"""One supervised process: start it, watch it, replace it; give up on one that cannot start.
+"""Supervises one process: starts it, watches it, replaces it, and leaves it out if it cannot start.
 
 STARTING ──▶ READY ──▶ (lost) ──▶ RESTARTING ──▶ STARTING ...
     │          └── told to leave ──▶ DRAINING ──▶ (lost, or stopped) ──▶ STOPPED
-    └── three failures in a row, or a mistake in what never worked ──▶ LEFT_OUT
+    └── three failures in a row, or a configuration error before it ever worked ──▶ LEFT_OUT
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProcessPhase(enum.StrEnum):
 
 @dataclass(slots=True)
 class Surroundings:
-    """What the supervisors of a fleet share. The time-outs may be others tomorrow."""
+    """What all supervisors of a fleet share. The time-outs can change."""
 
     launcher: Launcher
     membership: Membership
@@ -53,24 +53,23 @@ class Surroundings:
     timeouts: ClusterTimeouts
     events: Events
     clock: Clock
-    on_change: Callable[[], None]  # hears of every new phase, and of other adapters
+    on_change: Callable[[], None]  # called at every new phase, and when a router's adapters change
 
 
 class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
-    """`run` goes on until the process is left out or lost while it leaves, or the supervisor is cancelled; `stop`
-    ends the process."""
+    """`run` returns when the process is left out, or lost while it leaves; the owner may cancel it. Then `stop` ends the process."""
 
     def __init__(self, name: str, around: Surroundings) -> None:
         self.name = name
         self.phase = ProcessPhase.STARTING
-        self.detail = ""  # why; of one that is READY again, why it had to be started again
+        self.detail = ""  # the reason for the phase; when READY again, why it was restarted
         self.restarts = 0
         self._around = around
         self._events = around.events
         self._clock = around.clock
-        self._settled = asyncio.Event()  # it has been READY or LEFT_OUT
-        self._leaving = False  # when it is lost, it is not replaced
-        self.progress = LastProgress(around.clock.now)  # of its start, or of what it loads later
+        self._settled = asyncio.Event()  # set once it has been READY or LEFT_OUT
+        self._leaving = False  # set: the process is not replaced when it ends
+        self.progress = LastProgress(around.clock.now)  # of its start, or of later loading
         self.handle: H | None = None
         self._has_worked = False
 
@@ -78,7 +77,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
     def _timeouts(self) -> ClusterTimeouts:
         return self._around.timeouts
 
-    # --- what differs between nodes and routers
+    # --- what nodes and routers do differently
 
     @abc.abstractmethod
     def _launch(self) -> H: ...
@@ -88,7 +87,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
 
     @abc.abstractmethod
     async def _watch(self, handle: H, ready: Ready) -> str:
-        """Returns when the process must be replaced, with the reason."""
+        """Returns the reason when the process must be replaced."""
 
     @abc.abstractmethod
     def _describe(self, ready: Ready) -> str: ...
@@ -97,23 +96,25 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         return True
 
     async def _left_out(self) -> None:
-        """It is not started again before that is asked for."""
+        """Called when it is left out: only an operator's request starts it again."""
 
     async def _lost(self) -> None:
-        """It no longer serves, or did not start; before anything else is done about it."""
+        """Called first whenever the process has stopped serving, or did not start."""
 
-    # --- what does not
+    # --- what both do alike
 
     async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
-        """Raises errors of `wire.errors` where it has no process that answers."""
+        """Raises errors of `wire.errors` if it has no process, or the process does not answer."""
         if self.handle is None:
-            raise Unavailable(f"it does not run ({self.phase.value}{self.detail and f': {self.detail}'})")
+            raise Unavailable(
+                f"its process is not running ({self.phase.value}{self.detail and f': {self.detail}'})"
+            )
         page = self.handle.log_page(after, last, most)
         return await self._clock.within(self._timeouts.silence_s, page, f"reading {self.name}'s log")
 
     @property
     def has_settled(self) -> bool:
-        """It has been ready once, or is left out, or has ended."""
+        """Whether it has been ready, is left out, or has ended."""
         return self._settled.is_set()
 
     @property
@@ -122,7 +123,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
 
     @property
     def keeps_dying(self) -> bool:
-        """It has been ready, and has failed again, too often: waiting until it is ready and stays so is in vain."""
+        """Whether it has been ready and has failed again so often that waiting for it to stay ready is in vain."""
         return (
             self.phase in (ProcessPhase.STARTING, ProcessPhase.RESTARTING)
             and self.restarts >= MAX_START_FAILURES
@@ -132,7 +133,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         await self._settled.wait()
 
     async def run(self) -> None:
-        """Starts it again after it was left out, with a fresh count of restarts."""
+        """May be called again after the process was left out: the counts of failures start again at 0."""
         failures = 0
         self._enter(ProcessPhase.STARTING, self.detail)
         while True:
@@ -143,7 +144,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
                 failures += 1
                 await self._lost()
                 await handle.stop()
-                # With what it has worked with it can work again: the memory that is missing may not be free yet.
+                # A configuration with which it has worked can work again, for example when enough memory is free.
                 mistaken = isinstance(error, ConfigurationError) and not self._has_worked
                 if (mistaken or failures >= MAX_START_FAILURES) and self._may_leave_out():
                     self._leave_out(error, failures)
@@ -174,16 +175,16 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
             await self._pause(reason, self.restarts)
 
     async def _start_or_end(self, handle: H) -> Ready:
-        """A process that dies while it starts may leave its `start` unanswered."""
+        """Also ends when the process does: a process that dies during its start may leave the call to `start` unanswered."""
         start, ended = await first_of(
             self._while_it_progresses(self._start(handle), f"starting {self.name}"), handle.ended()
         )
         if has_ended(start):
             return start.result()
-        raise TandemError(f"its process ended while it started: {ended.result()}")
+        raise TandemError(f"its process ended during its start: {ended.result()}")
 
     async def _while_it_progresses(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """What loads takes as long as it takes. `report` is what says that it goes on."""
+        """Loading may take any time as long as `report` is called. Raises DeadlineExceeded after `timeouts.start_s` without a report."""
         return await self._clock.while_it_progresses(
             self._timeouts.start_s, work, f"{what} (timeouts.start_s)", self.progress
         )
@@ -208,12 +209,12 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self._settled.set()
 
     def stay_left_out(self, reason: str) -> None:
-        """As an earlier controller left it, instead of `run`."""
+        """Call this instead of `run` for a process that an earlier controller left out."""
         self._enter(ProcessPhase.LEFT_OUT, reason)
         self._settled.set()
 
     def _new_silence(self) -> Silence:
-        """For a process that is asked every `heartbeat_s`, and has `silence_s` for its answer."""
+        """Returns a counter for a process that is asked every `heartbeat_s` and has `silence_s` to answer."""
         return Silence(self._clock, self._timeouts.heartbeat_s + self._timeouts.silence_s)
 
     def _enter(self, phase: ProcessPhase, detail: str) -> None:
@@ -221,7 +222,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self._around.on_change()
 
     async def stop(self) -> None:
-        """Only after `run` has been cancelled or has returned. One that was being adopted then was announced already."""
+        """Call this after `run` was cancelled or has returned. Withdraws the process first: it may have been announced."""
         await self._lost()
         if self.handle is not None:
             await self.handle.stop()

@@ -1,4 +1,4 @@
-"""A node whose machine this controller has never seen: an earlier one placed it there, and it may serve on."""
+"""A node on a machine that this controller has not seen yet. An earlier controller placed it there, and it may be serving."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tandem.wire.requests import NodeStatus
 
 
 class UnseenNode:
-    """What was last announced of it stands. Nothing is asked of it and nothing is done to it before its machine is `seen`;
-    then `launch` finds it under its name. Until then the routers say whether it serves."""
+    """Stands in for the node's handle with what was last announced. Until `seen` is set, calls raise Unavailable, and only routers can
+    say whether the node serves. After that, `launch` finds the node by its name."""
 
     def __init__(self, info: NodeInfo, seen: asyncio.Event, launch: Callable[[], NodeHandle]) -> None:
         self._info = info
@@ -63,13 +63,13 @@ class UnseenNode:
 
     async def _node(self) -> NodeHandle:
         if not self._seen.is_set():
-            raise Unavailable("its machine is not seen")
+            raise Unavailable("its machine is not seen by Ray")
         if self._found is None:
             self._found = asyncio.create_task(self._find())
         return await asyncio.shield(self._found)
 
     async def _find(self) -> NodeHandle:
-        """If another one has to be started, its status tells that it is another incarnation."""
+        """If the process has ended, `launch` starts another one. Its status then shows another incarnation, so it is replaced."""
         handle = self._launch()
         await handle.start(lambda what, share: None)
         return handle

@@ -1,4 +1,4 @@
-"""What the controller tells of its cluster, put together from what it keeps and what its supervisors see."""
+"""Builds what the controller shows of its cluster, from its state and its supervisors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tandem.wire.errors import TandemError
 from tandem.wire.logs import ClusterLogs, LogPage, LogsQuery, recent_page
 from tandem.wire.nodes import Role
 
-CONTROLLER = "controller"  # among the names of logs
-_LOG_LINES_AT_ONCE = 20_000  # of all processes together
+CONTROLLER = "controller"  # the name of the controller's own log
+_LOG_LINES_AT_ONCE = 20_000  # in all processes together
 _WAITING = "waiting"
 
 
@@ -84,7 +84,9 @@ def _node(record: NodeRecord, fleet: Fleet) -> SupervisedNode:
     supervisor = fleet.nodes.get(record.node_id)
     if record.placement is None or supervisor is None:
         role = record.role.value
-        detail = f"no machine has room for another {role} node" if record.placement is None else "it goes"
+        detail = (
+            f"no machine has room for another {role} node" if record.placement is None else "it is leaving"
+        )
         return SupervisedNode(
             record.node_id, record.role, "", _WAITING if not record.leaving else "draining", detail, 0
         )
@@ -119,7 +121,7 @@ def _pool(
 
 
 def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet) -> PoolBounds:
-    """A pool of fixed size with limits, as the autoscaler sees it."""
+    """Returns a pool of fixed size and its limits, for the autoscaler."""
     records = [record for record in state.nodes if record.role is role]
     supervisors = [node for record in records if (node := fleet.nodes.get(record.node_id)) is not None]
     wanted = state.sizes[role] or 0
@@ -139,12 +141,12 @@ def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet)
 
 
 async def collected_logs(fleet: Fleet, query: LogsQuery) -> ClusterLogs:
-    """What each process has logged, the controller's own process included; those that do not answer are named."""
+    """Returns the log lines of each process, the controller's own included, and for each process that did not answer the reason."""
     asked: list[NodeSupervisor | RouterSupervisor] = [
         *(node for node in fleet.nodes.values() if _is_named(query, node.name, node.config.role.value)),
         *(router for router in fleet.routers.values() if _is_named(query, router.name)),
     ]
-    # With a thousand nodes each one sends fewer lines at once.
+    # With many processes, each sends fewer lines at once.
     most = max(10, _LOG_LINES_AT_ONCE // max(len(asked), 1))
     answers = await asyncio.gather(
         *(process.log_page(query.after.get(process.name), query.last, most) for process in asked),

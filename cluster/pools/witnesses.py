@@ -1,5 +1,5 @@
-"""What others see of a process that does not answer the controller. The way between the two may be broken while both
-serve, so a process is ended for its silence only if those that work with it hear nothing either.
+"""Asks other processes about one that does not answer the controller. The network between the controller and a process may be broken
+while the process serves, so it is ended for its silence only if the processes that work with it hear nothing either.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Witnesses:
-    """`nodes` and `routers` are those that serve, as far as the controller knows."""
+    """`nodes` and `routers` return those that serve, as far as the controller knows."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Witnesses:
         self._answer_s = answer_s
 
     async def of_node(self, info: NodeInfo) -> NodeSighting | None:
-        """What the router says that heard it last. None: no router answers that was told of it."""
+        """Returns the sighting of the router that heard the node last. None: no router that knows the node answered."""
         told = await self._ask([router.nodes_heard() for router in self._routers()])
         seen = [
             one for answer in told for one in answer if (one.node_id, one.epoch) == (info.node_id, info.epoch)
@@ -40,8 +40,8 @@ class Witnesses:
         return min(seen, key=lambda sighting: sighting.silent_s, default=None)
 
     async def of_router(self, handle: RouterHandle, info: RouterInfo, *, is_alone: bool) -> bool | None:
-        """Whether clients or nodes hear the router. None: there are nodes, and none can be asked. `is_alone`: no other router
-        answers at its URL."""
+        """Returns whether clients or nodes hear the router. None: there are nodes, but none answered. `is_alone` says that no other
+        router answers at its URL, so an answer there is its own."""
         if is_alone and any(await self._ask([handle.answers_clients()])):
             return True
         nodes = self._nodes()
@@ -51,11 +51,11 @@ class Witnesses:
         return any(info.inbox_endpoint in heard for heard in told)
 
     async def _ask(self, questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """The answers that come in time."""
+        """Returns the answers that come in time."""
 
         async def answer(question: Coroutine[Any, Any, T]) -> list[T]:
             try:
-                return [await self._clock.within(self._answer_s, question, "a question about another")]
+                return [await self._clock.within(self._answer_s, question, "a question to a witness")]
             except TandemError:
                 return []
 
@@ -63,8 +63,7 @@ class Witnesses:
 
 
 class Silence:
-    """How long a process has not answered, as far as the controller was there to hear it: while its own process
-    stands still, no process counts as silent."""
+    """Counts for how long a process has not answered. Time in which the controller's own process stood still does not count."""
 
     def __init__(self, clock: Clock, longest_look_s: float) -> None:
         self._clock = clock

@@ -1,6 +1,6 @@
-"""`tandem replay`: a scheduler trace, step by step.
+"""`tandem replay`: shows a scheduler trace step by step.
 
-reading   the steps in a trace's files, found by number and read one at a time
-text        a step on the terminal
-command     which of them are shown
+reading   finds the steps in a trace's files by number, and reads one at a time
+text        shows a step on the terminal
+command     chooses the steps to show
 """

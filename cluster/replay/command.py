@@ -1,4 +1,4 @@
-"""`tandem replay TRACE`: steps through a scheduler trace, or prints what is asked of it."""
+"""`tandem replay TRACE`: steps through a scheduler trace, or prints the steps that were asked for."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(
         else:
             console.print(one_line(reader[place]), highlight=False, soft_wrap=True)
     if not places:
-        console.print("No step is like that.", highlight=False)
+        console.print("No step matches.", highlight=False)
     return 0
 
 
@@ -70,7 +70,7 @@ def _is_wanted(step: TracedStep, options: argparse.Namespace) -> bool:
 
 
 def _print_json(step: TracedStep) -> None:
-    """A line per step."""
+    """Prints one line per step."""
     records = [step.snapshot, *step.prefixes, step.decision]
     sys.stdout.write(msgspec.json.encode(records).decode() + "\n")
 
@@ -94,7 +94,7 @@ def _step_through(reader: TraceReader, console: Console, ask: Callable[[str], st
 
 
 def _next_place(reader: TraceReader, place: int, words: list[str]) -> int | str:
-    """Where to go, or why not."""
+    """Returns the next place to show, or why there is none."""
     match words:
         case [] | ["n"]:
             return place + 1 if place + 1 < len(reader) else "this is the last step"
@@ -111,4 +111,4 @@ def _next_place(reader: TraceReader, place: int, words: list[str]) -> int | str:
                 return reader.place_of(int(number))
             except ConfigurationError as error:
                 return str(error)
-    return "that is none of these"
+    return f"that is not a command: {_HELP}"

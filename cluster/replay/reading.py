@@ -1,4 +1,4 @@
-"""The steps in a scheduler trace's files. A trace can be larger than memory, so a step is read when it is shown."""
+"""Reads the steps in a scheduler trace's files. A trace can be larger than memory, so a step is read only when it is shown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OLD = ".old.jsonl"
 
 
 class _Line(msgspec.Struct):
-    """As much of a record as says which it is."""
+    """The fields that tell which record a line is."""
 
     event: str
     step: int = -1
@@ -31,14 +31,14 @@ class _Line(msgspec.Struct):
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class TracedStep:
-    header: TraceHeader | None  # None: it was written over
+    header: TraceHeader | None  # None: it was overwritten
     snapshot: StepSnapshot
     prefixes: list[PrefixCacheEvent]
     decision: StepDecision
-    lost: int  # records before it that the disk was too slow for
+    lost: int  # records before it that were dropped, because the disk was too slow
 
     def names(self, request_id: str) -> bool:
-        """Whether the request, or one whose id begins so, did anything in it."""
+        """Returns whether a request whose id begins with this took part in the step."""
         decision = self.decision
         named = (
             *decision.num_scheduled_tokens,
@@ -61,7 +61,7 @@ class _Place:
 
 
 class TraceReader:
-    """Steps by their place in the trace, from 0: a node that was started again counts its own from 0 once more."""
+    """Numbers the steps by their place in the trace, from 0: a node that was restarted counts its own steps from 0 again."""
 
     def __init__(self, path: Path) -> None:
         self._files = files_of(path)
@@ -89,17 +89,17 @@ class TraceReader:
         return (self[place] for place in range(len(self)))
 
     def place_of(self, step: int) -> int:
-        """Where the step with this number stands; the last one if a restart has made several. Raises ConfigurationError."""
+        """Returns the place of the step with this number; of the last one if a restart made several. Raises ConfigurationError."""
         for place in reversed(range(len(self))):
             if self._places[place].step == step:
                 return place
         first, last = (self._places[0].step, self._places[-1].step) if self._places else (0, 0)
         raise ConfigurationError(
-            f"the trace has no step {step}: it has {len(self)}, from {first} to {last}; steps that changed nothing are left out"
+            f"the trace has no step {step}: it has {len(self)} steps, from {first} to {last}; steps that changed nothing are not recorded"
         )
 
     def find(self, condition: Callable[[TracedStep], bool], after: int) -> int | None:
-        """The next place after `after` whose step is one of those."""
+        """Returns the first place after `after` whose step meets the condition; None if there is none."""
         return next((place for place in range(after + 1, len(self)) if condition(self[place])), None)
 
     def _index(self, index: int, header: TraceHeader | None) -> TraceHeader | None:
@@ -107,7 +107,7 @@ class TraceReader:
         with self._files[index].open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
-                    break  # the process died while it was written
+                    break  # the process died while it wrote this line
                 try:
                     kind = msgspec.json.decode(line, type=_Line)
                     if kind.event == "trace_begins":
@@ -116,7 +116,7 @@ class TraceReader:
                         lost += msgspec.json.decode(line, type=RecordsLost).count
                 except msgspec.MsgspecError as error:
                     raise ConfigurationError(
-                        f"{self._files[index]} is no scheduler trace: {error}"
+                        f"{self._files[index]} is not a scheduler trace: {error}"
                     ) from error
                 if kind.event == "step_snapshot":
                     began, step = offset, kind.step
@@ -129,7 +129,7 @@ class TraceReader:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The older part first. Raises ConfigurationError when it is not clear which trace is meant, or there is none."""
+    """Returns the trace's files, the older one first. Raises ConfigurationError if there is no trace, or several."""
     if path.is_dir():
         found = sorted(path.glob(f"*{_END}"))
         names = sorted({file.name.removesuffix(_OLD).removesuffix(_END) for file in found})

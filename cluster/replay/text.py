@@ -1,4 +1,4 @@
-"""A step of a scheduler trace on the terminal: the line, the blocks, what was decided, and why not more."""
+"""Shows a step of a scheduler trace on the terminal: the line, the blocks, what was scheduled, and why not more."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _row(request: TracedRequest, tokens: int, note: str) -> tuple[str, ...]:
 
 
 def _notes(step: TracedStep) -> dict[str, str]:
-    """By request, what happened to it in this step besides being computed."""
+    """Returns what happened to each request in this step, besides being computed."""
     decision, notes = step.decision, {}
     found = {prefix.request_id: prefix for prefix in step.prefixes}
     for request_ids, what in (

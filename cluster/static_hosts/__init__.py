@@ -1,7 +1,7 @@
-"""Machines that one has, as pools for `ray up` and Ray's autoscaler.
+"""Machines that exist already, as pools for `ray up` and Ray's autoscaler.
 
-provider        what Ray calls a node provider
-config          what the operator writes, checked
-record, store   which hosts and nodes there are, and where that is kept
-reach, shell    how hosts are reached: from the head, and through it
+provider        a node provider in Ray's sense
+config          what operators write about hosts, checked
+record, store   which hosts and nodes there are; where that is kept
+reach, shell    how hosts are reached from the head and from elsewhere; runs scripts there
 """

@@ -1,4 +1,4 @@
-"""What the operator writes about static hosts, checked, and what Ray needs to know that follows from it."""
+"""What operators write about static hosts, checked, and the settings of Ray that follow from it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import msgspec
 from tandem.cluster.static_hosts.shell import SshSettings
 from tandem.wire.errors import ConfigurationError
 
-KEY_ON_HEAD = "~/ray_bootstrap_key.pem"  # where `ray up` puts the operator's key for the head's use
+KEY_ON_HEAD = "~/ray_bootstrap_key.pem"  # where `ray up` copies the operator's key on the head
 
 
 class StaticProvider(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file's `provider` section, with what Ray and `bootstrap` add to it."""
+    """The file's `provider` section, with what Ray and `bootstrapped` add to it."""
 
     type: str
     module: str
     head_ip: str
-    external_head_ip: str | None = None  # where the head is reached from outside, if not at head_ip
+    external_head_ip: str | None = None  # the head's address from outside, if it differs from head_ip
     stop_command: str = "ray stop"
-    ssh: SshSettings | None = None  # from `auth`; not to be written
+    ssh: SshSettings | None = None  # filled in from `auth`; operators do not write it
     use_internal_ips: bool = False
     disable_node_updaters: bool = False
     disable_launch_config_check: bool = True
@@ -33,7 +33,7 @@ class PoolHosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker type's `node_config`."""
 
     hosts: tuple[str, ...]
-    standby: int = 0  # so many are started only when the load asks for them
+    standby: int = 0  # how many hosts are started only when the load asks for them
 
 
 def read_provider(section: Mapping[str, Any]) -> StaticProvider:
@@ -42,7 +42,7 @@ def read_provider(section: Mapping[str, Any]) -> StaticProvider:
 
 
 def pools_of(config: Mapping[str, Any]) -> dict[str, PoolHosts]:
-    """By node type. Raises ConfigurationError where no cluster can come of it."""
+    """Returns the hosts of each node type. Raises ConfigurationError if they make no valid cluster."""
     head_ip = read_provider(config["provider"]).head_ip
     pools: dict[str, PoolHosts] = {}
     claimed: dict[str, str] = {head_ip: "the head (provider.head_ip)"}
@@ -63,7 +63,7 @@ def pools_of(config: Mapping[str, Any]) -> dict[str, PoolHosts]:
         for host in pool.hosts:
             if host in claimed:
                 raise ConfigurationError(
-                    f"{where}.node_config.hosts lists {host}, which is {claimed[host]} already: a host is one Ray "
+                    f"{where}.node_config.hosts lists {host}, which is already {claimed[host]}: a host is one Ray "
                     "node; to have more on it, give its type more resources"
                 )
             claimed[host] = f"one of {where}"
@@ -72,10 +72,9 @@ def pools_of(config: Mapping[str, Any]) -> dict[str, PoolHosts]:
 
 
 def bootstrapped(config: Mapping[str, Any]) -> dict[str, Any]:
-    """With the numbers of nodes that follow from the hosts, and with what the provider needs to reach them.
+    """Returns the file's content with the numbers of nodes that follow from the hosts, and with what the provider needs to reach them.
 
-    A pool starts all its hosts but the ones on standby. `min_workers` and `max_workers` may still say otherwise,
-    within what there is.
+    A pool starts all its hosts except those on standby. `min_workers` and `max_workers` may change that within the number of hosts.
     """
     filled: dict[str, Any] = copy.deepcopy(dict(config))
     pools = pools_of(filled)
@@ -96,12 +95,12 @@ def bootstrapped(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def ssh_settings(auth: Mapping[str, Any]) -> SshSettings:
     if not auth.get("ssh_user"):
-        raise ConfigurationError("auth.ssh_user must name the user that Ray runs as on every host")
+        raise ConfigurationError("auth.ssh_user must be set to the user as which Ray runs on every host")
     return SshSettings(auth["ssh_user"], auth.get("ssh_private_key"), auth.get("ssh_proxy_command"))
 
 
 def ssh_settings_on_head(settings: SshSettings) -> SshSettings:
-    """The same user, with the key where `ray up` puts it, and without the way in from outside."""
+    """Returns the settings for the head: the same user, the key where `ray up` copies it, and no proxy from outside."""
     return SshSettings(settings.user, KEY_ON_HEAD if settings.private_key else None)
 
 

@@ -1,11 +1,10 @@
-"""Hosts that are simply there, as pools for `ray up` and Ray's autoscaler.
+"""A node provider for `ray up` and Ray's autoscaler whose hosts exist already.
 
     provider: {type: external, module: tandem.cluster.static_hosts.provider.StaticHostsProvider, head_ip: 10.0.0.10}
 
-Ray asks two instances of this class the same questions: one where `ray up` and `ray down` are typed, one in the
-autoscaler on the head. Both answer from the record on the head's host. To launch a node is to take a free host of
-its type and give it a fresh id; Ray itself then copies files there and runs the start commands. To terminate one
-is to stop Ray on its host and to give the host back.
+Ray uses two instances of this class: one where `ray up` and `ray down` run, one in the autoscaler on the head. Both answer from the record on
+the head's host. Launching a node means taking a free host of its type and giving it a new id; Ray then copies files there and runs the start
+commands. Terminating a node means stopping Ray on its host and freeing the host.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from tandem.cluster.static_hosts.shell import CONNECT_TIMEOUT_S, ScriptFailed
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
 
 _PROBE_TIMEOUT_S = CONNECT_TIMEOUT_S + 5.0
-_DRAIN_S = 60.0  # for what runs on a host that is taken out of the file
+_DRAIN_S = 60.0  # for the requests on a host that was removed from the file
 _DRAIN_TIMEOUT_S = _DRAIN_S + 60.0
-_STOP_TIMEOUT_S = 60.0  # `ray stop` itself waits for its processes before it kills them
-_AT_ONCE = 16  # hosts that are spoken to at the same time
+_STOP_TIMEOUT_S = 60.0  # `ray stop` waits for its processes before it kills them
+_AT_ONCE = 16  # hosts that are contacted in parallel
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +59,13 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         self._settings = read_provider(provider_config)
         self._reach = reach or reach_from_here(self._settings, cluster_name)
         self._store = self._reach.store
-        self._starting: dict[str, LaunchRecord] = {}  # Ray is being started there
+        self._starting: dict[str, LaunchRecord] = {}  # nodes whose start commands are running
         if self._reach.on_head:
             self._record_head_under_ray()
 
     def _record_head_under_ray(self) -> None:
-        """In the autoscaler the head is a node, whatever became of the record: nothing is started before the
-        head was seen, by the id that Ray was started with."""
+        """In the autoscaler, the head must be a node even if the record is lost: Ray starts nothing before it has seen the head under the
+        id with which it was started."""
         node_id, node_type = os.environ.get("RAY_CLOUD_INSTANCE_ID"), os.environ.get("RAY_NODE_TYPE_NAME")
         if not node_id or not node_type:
             return
@@ -105,7 +104,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         return not self.is_running(node_id)
 
     def node_tags(self, node_id: str) -> dict[str, str]:
-        """A node that has just ended has none, which Ray takes for a node that is not its own."""
+        """Returns {} for a node that has just ended, which Ray then does not count as its own."""
         node = self._store.last_read().nodes.get(node_id)
         return dict(node.tags) if node is not None else {}
 
@@ -116,8 +115,8 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         started = self._starting.pop(node_id, None)
         if started is None or started.host in {node.host for node in record.nodes.values()}:
             return
-        # It was ended while the start commands ran, perhaps by another program, and they went on after Ray was stopped there. Nothing would ever
-        # stop what they have started.
+        # The node was ended while its start commands ran, perhaps by another program. They went on after Ray had been stopped on the host,
+        # and nothing else would stop what they started.
         self._end([started])
 
     def internal_ip(self, node_id: str) -> str:
@@ -132,7 +131,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
     def _node(self, node_id: str) -> LaunchRecord:
         node = self._store.last_read().nodes.get(node_id)
         if node is None:
-            raise NodeLost(f"{node_id} is not a node of cluster {self.cluster_name} any more")
+            raise NodeLost(f"{node_id} is no longer a node of cluster {self.cluster_name}")
         return node
 
     # --- launching
@@ -192,8 +191,8 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         self._end([nodes[node_id] for node_id in node_ids if node_id in nodes])
 
     def _end(self, nodes: Iterable[LaunchRecord]) -> None:
-        """A host that does not answer is given back all the same: nothing is launched on it before it answers
-        again, and then the start commands begin by stopping what is left of the old node."""
+        """Frees a host even if it does not answer: nothing is launched on it before it answers again, and then the start commands first
+        stop what the old node left."""
         nodes = list(nodes)
 
         def stop(node: LaunchRecord) -> None:
@@ -211,7 +210,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         self._store.update(lambda record: without_nodes(record, [node.node_id for node in nodes]))
 
     def _drain(self, nodes: Collection[LaunchRecord]) -> None:
-        """What runs there is finished first, as long as the controller is there to see to it."""
+        """Lets the nodes' requests finish first, if there is a head on which the controller can be asked to drain them."""
         heads = self._store.last_read().matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
         if not nodes or not heads:
             return
@@ -220,7 +219,10 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
             said = self._reach.to_head.run(self._reach.entrance, script, timeout_s=_DRAIN_TIMEOUT_S)
             print(said.decode(errors="replace"), end="", flush=True)
         except (Unavailable, ScriptFailed) as error:
-            print(f"it could not be drained, requests there go on elsewhere: {error}", flush=True)
+            print(
+                f"the hosts could not be drained, so their requests continue on other nodes: {error}",
+                flush=True,
+            )
 
     # --- `ray up`
 
@@ -229,8 +231,8 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         return bootstrapped(cluster_config)
 
     def prepare_for_head_node(self, cluster_config: dict[str, Any]) -> dict[str, Any]:
-        """The last that is done here before the file goes to the head. Hosts that it no longer lists are let go
-        first: the autoscaler would otherwise find one node too many, and stop one of its own choice."""
+        """Ray calls this last before it copies the file to the head. It stops the hosts that are no longer listed: otherwise the autoscaler
+        would find a node too many and stop one of its own choice."""
         hosts = {name: pool.hosts for name, pool in pools_of(cluster_config).items()}
         leaving = stranded_nodes(self._store.update(lambda record: with_hosts(record, hosts)))
         for node in leaving:
@@ -238,7 +240,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         self._drain(leaving)
         self._end(leaving)
         cluster_config["provider"]["ssh"] = msgspec.to_builtins(ssh_settings(cluster_config["auth"]))
-        # They are in worker_setup_commands by now, and would be put there a second time.
+        # Ray has copied them into worker_setup_commands by now, and would add them a second time.
         cluster_config["setup_commands"] = []
         return cluster_config
 
@@ -248,11 +250,11 @@ def stop_script(command: str) -> str:
 
 
 def drain_script(addresses: Iterable[str]) -> str:
-    """All at once. One where no node runs is no reason not to drain the others."""
+    """Drains all addresses in parallel. An address without nodes does not keep the others from being drained."""
     drains = " & ".join(f"tandem drain {address} --timeout {_DRAIN_S:.0f}" for address in addresses)
     return _in_rays_shell(f"export RAY_AUTH_MODE=token; {drains} & wait")
 
 
 def _in_rays_shell(command: str) -> str:
-    """The shell in which Ray runs the start commands, so that `ray` and `tandem` are found in the same place."""
+    """Runs the command in the shell in which Ray runs start commands, so that `ray` and `tandem` are found on the same path."""
     return f"bash --login -i -c {shlex.quote(f'source ~/.bashrc; {command}')} </dev/null"

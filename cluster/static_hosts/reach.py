@@ -1,4 +1,4 @@
-"""How the hosts of a static cluster are reached, and where its record is: on the head itself, or from anywhere else."""
+"""How the hosts of a static cluster are reached, and where its record is: from the head itself, or from anywhere else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.wire.errors import ConfigurationError
 @dataclass(frozen=True, slots=True)
 class Reach:
     head_address: str  # in the cluster's own network
-    entrance: str  # the head's address as seen from here
+    entrance: str  # the head's address from this machine
     on_head: bool
     to_head: Shell
     to_workers: Shell
@@ -49,7 +49,7 @@ def resolve(host: str) -> str:
 
 
 def is_own_address(address: str) -> bool:
-    """Only an address of this machine can be bound."""
+    """Tries to bind to the address, which only works on the machine that has it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,7 +1,7 @@
 """Which hosts a static cluster has, and which Ray node each of them is now. Pure: a record in, a record out.
 
-One record per cluster, kept on the head's host (`store`). Every program that asks, the autoscaler on the head or
-`ray down` on a laptop, reads and changes that one, so they cannot disagree about what runs where.
+Each cluster has one record, on the head's host (`store`). The autoscaler on the head and `ray down` on a laptop both read and change it, so
+they cannot disagree about what runs where.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from tandem.wire.errors import ConfigurationError
 
 
 class LaunchRecord(msgspec.Struct, frozen=True):
-    """One launch. A host that is launched again is a new node: Ray never forgets an id that has ended."""
+    """One launch. A host that is launched again is a new node, because Ray never forgets an id that has ended."""
 
     node_id: str
     host: str  # as the operator's file names it
     address: str
-    pool: str  # its node type; "" for the head, which is in none
+    pool: str  # its node type; "" for the head
     tags: dict[str, str]
 
 
 class ClusterRecord(msgspec.Struct, frozen=True):
     hosts: dict[str, tuple[str, ...]] = {}  # by node type, as of the last `ray up`
-    nodes: dict[str, LaunchRecord] = {}  # by node id, in the order of their launches
+    nodes: dict[str, LaunchRecord] = {}  # by node id, in launch order
 
     def matching(self, tags: Mapping[str, str]) -> list[str]:
         return [
@@ -41,7 +41,7 @@ class ClusterRecord(msgspec.Struct, frozen=True):
 
 
 def new_node_id(address: str) -> str:
-    """Everything before the last dash is the address: start commands take it from there."""
+    """Returns ADDRESS-RANDOM. Start commands take the address from the part before the last dash."""
     return f"{address}-{secrets.token_hex(4)}"
 
 
@@ -56,7 +56,7 @@ def without_nodes(record: ClusterRecord, node_ids: Iterable[str]) -> ClusterReco
 
 
 def with_tags(record: ClusterRecord, node_id: str, tags: Mapping[str, str]) -> ClusterRecord:
-    """A node that has ended meanwhile stays ended."""
+    """Returns the record unchanged if the node has ended."""
     node = record.nodes.get(node_id)
     if node is None:
         return record
@@ -68,7 +68,7 @@ def with_hosts(record: ClusterRecord, hosts: Mapping[str, tuple[str, ...]]) -> C
 
 
 def stranded_nodes(record: ClusterRecord) -> list[LaunchRecord]:
-    """Nodes on hosts that the operator's file no longer gives to their pool."""
+    """Returns the nodes on hosts that the operator's file no longer lists for their pool."""
     return [
         node
         for node in record.nodes.values()

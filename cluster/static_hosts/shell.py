@@ -1,4 +1,4 @@
-"""Running a shell script on a host of the cluster. The one place where `ssh` is called and its failures translated."""
+"""Runs a shell script on a host of the cluster. The only place that calls `ssh` and translates its failures."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import msgspec
 from tandem.wire.errors import TandemError, Unavailable
 
 CONNECT_TIMEOUT_S = 5
-_SSH_FAILED = 255  # ssh's own exit status, as against the script's
+_SSH_FAILED = 255  # ssh's own exit status; any other one is the script's
 _BEYOND_HEAD_FAILED = 254
 
 
 class HostUnreachable(Unavailable):
-    """ssh did not get through, or did not come back in time."""
+    """ssh could not connect, or did not return in time."""
 
 
 class ScriptFailed(TandemError):
-    """It ran and failed. `status` is its exit status, `complaint` the last that it said."""
+    """The script ran and failed. `status` is its exit status, `complaint` the last line of its output."""
 
     def __init__(self, host: str, complaint: str, status: int) -> None:
         super().__init__(f"{host}: {complaint}")
@@ -30,20 +30,20 @@ class ScriptFailed(TandemError):
 
 class SshSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     user: str
-    private_key: str | None = None  # None: whatever ssh finds by itself
+    private_key: str | None = None  # None: ssh's default keys
     proxy_command: str | None = None
 
 
 class Shell(Protocol):
     def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
-        """The script's standard output. Raises HostUnreachable or ScriptFailed."""
+        """Returns the script's standard output. Raises HostUnreachable or ScriptFailed."""
         ...
 
 
 def ssh_command(settings: SshSettings, address: str, script: str) -> list[str]:
-    """ssh's arguments. The host's login shell may be anything, so the script is handed to sh."""
+    """Returns ssh's command line. It runs the script with sh, because the host's login shell may be any."""
     options = [
-        "BatchMode=yes",  # a question would wait for ever: there is no terminal
+        "BatchMode=yes",  # never asks a question, which would wait for ever without a terminal
         f"ConnectTimeout={CONNECT_TIMEOUT_S}",
         "ServerAliveInterval=5",
         "ServerAliveCountMax=3",
@@ -71,14 +71,14 @@ class SshShell:
 
 
 class LocalShell:
-    """For the host that we are on; the address is only for the messages."""
+    """Runs scripts on this machine. The address is only used in messages."""
 
     def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
         return _run(["sh", "-c", script], address, stdin, timeout_s)
 
 
 class ThroughHead:
-    """Hosts that perhaps only the head can reach: ssh to the head, and from there on as the head would."""
+    """Reaches hosts through the head, because only the head may be able to reach them: ssh to the head, and from there ssh to the host."""
 
     def __init__(self, shell: Shell, head: str, settings_on_head: SshSettings) -> None:
         self._shell = shell
@@ -87,7 +87,7 @@ class ThroughHead:
 
     def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
         onwards = shlex.join(ssh_command(self._settings, address, script))
-        # 255 would read as if the head itself had not answered.
+        # ssh's 255 from the second hop is replaced, so that it does not look as if the head had not answered.
         relayed = f"{onwards}; status=$?; [ $status -ne {_SSH_FAILED} ] || status={_BEYOND_HEAD_FAILED}; exit $status"
         try:
             return self._shell.run(self._head, relayed, stdin=stdin, timeout_s=timeout_s)

@@ -1,7 +1,7 @@
-"""Where a cluster's record is kept: in one file on the head's host, changed by every program under one lock.
+"""Keeps a cluster's record in one file on the head's host, which every program changes under one lock.
 
-On the head the file is simply opened. From anywhere else it is read over ssh, and written only if it is still
-what was read: a change that met another one is made again on top of it.
+On the head the file is opened directly. From anywhere else it is read over ssh, and written only if it has not changed since; if it has, the
+change is applied again to the new content.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class RecordStore(Protocol):
     def read(self) -> ClusterRecord: ...
 
     def last_read(self) -> ClusterRecord:
-        """What is known without asking over the network."""
+        """Returns the last record that was read. Asks over the network only if none was."""
         ...
 
     def update(self, change: Change) -> ClusterRecord:
-        """`change` may be called more than once, and must have no effect but its result."""
+        """Applies `change` and returns the new record. `change` may be called several times, so it must have no side effects."""
         ...
 
 
 def record_file(cluster_name: str) -> str:
-    """Relative to the home of the user that Ray runs as."""
+    """Returns the path relative to the home of the user as which Ray runs."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", cluster_name):
         raise ConfigurationError(
             f"cluster_name must be letters, digits, '-', '_' and '.', not {cluster_name!r}: a file is named after it"
@@ -94,7 +94,9 @@ class RemoteStore:
             if after == before or self._replace(self._content or b"", encode(after)):
                 return after
             self._content = None
-        raise Unavailable(f"{self._head}: ~/{self._file} is changed by others without a pause: try again")
+        raise Unavailable(
+            f"{self._head}: ~/{self._file} was changed by other programs at each of {_ATTEMPTS} tries: try again"
+        )
 
     def _replace(self, old: bytes, new: bytes) -> bool:
         script = f"""

@@ -1,8 +1,8 @@
 """`tandem trace`: where one request's time went.
 
-account   what it adds up to: the way to the first token, the handover, a step
-text      in the terminal
-picture   as PNG or SVG
-why, why_text   `tandem why`: every millisecond of it, given to what it waited for
+account   computes what the time adds up to: up to the first token, the handover, a decoding step
+text      shows a trace in the terminal
+picture   draws it as PNG or SVG
+why, why_text   `tandem why`: attributes every millisecond to what the request waited for; shows that
 command   fetches the trace from the router that has it, and shows it
 """

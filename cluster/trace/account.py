@@ -1,4 +1,4 @@
-"""What a trace adds up to. Pure: records in, figures out."""
+"""Computes what a trace adds up to. Pure: records in, figures out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUTER = "router"
 
 
 class AccountRow(msgspec.Struct, frozen=True):
-    """Something that took a while, on one of the parties. `count` steps that followed one another are one row."""
+    """Something that took time in the router or on a node. Consecutive steps are one row, with their `count`."""
 
     party: str
     phase: TracePhase
@@ -35,14 +35,14 @@ class AccountItem(msgspec.Struct, frozen=True):
 
 
 def end_of(record: TraceRecord) -> float:
-    """When the last of what is known ended."""
+    """Returns the end of the last span, or of the record if that is later."""
     spans = [*record.router, *(span for part in record.nodes for span in part.spans)]
     return max([record.ended or record.began, *(span.end for span in spans)])
 
 
 def rows(record: TraceRecord) -> list[AccountRow]:
-    """In the order in which they began. Steps are in the forward passes, so they are not repeated; what a step did
-    beside its forward pass is what lies between two of them."""
+    """Returns the rows in the order in which they began. Steps are left out: their forward passes are shown, and what a step did besides lies
+    between two of those."""
     found = _folded(ROUTER, record.router, frozenset({TracePhase.FLUSH}))
     for part in record.nodes:
         shown = [span for span in part.spans if span.phase is not TracePhase.STEP]
@@ -86,14 +86,14 @@ def _between(run: Sequence[Span]) -> float:
 
 
 def first_token_s(record: TraceRecord) -> float | None:
-    """From the request's arrival until its first text left."""
+    """Returns the time from the request's arrival until its first text was sent."""
     flushes = [span for span in record.router if span.phase is TracePhase.FLUSH]
     return min(span.end for span in flushes) - record.began if flushes else None
 
 
 def way_to_first_token(record: TraceRecord) -> list[AccountItem]:
-    """Parts of the time to the first token, in order; they add up to it. For one choice that moved to
-    no other node: the rows tell more of anything else."""
+    """Returns the parts of the time to the first token, in order; they add up to it. For requests with one choice that did not move to
+    another node. For others it is not exact, and the rows tell more."""
     first = first_token_s(record)
     reader = _reader(record)
     if first is None or reader is None or not record.arrivals:
@@ -132,7 +132,7 @@ def way_to_first_token(record: TraceRecord) -> list[AccountItem]:
 
 
 def handover(record: TraceRecord) -> list[AccountItem]:
-    """From the end of the prompt's last forward pass to the begin of the first that decodes. They add up to it."""
+    """Returns the parts of the time from the prompt's last forward pass to the first decoding one. They add up to it."""
     reader, writer = _reader(record), _writer(record)
     if reader is None or writer is None or reader is writer:
         return []
@@ -152,7 +152,7 @@ def handover(record: TraceRecord) -> list[AccountItem]:
 
 
 def a_step(record: TraceRecord) -> list[AccountItem]:
-    """A decoding step at its median: the forward pass, what the engine does around it, and a token's way out."""
+    """Returns the median parts of a decoding step: the forward pass, the engine's work around it, and the token's way to the client."""
     writer = _writer(record)
     if writer is None:
         return []
@@ -174,13 +174,13 @@ def a_step(record: TraceRecord) -> list[AccountItem]:
 
 def _ways(record: TraceRecord, writer: NodePart, decodes: Sequence[Span]) -> list[float]:
     arrivals = [a.at for a in record.arrivals if a.node_id == writer.node_id]
-    # Counted from the end, because the first report may be of the token that came with the handover.
+    # Paired from the end: the first report may be of the token that came with the handoff.
     pairs = zip(reversed(decodes), reversed(arrivals), strict=False)
     return [at - span.end for span, at in pairs if at >= span.end]
 
 
 def _reader(record: TraceRecord) -> NodePart | None:
-    """Who read the prompt, in the first attempt that has a part."""
+    """Returns the first part that computed the prompt."""
     return next((p for p in record.nodes if _of(p.spans, TracePhase.PREFILL) is not None), None)
 
 

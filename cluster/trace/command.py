@@ -1,4 +1,4 @@
-"""`tandem trace [REQUEST_ID]`, and where `tandem why` finds what is known of a request."""
+"""`tandem trace [REQUEST_ID]`, and where `tandem why` gets what is known of a request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(
     if name is None:
         if picture is not None or json is not None:
             raise ConfigurationError(
-                "--picture and --json are of one request: name it, as `tandem trace` lists it"
+                "--picture and --json are for one request: give its id, as `tandem trace` lists it"
             )
         show_list(console, client.recent())
         return 0
@@ -47,7 +47,7 @@ def run(
     return 0
 
 
-# A prefill node tells when its transfer is confirmed, which can be a moment after the answer's end.
+# A prefill node reports when its transfer is confirmed, which can be a moment after the answer's end.
 COMPLETE_WITHIN_S = 2.0
 _ASK_AGAIN_S = 0.1
 
@@ -69,7 +69,7 @@ class TraceClient:
         return self._get("/traces", TraceList)
 
     def find(self, name: str) -> TraceRecord:
-        """Waits a moment for what is still to come of it."""
+        """Returns the trace. Waits up to 2 s for parts that nodes have not sent yet."""
         deadline = time.monotonic() + COMPLETE_WITHIN_S
         while True:
             record = self._get(f"/traces/{quote(name, safe='')}", TraceRecord)
@@ -79,7 +79,7 @@ class TraceClient:
             time.sleep(_ASK_AGAIN_S)
 
     def state(self) -> PageState:
-        """What the page shows. For operators."""
+        """Returns the state that the router's page shows. Needs an operator's key."""
         return self._get("/ui/state", PageState)
 
     def _get(self, path: str, kind: type[T]) -> T:
@@ -88,19 +88,20 @@ class TraceClient:
             return msgspec.json.decode(response.content, type=kind)
         except msgspec.MsgspecError as error:
             raise InternalError(
-                f"{self._api.url}{path} does not look like a Tandem router's: {error}"
+                f"{self._api.url}{path} did not answer like a Tandem router: {error}"
             ) from error
 
 
 def explained(client: TraceClient, name: str) -> Explanation:
-    """By its trace, or what its router kept of the last and the slowest requests. Raises RequestError when nothing is known of it."""
+    """Explains a request by its trace; without one, by the router's account of it, which it keeps for its last and its slowest requests.
+    Raises RequestError if nothing is known of it."""
     try:
         return explain(client.find(name))
     except RequestError as not_traced:
         try:
             state = client.state()
         except RequestError:
-            raise not_traced from None  # a tenant's key: only traces are its own to see
+            raise not_traced from None  # a tenant's key reads its own traces only
         targets = Targets(state.ttft_s, state.inter_token_s)
         accounts = [*reversed(state.latest), *(slow.account for slow in state.slowest)]
         for account in accounts:

@@ -1,4 +1,4 @@
-"""A trace as a picture: a lane for each phase of each party, time from left to right."""
+"""Draws a trace: one lane for each phase in the router and on each node, with time from left to right."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COLORS = {
     TracePhase.NOTICE: "#6c3483",
     TracePhase.RECEIVE: "#c39bd3",
 }
-# Above this the beginning would be a line at the left edge: it gets a panel of its own.
+# If the whole is this many times as long as the beginning, the beginning gets a panel of its own: it would be a line at the left edge.
 _LONG = 4.0
 
 
@@ -69,7 +69,7 @@ def _lanes(record: TraceRecord) -> list[tuple[str, TracePhase, list[Span]]]:
 
 
 def _beginning(record: TraceRecord) -> float | None:
-    """Until the third decoding step: by then everything has happened that happens once."""
+    """Returns the time until the third decoding step: by then everything that happens once has happened."""
     decodes = sorted(
         span.end for part in record.nodes for span in part.spans if span.phase is TracePhase.DECODE
     )

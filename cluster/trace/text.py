@@ -1,4 +1,4 @@
-"""A trace in the terminal."""
+"""Shows a trace in the terminal."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _transfer(transfer: TransferRecord) -> str:
 
 
 def _remarks(record: TraceRecord) -> list[Text]:
-    remarks = [Text(f"! {node_id} has not told of its part", style="yellow") for node_id in record.missing]
+    remarks = [Text(f"! {node_id} has not reported its part", style="yellow") for node_id in record.missing]
     for part in record.nodes:
         if part.clock_error_s is None:
             remarks.append(

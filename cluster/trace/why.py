@@ -1,7 +1,7 @@
-"""`tandem why`: every millisecond of one request, given to what the request waited for in it.
+"""`tandem why`: attributes every millisecond of one request to what the request waited for.
 
-At each moment several parties may be at work on a request: its decode node waits for KV while its prefill node computes. The moment is
-given to the one without which the others could not have gone on, so that the parts add up to the whole. Pure: records in, parts out.
+At each moment several processes may work on a request: its decode node waits for KV while its prefill node computes. The moment is attributed
+to the work on which the others depend, so that the parts add up to the whole. Pure: records in, parts out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.wire.tracing import Span, TracePhase
 
 BETWEEN = "on the way between processes"
 
-# A moment that several phases cover is given to the first of them in this order.
+# A moment that several phases cover is attributed to the first of them in this order.
 _ORDER = (
     TracePhase.PREFILL,
     TracePhase.DECODE,
@@ -47,23 +47,23 @@ _NAMES = {
     TracePhase.ROUTE: "choosing nodes and telling them",
     TracePhase.INBOX: "until the step under way was over",
     TracePhase.QUEUE: "in the node's line",
-    TracePhase.PREEMPTED: "in line again, for it lost its blocks",
+    TracePhase.PREEMPTED: "in line again, after it lost its blocks",
     TracePhase.PREFILL: "computing the prompt",
     TracePhase.DECODE: "computing the answer",
     TracePhase.STEP: "planning and booking steps",
-    TracePhase.RESUME: "until the next step, with its KV there",
-    TracePhase.HANDSHAKE: "the two nodes getting to know each other",
-    TracePhase.REGISTER: "telling the prefill node where its KV goes",
+    TracePhase.RESUME: "until the next step, after its KV arrived",
+    TracePhase.HANDSHAKE: "the handshake of the two nodes",
+    TracePhase.REGISTER: "registering its blocks with the prefill node",
     TracePhase.PLAN: "until the first KV could be sent",
     TracePhase.WRITE: "sending KV",
-    TracePhase.NOTICE: "the word that all KV is there",
+    TracePhase.NOTICE: "the notice that all KV has arrived",
     TracePhase.RECEIVE: "waiting for KV",
     TracePhase.FLUSH: "text, to the connection",
 }
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Part of a request's time."""
+    """A part of a request's time."""
 
     where: str  # the router, or a node
     what: str
@@ -73,7 +73,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class OtherCluster(msgspec.Struct, frozen=True):
-    """What the request would have taken there: more, or less, than in a simulation of the cluster as it was."""
+    """By how much the request's times would differ in that cluster, from a simulation of the cluster as it was."""
 
     what: str
     first_token_s: float
@@ -81,11 +81,11 @@ class OtherCluster(msgspec.Struct, frozen=True):
 
 
 class OtherClusters(msgspec.Struct, frozen=True):
-    requests: int  # that were played
-    first_token_s: float  # of this one, in the cluster as it was
+    requests: int  # that were simulated
+    first_token_s: float  # of this request, simulated in the cluster as it was
     total_s: float
     first_token_error: (
-        float  # of the simulation for all that were played: the median, as a share of what was measured
+        float  # the simulation's median error over all requests, as a share of what was measured
     )
     total_error: float
     others: list[OtherCluster]
@@ -95,14 +95,14 @@ class Explanation(msgspec.Struct, frozen=True):
     request_id: str
     total_s: float
     first_token_s: float | None
-    to_first_token: list[Reason]  # they add up to `first_token_s`,
-    after: list[Reason]  # and these to the rest
+    to_first_token: list[Reason]  # they add up to `first_token_s`
+    after: list[Reason]  # they add up to the rest
     cause: str
     decisions: list[str]
     alternatives: list[str]
     remarks: list[str]
     traced: bool
-    would_have_been: OtherClusters | None = None  # None: not asked for, or it cannot be said
+    would_have_been: OtherClusters | None = None  # None: not asked for, or it cannot be simulated
 
 
 def explain(record: TraceRecord) -> Explanation:
@@ -128,7 +128,7 @@ def explain(record: TraceRecord) -> Explanation:
 
 
 def explain_account(account: RequestAccount, targets: Targets) -> Explanation:
-    """What the router alone knows of a request that was not traced."""
+    """Explains a request that was not traced by the router's own account of it."""
     where = {
         "a node's line": account.prefill_node or account.decode_node,
         "computing the prompt": account.prefill_node or account.decode_node,
@@ -147,7 +147,7 @@ def explain_account(account: RequestAccount, targets: Targets) -> Explanation:
     if account.longest_gap_s:
         remarks.append(f"the longest gap in its answer was {account.longest_gap_s * 1e3:.0f} ms")
     remarks.append(
-        "it was not traced: these parts are the router's own view (x-tandem-trace: 1 shows every step)"
+        "it was not traced: these parts are the router's own view (send x-tandem-trace: 1 to see every step)"
     )
     return Explanation(
         request_id=account.request_id,
@@ -164,7 +164,7 @@ def explain_account(account: RequestAccount, targets: Targets) -> Explanation:
 
 
 def _reasons(record: TraceRecord, start: float, end: float) -> list[Reason]:
-    """What took the time from `start` to `end`, in the order in which each first had a part of it."""
+    """Returns what took the time from `start` to `end`, in the order of first occurrence."""
     spans = [
         (rank, where, span) for rank, where, span in _ranked(record) if span.start < end and span.end > start
     ]
@@ -205,7 +205,7 @@ def _ranked(record: TraceRecord) -> Iterator[tuple[int, str, Span]]:
     for span in record.router:
         yield _ORDER.index(span.phase), "router", span
     for part in record.nodes:
-        # A decode node that waits for its KV keeps nothing waiting: what its prefill node does then is what counts.
+        # While a decode node waits for KV, its own line delays nothing: the prefill node's work counts.
         receives = any(span.phase is TracePhase.RECEIVE for span in part.spans)
         for span in part.spans:
             later = len(_ORDER) if receives and span.phase in (TracePhase.QUEUE, TracePhase.INBOX) else 0
@@ -213,7 +213,7 @@ def _ranked(record: TraceRecord) -> Iterator[tuple[int, str, Span]]:
 
 
 def _detail(spans: list[Span]) -> str:
-    """Chunks, and what they shared their steps with."""
+    """Describes the chunks or steps, and how many tokens of other requests shared them."""
     computing = [span for span in spans if span.phase in (TracePhase.PREFILL, TracePhase.DECODE)]
     moved = sum(span.num_bytes for span in spans)
     if moved:
@@ -261,7 +261,7 @@ def _remarks(record: TraceRecord) -> Iterator[str]:
     if len(record.decisions) > 1:
         yield f"{len(record.decisions)} decisions: it has several choices, or moved to another node"
     for node_id in record.missing:
-        yield f"{node_id} has not told of its part: its time is among what is {BETWEEN}"
+        yield f"{node_id} has not reported its part: its time counts as {BETWEEN}"
     for part in record.nodes:
         yield from _transfer_remark(part)
         if part.clock_error_s:

@@ -1,4 +1,4 @@
-"""An explanation on the terminal."""
+"""Shows an explanation in the terminal."""
 
 from __future__ import annotations
 

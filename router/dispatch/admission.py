@@ -44,13 +44,11 @@ class Slots:
         self.held = 0
         self.passed = 0  # how often others were let in before it because their blocks were free
         self.unbegun = 0  # of those held: places on which no sequence has begun
-        self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.first: asyncio.Future[None] | None = None  # the place that `acquire` waits for
 
     def listen(self, on_place: Callable[[], None], on_refused: Callable[[TandemError], None]) -> None:
-        """`on_place` is called for each place that it has and each that will come, `on_refused` when no more come."""
+        """`on_place` is called for each place that will come, `on_refused` when no more come."""
         self._on_place, self._on_refused = on_place, on_refused
-        for _ in range(self.held):
-            on_place()
 
     def unlisten(self) -> None:
         self._on_place = self._on_refused = None
@@ -60,14 +58,14 @@ class Slots:
         self.held += count
         self.unbegun += count
         self._admission.promised += count * self.tokens
-        if not self.first.done():
+        if self.first is not None and not self.first.done():
             self.first.set_result(None)
         if self._on_place is not None:
             for _ in range(count):
                 self._on_place()
 
     def refuse(self, error: TandemError) -> None:
-        if not self.first.done():
+        if self.first is not None and not self.first.done():
             self.first.set_exception(error)
         elif self._on_refused is not None:
             self._on_refused(error)
@@ -176,6 +174,7 @@ class Admission:
             return slots
         began = self._clock()
         timeout = min(self._timeout_s, deadline - began)
+        slots.first = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(max(0.0, timeout)):
                 await slots.first

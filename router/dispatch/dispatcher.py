@@ -140,7 +140,8 @@ class Dispatcher:
         ]
 
     async def generate(self, specs: list[SequenceSpec], tenant: str, *, eager: bool) -> Generation:
-        """Wait for a place for all of them, then start them. Raises Overloaded, Unavailable, DeadlineExceeded.
+        """Wait for a place for all of them, then start them. Raises Overloaded, Unavailable, DeadlineExceeded. They are one request's: of one
+        deadline and one priority.
 
         `eager`: its reader wants tokens as they come, not only the end.
         """
@@ -155,9 +156,9 @@ class Dispatcher:
         slots = await (self.vectors if makes_vectors else self.admission).acquire(
             tenant,
             len(specs),
-            min(spec.deadline for spec in specs),
-            max(self._placement.expected_tokens(spec) for spec in specs),
-            min(spec.priority for spec in specs),
+            specs[0].deadline,
+            max(map(self._placement.expected_tokens, specs)),
+            specs[0].priority,
         )
         if trace is not None:
             trace.span(TracePhase.WAIT, came, self._clock())
@@ -188,9 +189,10 @@ class Dispatcher:
         """A prompt is hashed once for all of its choices; a long one does not hold up other streams."""
         hashes: dict[_Prompt, PromptHashes] = {}
         for spec in specs:
-            if _prompt_of(spec) not in hashes:
+            prompt = _prompt_of(spec)
+            if prompt not in hashes:
                 made = PromptHashes(spec.prompt_token_ids, spec.cache_salt, spec.lora, spec.media)
-                hashes[_prompt_of(spec)] = made
+                hashes[prompt] = made
                 if len(spec.prompt_token_ids) > HASHED_INLINE_TOKENS:
                     for size in self._pool.block_sizes:
                         await asyncio.to_thread(made.of, size)

@@ -78,6 +78,7 @@ class Generation:
 
     def start(self) -> None:
         """Raises what the first that cannot start raises: then none has begun. Others begin as their places come."""
+        self._places = self._slots.held
         self._slots.listen(self._on_place, self._on_refused)
         started = False
         try:
@@ -88,6 +89,8 @@ class Generation:
                 self.cancel()
                 self._slots.release_all()
         if self._unplaced:
+            if self._places:
+                self._start_soon()
             deadline = min(life.spec.deadline for life in self._unplaced)
             self._late = self._loop.call_at(deadline, self._on_late)
 
@@ -101,6 +104,9 @@ class Generation:
 
     def _on_place(self) -> None:
         self._places += 1
+        self._start_soon()
+
+    def _start_soon(self) -> None:
         if self._starting is None:
             self._starting = self._loop.call_soon(self._start_some)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable
 
 from tandem.router.dispatch.ledger import MergedChunk, RequestTimings, TokenLedger
-from tandem.router.dispatch.placement import Attempt, Placement, SequenceSpec, TokenSource
+from tandem.router.dispatch.placement import Attempt, Placement, Ring, SequenceSpec, TokenSource
 from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.errors import (
@@ -58,7 +57,6 @@ class RequestLife:
         self._placement = placement
         self._metrics = placement.metrics
         self._timeouts = placement.config.timeouts
-        self._loop = asyncio.get_running_loop()
         self._clock = placement.clock
         self._on_news = on_news
         self._on_end = on_end
@@ -81,7 +79,7 @@ class RequestLife:
         self._waiting_since: float | None = None  # for a node to appear
         self._last_failure: TandemError | None = None
         self._broke_a_node = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarms: set[Ring] = set()  # those that are due when its own is
 
     @property
     def cached_tokens(self) -> int | None:
@@ -396,12 +394,11 @@ class RequestLife:
         return min(deadlines)
 
     def _arm(self) -> None:
-        """One timer, set for the earliest deadline and set again when it fires early: tokens don't touch it."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_at(self._next_deadline()[0], self._on_timer)
+        """One alarm, set for the earliest deadline and set again when it rings early: tokens don't touch it."""
+        self._alarms.discard(self._on_alarm)
+        self._alarms = self._placement.alarms.set(self._next_deadline()[0], self._on_alarm)
 
-    def _on_timer(self) -> None:
+    def _on_alarm(self) -> None:
         if self.ended:
             return
         deadline, name = self._next_deadline()
@@ -463,9 +460,7 @@ class RequestLife:
             return
         self.ended = True
         self.finish, self.error = finish, error
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarms.discard(self._on_alarm)
         last = self.attempt
         self._abandon_attempt(ended_at, leaves=leaves)
         self._placement.stop_waiting(self)

@@ -7,6 +7,7 @@ case: when a node's queue is full, the pool says that the node is lost, and the 
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
 from collections import OrderedDict
@@ -87,6 +88,8 @@ class Attempt:
 
     def __init__(self, decision: RoutingDecision, base: int, submitted_at: float, number: int = 1) -> None:
         self.decision = decision
+        self.prefill, self.decode = decision.prefill, decision.decode
+        self.nodes = [node for node in (self.prefill, self.decode) if node is not None]
         self.number = number  # of the request's attempts
         self.request_id = f"req-{new_id()}"
         self.base = base  # output tokens that it began with
@@ -106,24 +109,12 @@ class Attempt:
         self.unanswered: set[NodeInfo] = set()  # those that were asked, until they say that they do
         self.may_differ = False  # the decode node may repeat tokens that are known, differently
 
-    @property
-    def prefill(self) -> NodeInfo | None:
-        return self.decision.prefill
-
-    @property
-    def decode(self) -> NodeInfo | None:
-        return self.decision.decode
-
-    @property
-    def nodes(self) -> list[NodeInfo]:
-        return [node for node in (self.decision.prefill, self.decision.decode) if node is not None]
-
     def node(self, source: TokenSource) -> NodeInfo | None:
         return self.decode if source is TokenSource.DECODE else self.prefill
 
     def source(self, node_id: str, epoch: int) -> TokenSource | None:
         """Which of its nodes speaks; None when neither does."""
-        decode, prefill = self.decision.decode, self.decision.prefill
+        decode, prefill = self.decode, self.prefill
         if decode is not None and decode.node_id == node_id and decode.epoch == epoch:
             return _DECODE
         if prefill is not None and prefill.node_id == node_id and prefill.epoch == epoch:
@@ -222,6 +213,35 @@ def _tier(node: NodeInfo | None) -> PeerAddress | None:
     return None if node is None else PeerAddress(node.node_id, node.epoch, node.tier_endpoint)
 
 
+# How much later than it was set for an alarm may ring.
+TICK_S = 0.02
+
+Ring = Callable[[], None]
+
+
+class Alarms:
+    """For the deadlines of all requests. One timer of the event loop serves all that are due in one tick: nearly every request ends before
+    its alarm rings, and a timer for each would cost several times as much as setting and stopping it."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, set[Ring]] = {}  # by tick
+
+    def set(self, when: float, ring: Ring) -> set[Ring]:
+        """All that are due then; one that is taken out does not ring."""
+        tick = int(when / TICK_S) + 1
+        due = self._due.get(tick)
+        if due is None:
+            due = self._due[tick] = set()
+            asyncio.get_running_loop().call_at(tick * TICK_S, self._ring, tick)
+        due.add(ring)
+        return due
+
+    def _ring(self, tick: int) -> None:
+        loop = asyncio.get_running_loop()
+        for ring in self._due.pop(tick):
+            loop.call_soon(ring)  # by itself: what one raises keeps no other from ringing
+
+
 L = TypeVar("L")  # a request's life: here, only the owner of an attempt
 
 # Chunks of a request that ended here are under way for a moment; after that the node has missed the Cancel.
@@ -251,6 +271,7 @@ class Placement(Generic[L]):
         self._pool = pool
         self._chooser = chooser
         self.sent_reports: SentReports | None = None  # there while other processes share the port
+        self.alarms = Alarms()
         self._answers = AnswerLengthMeter()
         self._by_request_id: dict[str, L] = {}
         self._by_node: dict[NodeInfo, set[L]] = {}
@@ -425,7 +446,7 @@ class Placement(Generic[L]):
             return
         member = self._pool.member(attempt.decode.node_id)
         if member is not None and member.status is not None and member.status.waiting == 0:
-            member.meter.on_local_prefill(computed, took)
+            member.rates.on_local_prefill(computed, took)
 
     def on_ended(
         self, attempt: Attempt | None, spec: SequenceSpec, hashes: PromptHashes, output: Sequence[int]

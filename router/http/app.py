@@ -12,7 +12,6 @@ from starlette.types import ASGIApp
 from tandem.router.http import (
     admin_routes,
     api_document,
-    generate_routes,
     realtime_routes,
     responses_routes,
     status_routes,
@@ -21,6 +20,7 @@ from tandem.router.http import (
     vector_routes,
 )
 from tandem.router.http.exchange import HttpExchange, HttpGate, HttpRoute, HttpRoutes
+from tandem.router.http.generate_routes import CHAT, COMPLETIONS, MESSAGES, generate
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
 from tandem.router.openai.prompts import ModelElsewhere
@@ -64,12 +64,12 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 def make_app(services: Services) -> ASGIApp:
     desk = ResponseDesk(services)
     table: list[tuple[str, Handler, list[str]]] = [
-        ("/v1/completions", generate_routes.completions, ["POST"]),
-        ("/v1/chat/completions", generate_routes.chat_completions, ["POST"]),
+        ("/v1/completions", partial(generate, COMPLETIONS), ["POST"]),
+        ("/v1/chat/completions", partial(generate, CHAT), ["POST"]),
         ("/v1/embeddings", vector_routes.embeddings, ["POST"]),
         ("/v1/score", vector_routes.score, ["POST"]),
         ("/v1/rerank", vector_routes.rerank, ["POST"]),
-        ("/v1/messages", generate_routes.messages, ["POST"]),
+        ("/v1/messages", partial(generate, MESSAGES), ["POST"]),
         ("/v1/messages/count_tokens", text_routes.count_tokens, ["POST"]),
         ("/v1/responses", partial(responses_routes.create_response, desk), ["POST"]),
         ("/v1/responses/{response_id}", partial(responses_routes.one_response, desk), ["GET", "DELETE"]),

@@ -171,15 +171,13 @@ class LengthBody:
 
     def __init__(self, length: int) -> None:
         self._left = length
-
-    @property
-    def complete(self) -> bool:
-        return self._left == 0
+        self.complete = length == 0
 
     def take(self, buffer: bytearray) -> bytes:
         data = bytes(buffer[: self._left])
         del buffer[: len(data)]
         self._left -= len(data)
+        self.complete = self._left == 0
         return data
 
 

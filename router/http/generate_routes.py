@@ -22,7 +22,7 @@ from tandem.router.http.body import (
     without_payload,
 )
 from tandem.router.http.errors import RouterDraining
-from tandem.router.http.event_stream import AnswerStream, Delivery, EventStream, send_pieces
+from tandem.router.http.event_stream import AnswerStream, Delivery, EventStream, send_bytes, send_pieces
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
@@ -50,7 +50,9 @@ class GenerateEndpoint(msgspec.Struct, frozen=True):
     id_prefix: str
     request_type: Any
     plan: Callable[[Any, ServedModel, Caller], Awaitable[GenerationPlan]]
-    whole: Callable[[AnswerHead, GenerationPlan, Any, Sequence[ReadChoice], Tokenizer], Iterator[bytes]]
+    whole: Callable[
+        [AnswerHead, GenerationPlan, Any, Sequence[ReadChoice], Tokenizer], bytes | Iterator[bytes]
+    ]
     stream: Callable[[AnswerHead, GenerationPlan, Any, Sequence[Choice], Tokenizer], AnswerStream]
     translate: Callable[[Any], Any] | None = None  # from another API's request to ours
 
@@ -60,19 +62,7 @@ CHAT = GenerateEndpoint("chatcmpl", ChatRequest, plan_chat, whole_chat, ChatStre
 MESSAGES = GenerateEndpoint("msg", MessagesRequest, plan_chat, whole_message, MessageStream, as_chat)
 
 
-async def completions(services: Services, exchange: HttpExchange) -> None:
-    await _generate(COMPLETIONS, services, exchange)
-
-
-async def chat_completions(services: Services, exchange: HttpExchange) -> None:
-    await _generate(CHAT, services, exchange)
-
-
-async def messages(services: Services, exchange: HttpExchange) -> None:
-    await _generate(MESSAGES, services, exchange)
-
-
-async def _generate(endpoint: GenerateEndpoint, services: Services, exchange: HttpExchange) -> None:
+async def generate(endpoint: GenerateEndpoint, services: Services, exchange: HttpExchange) -> None:
     arrived = time.monotonic()
     reservation = enter(services, exchange)
     try:
@@ -157,8 +147,12 @@ async def _answer(
         await Delivery(generation, choices, answer, stream, trace).run()
         return
     read = await read_all(generation, choices)
-    pieces = endpoint.whole(head, plan, request, read, tokenizer)
-    await send_pieces(exchange.send, pieces, routing_headers(generation))
+    whole = endpoint.whole(head, plan, request, read, tokenizer)
+    headers = routing_headers(generation)
+    if isinstance(whole, bytes):
+        await send_bytes(exchange.send, whole, b"application/json", headers=headers)
+    else:
+        await send_pieces(exchange.send, whole, headers)
     if trace is not None:
         trace.flushed(time.monotonic())
 
@@ -252,12 +246,12 @@ def _node_requests(generation: Generation) -> str:
 
 def _nodes(generation: Generation) -> str:
     """Every attempt's nodes in order; choices that went the same way are named once."""
-    ways = {"|".join(decision.node_names for decision in life.decisions): None for life in generation.lives}
-    return ";".join(ways)
+    ways = ["|".join([decision.node_names for decision in life.decisions]) for life in generation.lives]
+    return ";".join(dict.fromkeys(ways))
 
 
 def routing_headers(generation: Generation) -> list[tuple[bytes, bytes]]:
-    reasons = {life.decisions[-1].reason: None for life in generation.lives if life.decisions}
+    reasons = dict.fromkeys([life.decisions[-1].reason for life in generation.lives if life.decisions])
     return [
         (b"x-tandem-nodes", _header_value(_nodes(generation))),
         (b"x-tandem-decision", _header_value("; ".join(reasons))),

@@ -25,6 +25,7 @@ import msgspec
 from tandem.router.config import Limits, UnknownFields
 from tandem.router.openai.fields import ACCEPTED, INTERNAL, REFUSED
 from tandem.wire.errors import InvalidRequest
+from tandem.wire.settings import choices_at
 
 # One match, or one piece, is no longer than this.
 WINDOW = 256 << 10
@@ -49,6 +50,7 @@ _MISSING = re.compile(
     r"^Object missing required field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
 )
 _AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
+_NO_CHOICE = re.compile(r"^Invalid enum value (?P<value>.*)$", re.DOTALL)
 
 
 def decode_in_pieces(text: str, decode: Decode, window: int = WINDOW) -> Any:
@@ -195,7 +197,8 @@ _read_at_once = msgspec.json.Decoder().decode
 
 
 def _faultless(body: bytes | bytearray, max_depth: int) -> dict[str, Any] | None:
-    """The object, if it is certain that there is no fault in it. Each of its members has one colon."""
+    """The object, if it is certain that there is no fault in it. A colon stands in a text that was kept, or is that of a member: one more is
+    of a member that was given twice."""
     if b"\\u" in body:
         return None
     try:
@@ -204,22 +207,26 @@ def _faultless(body: bytes | bytearray, max_depth: int) -> dict[str, Any] | None
         return None
     if type(value) is not dict:
         return None
-    members, depth = 0, 0
+    colons, depth = 0, 0
     level: list[Any] = [value]
     while level:
         depth += 1
         deeper: list[Any] = []
         for each in level:
-            is_object = type(each) is dict
-            members += len(each) if is_object else 0
-            for child in each.values() if is_object else each:
+            children = each
+            if type(each) is dict:
+                colons += len(each) + "".join(each).count(":")
+                children = each.values()
+            for child in children:
                 kind = type(child)
-                if kind is dict or kind is list:
+                if kind is str:
+                    colons += child.count(":")
+                elif kind is dict or kind is list:
                     deeper.append(child)
                 elif kind is int and child.bit_length() > 64:
                     return None
         level = deeper
-    return value if depth <= max_depth and members == body.count(b":") else None
+    return value if depth <= max_depth and colons == body.count(b":") else None
 
 
 def _has_few_marks(body: bytes | bytearray, limits: Limits) -> bool:
@@ -380,7 +387,7 @@ def read_request(
     try:
         return msgspec.convert(known, request_type), ignored
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _explain(str(error), request_type) from None
 
 
 @functools.cache
@@ -388,7 +395,7 @@ def _fields_of(request_type: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(request_type.__struct_encode_fields__)
 
 
-def _explain(text: str) -> InvalidRequest:
+def _explain(text: str, request_type: type[msgspec.Struct]) -> InvalidRequest:
     if match := _UNKNOWN.match(text):
         name = _join(match["path"], match["field"])
         return InvalidRequest(f"{name}: unknown field", name)
@@ -396,8 +403,11 @@ def _explain(text: str) -> InvalidRequest:
         name = _join(match["path"], match["field"])
         return InvalidRequest(f"{name}: is required", name)
     if match := _AT.match(text):
-        what = match["what"]
-        return InvalidRequest(f"{match['path']}: {what[0].lower()}{what[1:]}", match["path"])
+        what, path = match["what"], match["path"]
+        if wrong := _NO_CHOICE.match(what):
+            choices = ", ".join(choices_at(request_type, path))
+            return InvalidRequest(f"{path}: must be one of {choices}, not {wrong['value'][:60]}", path)
+        return InvalidRequest(f"{path}: {what[0].lower()}{what[1:]}", path)
     return InvalidRequest(text)
 
 

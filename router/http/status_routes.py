@@ -160,8 +160,8 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
         "start_s": info.start_s,
         "state": "lost" if member.lost else "unknown" if status is None else status.state,
         "unusable": services.pool.unusable(member),
-        "prefill_tokens_per_s": member.meter.rates.prefill_tokens_per_s,
-        "step_s": member.meter.rates.step_s,
+        "prefill_tokens_per_s": member.rates.prefill_tokens_per_s,
+        "step_s": member.rates.step_s,
     }
     if status is not None:
         node.update(

@@ -74,6 +74,6 @@ def _row(services: Services, member: Member) -> NodeRow:
         counters.preemptions,
         counters.output_tokens,
         counters.prompt_tokens_computed,
-        member.meter.rates.step_s or 0.0,
+        member.rates.step_s or 0.0,
         [(tier.name, tier.used_bytes, tier.total_bytes) for tier in status.tiers],
     )

@@ -23,7 +23,7 @@ _CHARACTERS = 16 << 10  # of one piece
 _ITEMS = 1024
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
-_encode = msgspec.json.Encoder().encode
+_encode = json_at_once = msgspec.json.Encoder().encode
 
 
 class RawPieces:
@@ -34,11 +34,6 @@ class RawPieces:
 
     def joined(self) -> msgspec.Raw:
         return msgspec.Raw(b"".join(self.pieces))
-
-
-def json_at_once(value: Any) -> Iterator[bytes]:
-    """In one piece: `value` is known to be short."""
-    yield _encode(value)
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:

@@ -101,7 +101,7 @@ def whole_chat(
     request: ChatRequest,
     read: Sequence[ReadChoice],
     tokenizer: Tokenizer,
-) -> Iterator[bytes]:
+) -> bytes | Iterator[bytes]:
     """In pieces: an answer may be larger than what may be made at once. A short one, as most are, is made at once."""
     choices = (_choice(plan, request, one, tokenizer) for one in read)
     is_short = are_short(plan, read)

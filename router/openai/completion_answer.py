@@ -33,7 +33,7 @@ def whole_completion(
     request: CompletionRequest,
     read: Sequence[ReadChoice],
     tokenizer: Tokenizer,
-) -> Iterator[bytes]:
+) -> bytes | Iterator[bytes]:
     """In pieces: an answer may be larger than what may be made at once. A short one, as most are, is made at once."""
     kept = keep_best(read, plan.choices_per_prompt, plan.keep)
     choices = (_choice(plan, request, index, one, tokenizer) for index, one in enumerate(kept))

@@ -23,7 +23,7 @@ from tandem.router.policy.views import (
     best_prefill_rate,
     decode_wait_s,
     first_by_rendezvous,
-    prefill_cost_s,
+    prefill_costs_s,
     prefill_wait_s,
     reason_to_prefill_locally,
 )
@@ -132,8 +132,9 @@ Ranker = Callable[[Sequence[NodeView], RoutingRequest, bool], tuple[NodeView, st
 def _costs_s(
     nodes: Sequence[NodeView], request: RoutingRequest, decode: bool, assumed: float | None
 ) -> list[float]:
-    cost_s = decode_wait_s if decode else prefill_cost_s
-    return [cost_s(node, request, assumed) for node in nodes]
+    if decode:
+        return [decode_wait_s(node, request, assumed) for node in nodes]
+    return prefill_costs_s(nodes, request, assumed)
 
 
 def _least_wait(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
@@ -206,6 +207,10 @@ def make_policy(name: PolicyName, local_prefill: LocalPrefill) -> RoutingPolicy:
     return policy
 
 
+def _allowed(nodes: Sequence[NodeView], request: RoutingRequest) -> Sequence[NodeView]:
+    return [node for node in nodes if node.node_id not in request.avoid] if request.avoid else nodes
+
+
 def decide(
     pools: PoolSnapshot,
     request: RoutingRequest,
@@ -215,11 +220,10 @@ def decide(
 ) -> RoutingDecision:
     if request.home:
         rank = _home_first(rank)
-    prefill_nodes = [node for node in pools.prefill if node.node_id not in request.avoid]
-    decode_nodes = [node for node in pools.decode if node.node_id not in request.avoid]
+    prefill_nodes, decode_nodes = _allowed(pools.prefill, request), _allowed(pools.decode, request)
 
     if request.makes_vector:
-        readers = [node for node in pools.prompt_readers if node.node_id not in request.avoid]
+        readers = _allowed(pools.prompt_readers, request)
         if not readers:
             raise Unavailable("no prefill node and no aggregated node is ready, and vectors are made there")
         node, why = rank(readers, request, False)

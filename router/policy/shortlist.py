@@ -2,8 +2,8 @@
 
 Ranking every node for every request would cost more with each node. So nodes are filed by how long a request would wait there:
 by about how long, apart for each class of about the same speed, because the prompt's own time differs between these.
-The shortlist is the first of each class, the nodes that have most of the prompt cached, and where there is most room; a policy
-ranks these as it would rank all.
+The shortlist is the first of each class, unless faster nodes have nothing to do, the nodes that have most of the prompt cached, and
+where there is most room; a policy ranks these as it would rank all.
 
 How much room the decode nodes have for new requests is kept up to date with each of them, too (`Room`).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from math import log2
 from typing import Protocol
 
@@ -120,7 +120,9 @@ def _place_of(wait_s: float) -> int:
 class CachedPrefixes(Protocol):
     """Which nodes have how much of one prompt cached."""
 
-    def tokens(self, node: NodeInfo) -> int: ...
+    holders: int  # those that have any of it
+
+    def has(self, node_id: str) -> bool: ...
     def longest(self) -> Iterator[int]: ...
     def among(self, names: Iterable[str], nodes: int) -> Iterator[str]: ...
     def names(self, nodes: int, most: int, turn: int) -> Iterator[str]: ...
@@ -131,15 +133,13 @@ class Lane:
 
     def __init__(self) -> None:
         self.views: dict[str, NodeView] = {}
-        self._there: dict[int, dict[str, None]] = {}  # at a place, the longest unchanged first
+        self._there: dict[int, dict[str, NodeView]] = {}  # at a place, the longest unchanged first
         self._places: list[int] = []  # in order, those where there is a node
         self._by_name: list[str] | None = None
 
     def put(self, view: NodeView, place: int) -> None:
-        old = view.place
-        if old == place:
-            return
-        node_id = view.info.node_id
+        """It has another place than before."""
+        old, node_id = view.place, view.info.node_id
         if old is None:
             self.views[node_id] = view
             self._by_name = None
@@ -151,10 +151,10 @@ class Lane:
         view.place = place
         there = self._there.get(place)
         if there is None:
-            self._there[place] = {node_id: None}
+            self._there[place] = {node_id: view}
             insort(self._places, place)
         else:
-            there[node_id] = None
+            there[node_id] = view
 
     def drop(self, view: NodeView) -> None:
         if view.place is not None:
@@ -176,13 +176,23 @@ class Lane:
             self._by_name = sorted(self.views)
         return self._by_name
 
-    def least_busy(self) -> Iterator[Iterator[str]]:
-        """For every class of speeds, its nodes in the order of their waits."""
+    def least_busy(self) -> Iterator[tuple[int, Iterator[tuple[str, NodeView]]]]:
+        """For every class of speeds, its nodes in the order of their waits, and the first one's place. Nodes that were not measured come
+        first, then the slowest."""
         places, there, first = self._places, self._there, 0
         while first < len(places):
             end = bisect_left(places, (places[first] // _WAITS + 1) * _WAITS, first)
-            yield (node_id for place in places[first:end] for node_id in there[place])
+            yield places[first], chain.from_iterable(there[place].items() for place in places[first:end])
             first = end
+
+    def are_idle(self, place: int) -> bool:
+        """Whether enough nodes without work are at the first place of a class. Places are rounded: a few tokens to read are none there."""
+        there = self._there[place]
+        return (
+            place % _WAITS == 0
+            and len(there) >= SHORTEST_WAITS
+            and next(iter(there.values())).queued_tokens == 0
+        )
 
     def pick(self, names: Iterable[str]) -> tuple[NodeView, ...]:
         views = self.views
@@ -202,21 +212,28 @@ class Shortlist:
 
     def put(self, view: NodeView) -> None:
         """A node that requests may go to: it is new here, or it was written."""
-        info, status, rates = view.info, view.status, view.rates
-        role, rate = info.role, rates.prefill_tokens_per_s
+        status, rates = view.status, view.rates
+        role, rate = status.role, rates.prefill_tokens_per_s
         wait = (status.waiting_tokens + view.pending_tokens) / (rate or ASSUMED_PREFILL_TOKENS_PER_S)
         # A decode node reads no prompts that others could read faster.
-        first = 0 if rate is None or role is _DECODE else (int(_SPEED_STEPS * log2(rate)) + 1) * _WAITS
+        place = 0 if rate is None or role is _DECODE else (int(_SPEED_STEPS * log2(rate)) + 1) * _WAITS
         if role is _PREFILL:
-            self.prefill.put(view, first + _place_of(wait) if wait else first)
+            if wait:
+                place += _place_of(wait)
+            if place != view.place:
+                self.prefill.put(view, place)
             return
         load = status.running + status.waiting + view.pending_requests
-        wait += load * (rates.step_s or ASSUMED_STEP_S)
+        if load:
+            wait += load * (rates.step_s or ASSUMED_STEP_S)
+        if wait:
+            place += _place_of(wait)
         if view.place is None:
             self.room.add(view)
-        self.decode.put(view, first + _place_of(wait) if wait else first)
+        if place != view.place:
+            self.decode.put(view, place)
         blocks = status.free_blocks + status.pinned_blocks - status.wanted_blocks - view.pending_blocks
-        self.room.note(view, load == 0, blocks)
+        self.room.note(view, not load, blocks)
 
     def drop(self, view: NodeView) -> None:
         """It gets no new requests."""
@@ -232,8 +249,7 @@ class Shortlist:
     def line_wait_s(self) -> float:
         """Until a prompt that comes now is begun, at a node that reads prompts for others; where there is none, at one that decodes."""
         lane = self.prefill if self.prefill.views else self.decode
-        first = [next(names) for names in lane.least_busy()]
-        return min((line_wait_s(view) for view in lane.pick(first)), default=0.0)
+        return min((line_wait_s(next(nodes)[1]) for _, nodes in lane.least_busy()), default=0.0)
 
     def of(
         self, policy: PolicyName, request: RoutingRequest, cached: CachedPrefixes, handover_s: float | None
@@ -267,26 +283,37 @@ class Shortlist:
         avoid = request.avoid
         if len(lane.views) <= SHORTEST_WAITS and not avoid:
             return tuple(lane.views.values())
-        chosen: dict[str, None] = {}
-        for names in lane.least_busy():
-            first = islice((name for name in names if name not in avoid) if avoid else names, SHORTEST_WAITS)
-            chosen.update(dict.fromkeys(first))
+        chosen: dict[str, NodeView] = {}
+        classes = list(lane.least_busy())
+        # Prefill nodes without work read a prompt sooner than slower ones that have nothing of it cached.
+        fast = 0
+        if lane is self.prefill and not avoid:
+            fast = next((place for place, _ in reversed(classes) if lane.are_idle(place)), 0)
+        for place, nodes in classes:
+            is_slow = _WAITS <= place < fast
+            if is_slow and not cached.holders:
+                continue
+            allowed = (node for node in nodes if node[0] not in avoid) if avoid else nodes
+            first = islice(allowed, SHORTEST_WAITS)
+            chosen.update((node for node in first if cached.has(node[0])) if is_slow else first)
         if lane is self.decode:
             roomiest = self.room.roomiest(request.prompt_tokens + request.max_new_tokens)
             if roomiest is not None and roomiest.node_id not in avoid:
-                chosen[roomiest.node_id] = None
+                chosen[roomiest.node_id] = roomiest
         looked_at: list[list[str]] | None = None
-        for nodes in islice(cached.longest(), MOST_LENGTHS):
-            if nodes.bit_count() <= 2 * MOST_CACHED:  # those of the other pool are among them
-                names = cached.names(nodes, 2 * MOST_CACHED, request.turn)
+        for having in islice(cached.longest(), MOST_LENGTHS):
+            if having.bit_count() <= 2 * MOST_CACHED:  # those of the other pool are among them
+                names = cached.names(having, 2 * MOST_CACHED, request.turn)
             else:
                 if looked_at is None:
-                    looked_at = [list(islice(each, MOST_LOOKS)) for each in lane.least_busy()]
-                names = self._with_prefix(looked_at, nodes, cached, request.turn)
+                    looked_at = [
+                        [name for name, _ in islice(each, MOST_LOOKS)] for _, each in lane.least_busy()
+                    ]
+                names = self._with_prefix(looked_at, having, cached, request.turn)
             for name in names:
                 if name in lane.views and name not in avoid:
-                    chosen[name] = None
-        return lane.pick(chosen)
+                    chosen[name] = lane.views[name]
+        return tuple(chosen.values())
 
     @staticmethod
     def _with_prefix(

@@ -36,7 +36,8 @@ class NodeView(msgspec.Struct, gc=False):
     @property
     def room_blocks(self) -> int:
         """Blocks that are free and that no request there is expected to take. Below 0 when some will have to wait."""
-        return self.status.room_blocks - self.status.wanted_blocks - self.pending_blocks
+        status = self.status
+        return status.free_blocks + status.pinned_blocks - status.wanted_blocks - self.pending_blocks
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request that takes so many tokens' blocks would find them. A node without work takes any."""
@@ -91,7 +92,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
     def uncached(self, node: NodeView) -> int:
         """At least one token is always computed: the last one's output is what is asked for."""
-        return max(1, self.prompt_tokens - self.cached.get(node.node_id, 0))
+        return max(1, self.prompt_tokens - self.cached.get(node.info.node_id, 0))
 
 
 def first_by_rendezvous(node_ids: Iterable[str], session: str) -> str:
@@ -139,11 +140,18 @@ def line_wait_s(node: NodeView) -> float:
     return node.queued_tokens / rate if rate else 0.0
 
 
-def prefill_cost_s(node: NodeView, request: RoutingRequest, assumed: float | None) -> float:
-    """Its wait, and its own computing once more: requests that come after it wait for that too."""
-    rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
-    wait = (node.queued_tokens + 2 * request.uncached(node)) / rate
-    return wait + request.loading_s.get(node.node_id, 0.0)
+def prefill_costs_s(nodes: Iterable[NodeView], request: RoutingRequest, assumed: float | None) -> list[float]:
+    """The wait at each, and the prompt's own computing once more: requests that come after it wait for that too."""
+    tokens, cached, loading_s = request.prompt_tokens, request.cached.get, request.loading_s.get
+    assumed = assumed or ASSUMED_PREFILL_TOKENS_PER_S
+    costs = []
+    for node in nodes:
+        node_id = node.info.node_id
+        uncached = max(1, tokens - cached(node_id, 0))
+        queued = node.status.waiting_tokens + node.pending_tokens
+        rate = node.rates.prefill_tokens_per_s or assumed
+        costs.append((queued + 2 * uncached) / rate + loading_s(node_id, 0.0))
+    return costs
 
 
 def decode_wait_s(node: NodeView, request: RoutingRequest, assumed: float | None) -> float:
@@ -153,17 +161,19 @@ def decode_wait_s(node: NodeView, request: RoutingRequest, assumed: float | None
     Blocks come back as running requests end; with `r` running, `r` tokens' worth of blocks are being used per
     step, so the wait for a block is about as long as it takes to fill one.
     """
-    step = node.rates.step_s or ASSUMED_STEP_S
-    block_size = node.info.block_size
-    needed = node.info.blocks_for(request.prompt_tokens + request.max_new_tokens)
-    missing = max(0, needed - node.room_blocks)
-    wait_for_blocks = missing * block_size * step / max(1, node.status.running)
-    reading = node.queued_tokens
-    if node.info.role is Role.AGGREGATED:
-        reading += request.uncached(node)
-    rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
-    loading = request.loading_s.get(node.node_id, 0.0) if node.info.role is Role.AGGREGATED else 0.0
-    return wait_for_blocks + reading / rate + loading + node.load * step
+    info, rates = node.info, node.rates
+    step = rates.step_s or ASSUMED_STEP_S
+    wait = 0.0
+    missing = info.blocks_for(request.prompt_tokens + request.max_new_tokens) - node.room_blocks
+    if missing > 0:
+        wait = missing * info.block_size * step / max(1, node.status.running)
+    rate = rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
+    if info.role is Role.AGGREGATED:
+        wait += (node.queued_tokens + request.uncached(node)) / rate
+        wait += request.loading_s.get(info.node_id, 0.0)
+    else:
+        wait += node.queued_tokens / rate
+    return wait + node.load * step
 
 
 # A stream that stands still for longer is seen to. Decode nodes are there so that none does because of others' prompts.

@@ -73,6 +73,7 @@ class StopMatcher:
 
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
+_decode_utf8 = codecs.utf_8_decode
 _LETTER = "a"
 
 
@@ -92,21 +93,24 @@ class ByteDetokenizer:
     def __init__(self, token_bytes: list[bytes], skipped: frozenset[int]) -> None:
         self._token_bytes = token_bytes
         self._skipped = skipped
-        self._decoder = _utf8_decoder(errors="replace")
+        self._rest = b""  # of a character that is not complete
 
     def push(self, token_ids: Sequence[int]) -> str:
         table, skipped = self._token_bytes, self._skipped
-        data = b"".join(
+        data = self._rest + b"".join(
             [
                 table[token_id]
                 for token_id in token_ids
                 if token_id not in skipped and 0 <= token_id < len(table)
             ]
         )
-        return self._decoder.decode(data)
+        text, taken = _decode_utf8(data, "replace", False)
+        self._rest = data[taken:]
+        return text
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        rest, self._rest = self._rest, b""
+        return rest.decode("utf-8", "replace")
 
 
 class StreamDetokenizer:

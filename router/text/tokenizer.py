@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import operator
 import re
 import threading
 from array import array
@@ -74,7 +75,7 @@ _PATTERNS = frozenset(
     }
 )
 # Characters that are white space in no table, at the end of what stands before a space.
-_ENDS_WORD = re.compile("[!-~\u00c0-\u02ff\u0370-\u058f\uac00-\ud7a3]\\Z")
+_ENDS_WORD = re.compile("[!-~\u00c0-\u02ff\u0370-\u058f\uac00-\ud7a3]")
 # Words are many and short; a longer one is seldom met again.
 WORD_CHARACTERS = 32
 MOST_WORDS = 32_768
@@ -124,20 +125,22 @@ class WordCache:
 
     def encode(self, text: str) -> list[int]:
         words = text.split(" ")
+        found = self._look_up(words)
+        return self._learn(text, words, found) if None in found else _together(found)
+
+    def _look_up(self, words: list[str]) -> list[Sequence[int] | None]:
         found = [*map(self._ids.get, words)]
         found[0] = self._first_ids.get(words[0])
-        if None in found:
-            return self._learn(text, words, found)
-        ids: list[int] = []
-        for one in found:
-            ids += one  # type: ignore[arg-type]  # none of them is None
-        return ids
+        return found
 
     def _learn(self, text: str, words: list[str], found: list[Sequence[int] | None]) -> list[int]:
-        if not all(_ENDS_WORD.search(words[i]) for i, one in enumerate(found[:-1]) if one is None):
+        """Only what was not found is looked at: of a long text it is little."""
+        missing = [place for place, one in enumerate(found) if one is None]
+        if not all(_ends_word(words[place]) for place in missing if place + 1 < len(words)):
             words = _joined(words)
-            found = [None, *map(self._ids.get, words[1:])]
-        new = list(dict.fromkeys(word for word, one in zip(words[1:], found[1:], strict=True) if one is None))
+            found = self._look_up(words)
+            missing = [place for place, one in enumerate(found) if one is None]
+        new = list(dict.fromkeys([words[place] for place in missing if place]))
         few = len(new) <= MOST_NEW_WORDS
         first = words[0] if few else text
         of_first, *of_new = self._encode([first, *(f" {word}" for word in new[:MOST_NEW_WORDS])])
@@ -146,10 +149,19 @@ class WordCache:
         if not few:
             return list(of_first)
         self._first_ids = _kept(self._first_ids, {first: of_first})
-        ids = list(of_first)
-        for word, one in zip(words[1:], found[1:], strict=True):
-            ids += here[word] if one is None else one
-        return ids
+        for place in missing:
+            found[place] = here[words[place]] if place else of_first
+        return _together(found)
+
+
+def _together(found: list[Sequence[int] | None]) -> list[int]:
+    """None of them is None."""
+    ids: list[int] = []
+    return functools.reduce(operator.iconcat, found, ids)
+
+
+def _ends_word(word: str) -> bool:
+    return _ENDS_WORD.match(word[-1:]) is not None
 
 
 def _kept(known: dict[str, Sequence[int]], found: dict[str, Sequence[int]]) -> dict[str, Sequence[int]]:
@@ -157,7 +169,7 @@ def _kept(known: dict[str, Sequence[int]], found: dict[str, Sequence[int]]) -> d
     if len(known) + len(found) > MOST_WORDS:
         known = {}
     for word, ids in found.items():
-        if len(word) <= WORD_CHARACTERS and _ENDS_WORD.search(word):
+        if len(word) <= WORD_CHARACTERS and _ends_word(word):
             known[word] = ids
     return known
 
@@ -171,7 +183,7 @@ def _joined(words: list[str]) -> list[str]:
             joined[-1] += f" {word}"
         else:
             joined.append(word)
-        open_ended = _ENDS_WORD.search(word) is None
+        open_ended = not _ends_word(word)
     return joined
 
 

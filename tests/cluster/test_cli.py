@@ -114,6 +114,12 @@ def test_mistakes_are_printed_and_fail(capsys: pytest.CaptureFixture[str]) -> No
     assert "did you mean router.port?" in said
 
 
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert "serve a model, on this machine or on a Ray cluster" in said
+
+
 def test_a_model_that_is_not_there_fails_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "name a folder" in fail(capsys, "serve", "--port", "0", "--model", "/no/such/folder")
 

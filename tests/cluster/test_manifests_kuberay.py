@@ -438,7 +438,7 @@ def test_pods_of_a_spread_node_come_together_and_give_it_equal_parts(raycluster:
         assert places(offer, needs_of(config))[role] == 1
         assert group["max_workers"] == (pool.max or 0) * pool.machines, "pods, of which so many are one node"
     machines = [Offer({"CPU": 0.0, "GPU": 4.0, "prefill": 1.0}), Offer({"GPU": 4.0, "decode": 1.0})]
-    asked = "pools.prefill wants 2 nodes on 2 machines each, and the cluster's machines have no room for any"
+    asked = "pools.prefill wants 2 nodes on 2 machines each, but the cluster's machines have no room for any"
     assert lacking(config, machines)[0].startswith(asked)
     (lack,) = lacking(config, machines * 3)
     assert "have room for 1: waiting" in lack, "a machine that is left over is none"

@@ -16,7 +16,7 @@ def test_a_folder_for_results_need_not_be_there(tmp_path: Path) -> None:
 
 def test_one_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "results").touch()
-    with pytest.raises(ConfigurationError, match=r"--out .* cannot be made"):
+    with pytest.raises(ConfigurationError, match=r"--out .* cannot be created"):
         results_folder(tmp_path / "results" / "today")
 
 

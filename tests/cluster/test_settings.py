@@ -129,12 +129,12 @@ MISTAKES = [
     (
         "{pools: {decode: {nodes: 1, tensor_parallel: 2}}, model: {device: 'cuda:0'}, transfer: {connector: nccl}}",
         "FILE: pools.decode.tensor_parallel is 2, and each rank keeps its KV on a GPU of its own, which transfer.connector nccl does not "
-        "hand over: take nixl",
+        "transfer: set transfer.connector to nixl",
     ),
     (
         "{pools: {decode: {nodes: 1, tensor_parallel: 2}}, model: {device: 'cuda:0'}, transfer: {options: {staging: host}}}",
         "FILE: pools.decode.tensor_parallel is 2, and each rank keeps its KV on a GPU of its own, but transfer.options.staging is host, "
-        "which copies one GPU's: set it to none",
+        "which copies from one GPU only: set it to none",
     ),
     (
         "pools: {aggregated: {nodes: 1, tensor_parallel: 4, resources: {GPU: 1}}}",
@@ -146,7 +146,7 @@ MISTAKES = [
     ),
     (
         "pools: {decode: {nodes: 1, tensor_parallel: 8, pipeline_parallel: 4}}",
-        "FILE: pools.decode.pipeline_parallel is 4, and tensor_parallel 8: a node of 32 ranks, and 16 are the most",
+        "FILE: pools.decode.pipeline_parallel is 4, and tensor_parallel 8: a node would have 32 ranks, but at most 16 are possible",
     ),
     (
         "{pools: {decode: {nodes: 1, pipeline_parallel: 2}}, model: {hidden_states_folder: /tmp/x}}",
@@ -162,26 +162,26 @@ MISTAKES = [
     ),
     (
         "pools: {aggregated: {nodes: 1, tensor_parallel: 3, machines: 2}}",
-        "FILE: pools.aggregated.machines is 2, but a node's 3 ranks (tensor_parallel times pipeline_parallel) cannot be shared equally by so many: set "
-        "pools.aggregated.tensor_parallel, or pipeline_parallel, to a multiple of it",
+        "FILE: pools.aggregated.machines is 2, but a node's 3 ranks (tensor_parallel times pipeline_parallel) cannot be divided equally among them: set "
+        "pools.aggregated.tensor_parallel or pipeline_parallel so that the product is a multiple of it",
     ),
     (
         "pools: {decode: {nodes: 1, machines: 2}}",
-        "FILE: pools.decode.machines is 2, but a node's 1 rank (tensor_parallel times pipeline_parallel) cannot be shared equally by so many: set "
-        "pools.decode.tensor_parallel, or pipeline_parallel, to a multiple of it",
+        "FILE: pools.decode.machines is 2, but a node's 1 rank (tensor_parallel times pipeline_parallel) cannot be divided equally among them: set "
+        "pools.decode.tensor_parallel or pipeline_parallel so that the product is a multiple of it",
     ),
     (
         "{pools: {decode: {nodes: 1, tensor_parallel: 2, machines: 2}}, cache: {tiers: [{cpu: 1GiB}]}}",
-        "FILE: pools.decode.machines is 2, and each machine keeps the KV of its own ranks, but cache.tiers would copy one rank's: leave it out",
+        "FILE: pools.decode.machines is 2, and each machine keeps the KV of its own ranks, but cache.tiers would copy one rank's only: leave cache.tiers out",
     ),
     (
         "{pools: {decode: {nodes: 1, tensor_parallel: 2, machines: 2}}, transfer: {connector: nccl}}",
         "FILE: pools.decode.tensor_parallel is 2, and each rank keeps its KV on its own machine, which transfer.connector nccl does not "
-        "hand over: take nixl",
+        "transfer: set transfer.connector to nixl",
     ),
     (
         "pools: {decode: {nodes: 1, tensor_parallel: 2, machines: 2, resources: {GPU: 3}}}",
-        "FILE: pools.decode.resources has {GPU: 3}, of which 2 machines cannot give equal parts: set {GPU: 2}",
+        "FILE: pools.decode.resources has {GPU: 3}, which cannot be divided equally among 2 machines: set {GPU: 2}",
     ),
     (
         "model: {draft: a/b}",
@@ -203,7 +203,7 @@ MISTAKES = [
     ("scheduler: {max_num_seqs: 0}", "FILE: scheduler.max_num_seqs must be at least 1, not 0"),
     (
         f"scheduler: {{max_num_seqs: {2**63}}}",
-        f"FILE: scheduler.max_num_seqs must be at most {2**63 - 1}: no message carries more",
+        f"FILE: scheduler.max_num_seqs must be at most {2**63 - 1}: messages cannot carry a larger number",
     ),
     ("transfer: {lease_s: .inf}", "FILE: transfer.lease_s must be a finite number"),
     (
@@ -230,7 +230,7 @@ MISTAKES = [
     ),
     (
         "pools: {encode: {nodes: 1, tensor_parallel: 2}}",
-        "FILE: pools.encode.tensor_parallel is 2, but a vision tower is not cut: set it to 1, and pools.encode.nodes to more",
+        "FILE: pools.encode.tensor_parallel is 2, but a vision tower is not divided among ranks: set it to 1, and pools.encode.nodes to more",
     ),
     (
         "pools: {prefill: 0, decode: 0, encode: 1}",
@@ -247,11 +247,11 @@ MISTAKES = [
     ),
     (
         "pools: {decode: {cache: {dtype: fp8}}}",
-        "FILE: pools.decode.cache has dtype, which all nodes have alike: set cache.dtype",
+        "FILE: pools.decode.cache has dtype, which must be the same for all nodes: set cache.dtype",
     ),
     (
         "pools: {prefill: {scheduler: {max_num_seq: 4}}}",
-        "FILE: pools.prefill.scheduler has 'max_num_seq', which is no setting of scheduler; did you mean max_num_seqs?",
+        "FILE: pools.prefill.scheduler has 'max_num_seq', which is not a setting of scheduler; did you mean max_num_seqs?",
     ),
     (
         "pools: {prefill: {scheduler: 4}}",
@@ -259,7 +259,7 @@ MISTAKES = [
     ),
     (
         "pools: {decode: {env: {UCX-TLS: tcp}}}",
-        "FILE: pools.decode.env has 'UCX-TLS', which no environment variable can be called",
+        "FILE: pools.decode.env has 'UCX-TLS', which is not a name for an environment variable: use letters, digits and '_'",
     ),
     (
         "pools: {decode: {env: {OMP_NUM_THREADS: '4'}}}",
@@ -271,26 +271,26 @@ MISTAKES = [
     ),
     (
         "pools: {decode: {label_selector: {zone: in(a}}}",
-        "FILE: pools.decode.label_selector has 'in(a' for zone, and knows `VALUE`, `!VALUE`, `in(A, B)` and `!in(A, B)`",
+        "FILE: pools.decode.label_selector has 'in(a' for zone: it must be `VALUE`, `!VALUE`, `in(A, B)` or `!in(A, B)`",
     ),
     (
         "pools: {decode: {label_selector: {'zone of mine': a}}}",
-        "FILE: pools.decode.label_selector has 'zone of mine', which no label can be called: letters, digits, '.', '_' and '-', "
-        "perhaps after DOMAIN/",
+        "FILE: pools.decode.label_selector has 'zone of mine', which is not a label's name: use letters, digits, '.', '_' and '-', "
+        "optionally after DOMAIN/",
     ),
     (
         "pools: {prefill: {env: {RAY_worker_niceness: '0'}}}",
-        "FILE: pools.prefill.env has RAY_worker_niceness, which Ray reads when it starts: set it where `ray start` is typed",
+        "FILE: pools.prefill.env has RAY_worker_niceness, which Ray reads when it starts: set it in the environment of `ray start`",
     ),
     (
         "router: {env: {OTEL_TOKEN: x}}",
-        "FILE: router.env has OTEL_TOKEN, and Ray shows a process's environment to all who read its state: set it where "
-        "`ray start` is typed",
+        "FILE: router.env has OTEL_TOKEN, but Ray shows a process's environment to everyone who reads its state: set it in the "
+        "environment of `ray start`",
     ),
     (
         "pools: {decode: {env: {HF_TOKEN: hf_x}}}",
-        "FILE: pools.decode.env has HF_TOKEN, and Ray shows a process's environment to all who read its state: set it where "
-        "`ray start` is typed",
+        "FILE: pools.decode.env has HF_TOKEN, but Ray shows a process's environment to everyone who reads its state: set it in the "
+        "environment of `ray start`",
     ),
     (
         "pools: {prefill: {nodes: 1, min: 2}}",

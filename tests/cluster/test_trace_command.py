@@ -162,7 +162,7 @@ def test_the_terminal_says_what_became_of_the_kv() -> None:
 
 def test_what_is_missing_is_said() -> None:
     text = shown(record(missing=["d0"], ended=None, dropped=3, status=503))
-    assert "d0 has not told of its part" in text
+    assert "d0 has not reported its part" in text
     assert "still running" in text
     assert "3 spans did not fit" in text
     assert "status 503" in text
@@ -218,7 +218,7 @@ def test_mistakes_are_said_in_words(tmp_path: Path) -> None:
     made = client(lambda request: httpx.Response(200, content=msgspec.json.encode(record())))
     with pytest.raises(ConfigurationError, match=r"\.png or \.svg"):
         run(made, Console(file=io.StringIO()), "x", tmp_path / "trace.jpg", None)
-    with pytest.raises(ConfigurationError, match="of one request: name it"):
+    with pytest.raises(ConfigurationError, match="for one request: give its id"):
         run(made, Console(file=io.StringIO()), None, None, tmp_path / "trace.json")
 
 

@@ -127,7 +127,7 @@ def test_api_keys_become_tenants() -> None:
         ),
         (
             ["--speculative-config", '{"model": "a/b", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'],
-            "--speculative-config: has 'prompt_lookup_max', which nothing here reads",
+            "--speculative-config: has 'prompt_lookup_max', which Tandem does not read",
         ),
         (
             ["--speculative-config", '{"model": "a/b"}'],
@@ -136,7 +136,7 @@ def test_api_keys_become_tenants() -> None:
         (["--speculative-config", "eagle"], "--speculative-config: is not a JSON object: 'eagle'"),
         (
             ["--speculative-config", '{"method": "draft_model", "num_speculative_tokens": 2}'],
-            "--speculative-config: needs `model`, which guesses",
+            "--speculative-config: needs `model`, the model that guesses",
         ),
         (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization: cache.memory_share must be"),
         (["a/b", "--model", "c/d"], "MODEL a/b and --model c/d name two models"),

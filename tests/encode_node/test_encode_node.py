@@ -375,7 +375,7 @@ def test_what_is_asked_of_another_node_or_model_is_refused_and_a_drain_answers_w
         for changed, said in (
             ({"epoch": where.epoch + 1}, "another incarnation"),
             ({"model": "another"}, "another model"),
-            ({"digest": "0" * 40}, "not the one that the question names"),
+            ({"digest": "0" * 40}, "not the one in the question"),
         ):
             refused = ask(**changed)
             assert isinstance(refused, EncodingRefused)

@@ -141,7 +141,9 @@ def test_a_connector_that_knows_no_shards_is_refused(folder: Path) -> None:
     node = PrefillNode(config)
     node.caches_apart = True
     try:
-        with pytest.raises(ConfigurationError, match=r"transfer\.connector is nccl, .* take nixl"):
+        with pytest.raises(
+            ConfigurationError, match=r"transfer\.connector is nccl, .* set transfer\.connector to nixl"
+        ):
             node.start()
     finally:
         node.stop()

@@ -17,6 +17,7 @@ from tandem.wire.requests import CachePeers, KVTransferParams, TierStatus, Trans
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import PATIENCE_S, OneEngine
+from tests.more import more
 
 BLOCK = 4
 PROMPT = [3 + 7 * i % 120 for i in range(70)]
@@ -219,8 +220,14 @@ AHEAD = SchedulerConfig(async_scheduling=AsyncScheduling.ALWAYS)
 GUESSES = SchedulerConfig(num_speculative_tokens=3)
 
 
-@pytest.mark.parametrize("config", [None, AHEAD, GUESSES], ids=["", "ahead", "guesses"])
-@pytest.mark.parametrize("name", ["gemma3", "qwen3.5"])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gemma3", GUESSES),
+        ("qwen3.5", AHEAD),
+        *more([("gemma3", None), ("gemma3", AHEAD), ("qwen3.5", None), ("qwen3.5", GUESSES)]),
+    ],
+)
 def test_a_handed_over_answer_is_mirrored_too_however_its_steps_are_planned(
     tmp_path: Path, name: str, config: SchedulerConfig | None
 ) -> None:

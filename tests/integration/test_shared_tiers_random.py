@@ -16,6 +16,7 @@ from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
 from tandem.wire.requests import CachePeers
 from tests.engine.model import tiny
 from tests.integration.one_engine import OneEngine
+from tests.more import more
 
 BLOCK = 4
 SESSIONS = 10
@@ -152,11 +153,8 @@ class Sessions:
     "kind",
     [
         "gemma3",
-        "mistral-window",
-        "recurrent-gemma",
-        pytest.param("llama4", marks=pytest.mark.slow),
-        pytest.param("qwen3.5", marks=pytest.mark.slow),
-        pytest.param("mamba2", marks=pytest.mark.slow),
+        "qwen3.5",
+        *more(["mistral-window", "recurrent-gemma", "llama4", "mamba2"]),
     ],
 )
 def test_conversations_say_the_same_with_copies_and_deaths(tmp_path: Path, kind: str, seed: int) -> None:

@@ -154,7 +154,7 @@ def test_a_machine_that_is_lost_takes_it_along_and_another_one_takes_its_place(
         )
         (keeper,) = [pid for pid in machines.processes(KEEPER) if parent_of(pid) == raylet]
         os.kill(raylet, signal.SIGKILL)
-        until(lambda: "what runs there is heard" in tandem("status"), "it goes on where Ray alone is lost")
+        until(lambda: "its processes are heard" in tandem("status"), "it goes on where Ray alone is lost")
         assert incarnation(tandem) == before
         assert machines.of_node() == old
         os.kill(keeper, signal.SIGKILL)

@@ -149,7 +149,9 @@ def test_a_pool_moves_to_machines_with_other_labels_and_resources_under_load(
             said = tandem(
                 "apply", settings_with(label_selector={"zone": "none"}), status=1, timeout_s=START_S
             )
-            assert "taken back: aggregated: there is no machine with what a node needs now" in said
+            assert (
+                "taken back: aggregated: no machine has what a node needs with the new configuration" in said
+            )
             assert zones_of(tandem) == [["aggregated-1", "right"]], "it was not touched"
     finally:
         tandem("down", "--now", status=None)

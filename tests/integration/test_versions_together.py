@@ -217,7 +217,7 @@ def test_a_controller_of_another_version_takes_the_place_of_this_one_under_load_
             (no_tandem / "tandem").mkdir(parents=True)
             (no_tandem / "tandem/__init__.py").write_text("raise ImportError('this is no Tandem')\n")
             said = apply({"PYTHONPATH": str(no_tandem)}, 60, status=1)
-            assert "the old one serves: a process with its environment does not start" in said
+            assert "the old one serves: a process with the new environment does not start" in said
             assert processes(tandem)["controller"][1] == other_tandem
 
             # A rollout begins with it, which the next controller goes on with; and what makes that is killed on the way.

@@ -105,7 +105,7 @@ def test_a_cache_folder_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(BuildFailed, match="cannot be kept"):
+    with pytest.raises(BuildFailed, match="cannot be written"):
         library_path()
 
 

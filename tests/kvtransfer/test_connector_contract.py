@@ -6,7 +6,6 @@ Slow: each process imports torch and the connector's library. Most tests share o
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,19 +30,19 @@ CONNECTORS = [
     ("nccl", "pull"),
     ("local_connector:create", "push"),
 ]
-# Nodes of several ranks, each a process with heads of its own: so many there, so many here. TANDEM_WIDTHS=all: in both directions, and
-# in the tests that kill, which begin with many processes each.
-WIDTHS = [(1, 2, "push"), (2, 1, "pull"), (2, 4, "push")]
-MORE_WIDTHS = [(1, 2, "pull"), (2, 1, "push"), (2, 4, "pull")] if os.environ.get("TANDEM_WIDTHS") else []
+# Ranks of the producer and of the consumer. Each rank is a process with heads of its own.
+WIDTHS = [(1, 2, "push"), (2, 1, "pull")]
+MORE_WIDTHS = [(2, 4, "push"), (1, 2, "pull"), (2, 1, "push"), (2, 4, "pull")]
 
 
-def wide(producer: int, consumer: int, direction: str) -> Any:
+def wide(producer: int, consumer: int, direction: str, *marks: pytest.MarkDecorator) -> Any:
     nodes = {"ranks": producer, "checksums": "all"}, {"ranks": consumer, "checksums": "all"}
-    return pytest.param((("nixl", direction), *nodes), id=f"{producer}to{consumer}-{direction}")
+    return pytest.param((("nixl", direction), *nodes), id=f"{producer}to{consumer}-{direction}", marks=marks)
 
 
 LONE = [pytest.param((connector,), id="-".join(connector)) for connector in CONNECTORS]
-WIDE = [wide(*widths) for widths in WIDTHS + MORE_WIDTHS]
+WIDE = [wide(*widths) for widths in WIDTHS]
+MORE_WIDE = [wide(*widths, pytest.mark.more) for widths in MORE_WIDTHS]
 names = (f"r{number}" for number in itertools.count())
 epochs = itertools.count(1000)
 
@@ -128,13 +127,14 @@ def _documents_connector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
-@pytest.fixture(scope="module", params=LONE + WIDE)
+@pytest.fixture(scope="module", params=LONE + WIDE + MORE_WIDE)
 def shared(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with started(*request.param) as pair:
         yield pair
 
 
-@pytest.fixture(params=LONE + (WIDE if MORE_WIDTHS else []))
+# Every one of these tests starts the processes of both nodes again.
+@pytest.fixture(params=LONE + [wide(*widths, pytest.mark.more) for widths in WIDTHS + MORE_WIDTHS])
 def own(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """For tests that leave a process dead or wounded."""
     with started(*request.param) as pair:

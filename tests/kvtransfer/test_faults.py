@@ -28,9 +28,10 @@ pytestmark = pytest.mark.slow
 MORE_ROUNDS = 20  # until one is loaded: in few rounds a fault may meet them all
 ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "2"))
 AT_ONCE = 3
-# Nodes of several ranks; with TANDEM_WIDTHS=all in both directions.
-WIDE = [("push", (1, 2)), ("pull", (2, 1)), ("push", (2, 4))]
-MORE_WIDE = [("pull", (1, 2)), ("push", (2, 1)), ("pull", (2, 4))] if os.environ.get("TANDEM_WIDTHS") else []
+LONE = [(transport, direction, (1, 1)) for transport in ("nixl", "nccl") for direction in ("push", "pull")]
+# Nodes of several ranks.
+WIDE = [("nixl", "push", (1, 2)), ("nixl", "pull", (2, 1)), ("nixl", "push", (2, 4))]
+MORE_WIDE = [("nixl", "pull", (1, 2)), ("nixl", "push", (2, 1)), ("nixl", "pull", (2, 4))]
 LEASE_S = 1.0
 PATIENCE_S = 30.0  # far beyond every deadline of the protocol: the machine may be busy
 
@@ -171,10 +172,7 @@ class Pair:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        (transport, direction, (1, 1)) for transport in ("nixl", "nccl") for direction in ("push", "pull")
-    ]
-    + [("nixl", *wide) for wide in WIDE + MORE_WIDE],
+    params=[*LONE, *WIDE, *(pytest.param(wide, marks=pytest.mark.more) for wide in MORE_WIDE)],
     ids=lambda pair: f"{pair[0]}-{pair[1]}" + (f"-{pair[2][0]}to{pair[2][1]}" if pair[2] != (1, 1) else ""),
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from test_connector_contract import LEASE_S, Pair, a_prompt, started
 
+from tests.more import more
+
 pytestmark = pytest.mark.slow
 
 BLOCKS = 63
@@ -21,7 +23,7 @@ WIDE = {"ranks": 2, "checksums": "all"}
 STAGED = WIDE | {"cuts": (1,)}
 
 
-@pytest.fixture(params=["push", "pull"])
+@pytest.fixture(params=["push", pytest.param("pull", marks=pytest.mark.more)])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with started(("nixl", request.param), WIDE, WIDE) as both:
         tokens = a_prompt(40)
@@ -30,7 +32,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield both
 
 
-@pytest.fixture(params=[WIDE, STAGED], ids=["heads", "layers"])
+@pytest.fixture(
+    params=[pytest.param(WIDE, id="heads", marks=pytest.mark.more), pytest.param(STAGED, id="layers")]
+)
 def pushing(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with started(("nixl", "push"), request.param, WIDE) as both:
         tokens = a_prompt(40)
@@ -38,15 +42,18 @@ def pushing(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield both
 
 
-@pytest.mark.parametrize("direction", ["push", "pull"])
+TWO_TO_FOUR = {"ranks": 2}, {"ranks": 4}
+ONE_TO_TWO = {"block_size": 8}, {"ranks": 2}
+STAGES = {"ranks": 2, "cuts": (1,)}, {"ranks": 2, "cuts": (3,)}
+
+
 @pytest.mark.parametrize(
-    ("producer", "consumer"),
+    ("direction", "producer", "consumer"),
     [
-        ({"ranks": 2}, {"ranks": 4}),
-        ({"block_size": 8}, {"ranks": 2}),
-        ({"ranks": 2, "cuts": (1,)}, {"ranks": 2, "cuts": (3,)}),
+        ("push", *TWO_TO_FOUR),
+        ("pull", *STAGES),
+        *more([("pull", *TWO_TO_FOUR), ("push", *ONE_TO_TWO), ("pull", *ONE_TO_TWO), ("push", *STAGES)]),
     ],
-    ids=["2to4", "1to2", "stages"],
 )
 def test_processes_hand_over_to_processes(
     direction: str, producer: dict[str, Any], consumer: dict[str, Any]

@@ -56,6 +56,28 @@ def test_is_refused_by_name(router: RunningRouter, bad: Bad) -> None:
     assert router.server.services.dispatcher.running == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"messages": [{"role": "usr", "content": "hi"}]},
+            "messages[0].role: must be one of assistant, developer, function, system, tool, user, not 'usr'",
+        ),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type: must be one of json_object, json_schema, text, not 'xml'",
+        ),
+        ({"tool_choice": "maybe"}, "tool_choice: must be one of auto, none, required, not 'maybe'"),
+    ],
+)
+def test_a_field_with_few_values_names_them(
+    router: RunningRouter, fields: dict[str, Any], message: str
+) -> None:
+    answer = router.client.post(CHAT, json=VALID[CHAT] | fields)
+    assert answer.status_code == 400
+    assert error_of(answer)["message"] == message
+
+
 def test_a_refusal_is_short_however_long_the_mistake_is(router: RunningRouter) -> None:
     answer = router.client.post(COMPLETIONS, json=VALID[COMPLETIONS] | {"x" * 1_000_000: 1})
     assert answer.status_code == 400

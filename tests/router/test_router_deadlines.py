@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 from tandem.router.config import Limits, Timeouts
+from tandem.router.dispatch.placement import Alarms
 from tests.router.conftest import StartRouter
 
 
@@ -48,3 +52,27 @@ def test_no_place_in_time(start_router: StartRouter) -> None:
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert router.metric("tandem_deadlines_exceeded_total", phase="queue") == 1
+
+
+def test_an_alarm_rings_when_its_time_has_come_whatever_others_do() -> None:
+    async def scenario() -> None:
+        loop, alarms, rung = asyncio.get_running_loop(), Alarms(), asyncio.Event()
+        loop.set_exception_handler(lambda loop, context: None)
+        when, stopped = time.monotonic() + 0.05, list[float]()
+
+        def fails() -> None:
+            raise RuntimeError("of another request")
+
+        def ring() -> None:
+            assert time.monotonic() >= when
+            rung.set()
+
+        alarms.set(when, fails)
+        alarms.set(when, lambda: stopped.append(when)).clear()
+        alarms.set(when, fails)
+        alarms.set(when, ring)
+        async with asyncio.timeout(10):
+            await rung.wait()
+        assert not stopped
+
+    asyncio.run(scenario())

@@ -160,7 +160,7 @@ def outcome(body: bytes) -> tuple[str, Any]:
         return str(error), None
 
 
-PIECES = ["{", "}", "[", "]", ",", ":", '"a"', '"b"', '"a":', '"a":1', "1", "-0", "1e400", "1.5", "9" * 41, "9" * 20, "null", "NaN", '"\\\\u0041"', '"\\\\ud800"', '":"', " ", "\n", '"\u00e9"', '"\x00"']  # fmt: skip
+PIECES = ["{", "}", "[", "]", ",", ":", '"a"', '"b"', '"a":', '"a":1', '"a":":"', '"b:" :"x:"', '"\\\\":', "1", "-0", "1e400", "1.5", "9" * 41, "9" * 20, "null", "NaN", '"\\\\u0041"', '"\\\\ud800"', '":"', " ", "\n", '"\u00e9"', '"\x00"']  # fmt: skip
 
 
 @given(
@@ -177,3 +177,20 @@ def test_a_short_body_is_read_as_the_strict_decoder_reads_it(text: str) -> None:
         patch.setattr(json_body, "_AT_ONCE_BYTES", -1)
         strict = outcome(body)
     assert repr(found) == repr(strict)  # 1 and 1.0 are two answers
+
+
+def test_colons_in_texts_are_no_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strictly(*of_no_concern: object) -> None:
+        raise AssertionError("it was read twice")
+
+    monkeypatch.setattr(json_body, "decode_in_pieces", strictly)
+    value = {"model:x": "a: b", "messages": [{"role": "user", "content": ":: https://x"}], "stop": [":"]}
+    assert parse_object(json.dumps(value).encode(), LIMITS) == value
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"a": ":", "a": ":"}', b'{"a" :":x", "a" :1}', b'{"x": [{":": 1, ":": ":"}]}']
+)
+def test_a_colon_in_a_text_hides_no_member_that_was_given_twice(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="given twice"):
+        parse_object(body, LIMITS)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.router.rates import NodeRateMeter
+from tandem.router.rates import NodeRates
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.router.test_router_pool import info, status
@@ -14,55 +14,55 @@ def counted(role: Role, **counters: float) -> NodeStatus:
 
 
 def test_a_prefill_nodes_rate_is_its_prompt_tokens_over_its_steps() -> None:
-    meter = NodeRateMeter(Role.PREFILL)
-    meter.on_status(counted(Role.PREFILL, prompt_tokens_computed=1000, step_seconds=1.0, steps=5))
-    assert meter.rates.prefill_tokens_per_s is None
-    meter.on_status(counted(Role.PREFILL, prompt_tokens_computed=1500, step_seconds=1.25, steps=6))
-    assert meter.rates.prefill_tokens_per_s == pytest.approx(2000)
+    rates = NodeRates()
+    rates.on_status(counted(Role.PREFILL, prompt_tokens_computed=1000, step_seconds=1.0, steps=5))
+    assert rates.prefill_tokens_per_s is None
+    rates.on_status(counted(Role.PREFILL, prompt_tokens_computed=1500, step_seconds=1.25, steps=6))
+    assert rates.prefill_tokens_per_s == pytest.approx(2000)
 
 
 def test_a_few_tokens_are_collected_before_they_are_believed() -> None:
-    meter = NodeRateMeter(Role.PREFILL)
-    meter.on_status(counted(Role.PREFILL))
-    meter.on_status(counted(Role.PREFILL, prompt_tokens_computed=10, step_seconds=0.5, steps=1))
-    assert meter.rates.prefill_tokens_per_s is None
-    meter.on_status(counted(Role.PREFILL, prompt_tokens_computed=200, step_seconds=1.0, steps=2))
-    assert meter.rates.prefill_tokens_per_s == pytest.approx(200)
+    rates = NodeRates()
+    rates.on_status(counted(Role.PREFILL))
+    rates.on_status(counted(Role.PREFILL, prompt_tokens_computed=10, step_seconds=0.5, steps=1))
+    assert rates.prefill_tokens_per_s is None
+    rates.on_status(counted(Role.PREFILL, prompt_tokens_computed=200, step_seconds=1.0, steps=2))
+    assert rates.prefill_tokens_per_s == pytest.approx(200)
 
 
 def test_a_decode_nodes_step_is_measured_when_it_only_decodes() -> None:
-    meter = NodeRateMeter(Role.DECODE)
-    meter.on_status(counted(Role.DECODE))
-    meter.on_status(counted(Role.DECODE, steps=10, step_seconds=0.2))
-    assert meter.rates.step_s == pytest.approx(0.02)
-    meter.on_status(counted(Role.DECODE, steps=20, step_seconds=9.0, prompt_tokens_computed=500))
-    assert meter.rates.step_s == pytest.approx(0.02)
-    assert meter.rates.prefill_tokens_per_s is None
+    rates = NodeRates()
+    rates.on_status(counted(Role.DECODE))
+    rates.on_status(counted(Role.DECODE, steps=10, step_seconds=0.2))
+    assert rates.step_s == pytest.approx(0.02)
+    rates.on_status(counted(Role.DECODE, steps=20, step_seconds=9.0, prompt_tokens_computed=500))
+    assert rates.step_s == pytest.approx(0.02)
+    assert rates.prefill_tokens_per_s is None
 
 
 def test_a_decode_nodes_rate_comes_from_what_it_read_itself() -> None:
-    meter = NodeRateMeter(Role.DECODE)
-    meter.on_local_prefill(tokens=10, seconds=1.0)  # too few to say anything
-    assert meter.rates.prefill_tokens_per_s is None
-    meter.on_local_prefill(tokens=500, seconds=0.5)
-    assert meter.rates.prefill_tokens_per_s == pytest.approx(1000)
-    meter.on_local_prefill(tokens=500, seconds=0.25)
-    assert 1000 < (meter.rates.prefill_tokens_per_s or 0) < 2000
+    rates = NodeRates()
+    rates.on_local_prefill(tokens=10, seconds=1.0)  # too few to say anything
+    assert rates.prefill_tokens_per_s is None
+    rates.on_local_prefill(tokens=500, seconds=0.5)
+    assert rates.prefill_tokens_per_s == pytest.approx(1000)
+    rates.on_local_prefill(tokens=500, seconds=0.25)
+    assert 1000 < (rates.prefill_tokens_per_s or 0) < 2000
 
 
 def test_a_line_moves_as_fast_as_prompts_are_read_beside_all_else() -> None:
-    meter = NodeRateMeter(Role.AGGREGATED)
+    rates = NodeRates()
 
     def report(waiting_tokens: int, **counters: float) -> None:
-        meter.on_status(
+        rates.on_status(
             msgspec.structs.replace(counted(Role.AGGREGATED, **counters), waiting_tokens=waiting_tokens)
         )
 
     report(0, prompt_tokens_computed=1000, step_seconds=1.0, steps=5)
     report(900, prompt_tokens_computed=1000, step_seconds=1.0, steps=5)
-    assert meter.rates.line_tokens_per_s is None
+    assert rates.line_tokens_per_s is None
     report(500, prompt_tokens_computed=1400, step_seconds=3.0, steps=10)
-    assert meter.rates.line_tokens_per_s == pytest.approx(200)
+    assert rates.line_tokens_per_s == pytest.approx(200)
     report(0, prompt_tokens_computed=1900, step_seconds=3.5, steps=12)
     report(300, prompt_tokens_computed=1900, step_seconds=9.0, steps=90)
-    assert meter.rates.line_tokens_per_s == pytest.approx(200), "nothing waited in between"
+    assert rates.line_tokens_per_s == pytest.approx(200), "nothing waited in between"

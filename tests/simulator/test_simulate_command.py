@@ -124,7 +124,7 @@ def test_what_cannot_be_meant_is_one_sentence(
         (MOONCAKE.replace("[0, 1]", "[0, -1]"), "hash ids must be from 0 to"),
         (MOONCAKE.replace("[0, 1]", "[0, 9876543210]"), "hash ids must be from 0 to"),
         ("\n", "neither a JSONL trace nor a CSV"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests in it"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "contains no requests"),
     ],
 )
 def test_a_broken_trace_is_one_sentence(

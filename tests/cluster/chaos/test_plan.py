@@ -59,8 +59,8 @@ def test_what_is_not_ready_is_no_victim() -> None:
     ("view", "kinds", "stop_s", "expected"),
     [
         (cluster(decode=1), [ProcessKind.DECODE], 1.0, "nothing is answered while it is away"),
-        (cluster(prefill=1), [ProcessKind.PREFILL], 1.0, "decode nodes read the prompts themselves"),
-        (cluster(), [ProcessKind.ROUTER], 1.0, "every stream ends with it"),
+        (cluster(prefill=1), [ProcessKind.PREFILL], 1.0, "decode nodes compute the prompts themselves"),
+        (cluster(), [ProcessKind.ROUTER], 1.0, "every stream breaks when it ends"),
         (cluster(), [ProcessKind.PREFILL], 20.0, "taken for dead after 15 s"),
     ],
 )
@@ -81,7 +81,7 @@ def test_two_of_everything_are_no_danger() -> None:
         ({"minutes": 0}, "--minutes"),
         ({"every_s": -1}, "--every"),
         ({"stop_s": float("inf")}, "--stop"),
-        ({"minutes": 1, "every_s": 90}, "no time for a single blow"),
+        ({"minutes": 1, "every_s": 90}, "no time for a blow"),
     ],
 )
 def test_rules_that_cannot_be_meant_are_refused_by_name(rules: dict[str, float], message: str) -> None:

@@ -49,7 +49,7 @@ def test_nothing_bad_in_n_tries_is_a_bound_and_no_proof() -> None:
             "2 requests",
         ),
         ({"traffic": Traffic("probes", requests=9, failed={"node_lost": 1})}, "node_lost"),
-        ({"traffic": Traffic("probes")}, "nothing was asked"),
+        ({"traffic": Traffic("probes")}, "no request was sent"),
         ({"failure": "the kill after 30 s could not be dealt"}, "could not be dealt"),
         ({"left_behind": ["decode-0: held blocks 3"]}, "left behind: decode-0: held blocks 3"),
         (

@@ -124,7 +124,7 @@ def test_an_address_where_somebody_begins_as_ray_does_is_fine() -> None:
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"hello", b""])
 def test_a_port_where_something_else_listens_is_no_ray(answer: bytes) -> None:
     """Ray would try for minutes."""
-    with answering(answer) as address, pytest.raises(Unavailable, match=r"is no Ray: .*6379.*--url"):
+    with answering(answer) as address, pytest.raises(Unavailable, match=r"not as Ray: .*6379.*--url"):
         check_reachable(address)
 
 

@@ -73,7 +73,7 @@ def test_it_says_what_would_change_without_values() -> None:
 def test_it_follows_a_rollout_to_its_end_past_a_controller_that_was_away() -> None:
     done, said = followed(
         view(UNDER_WAY, 4, "rollout 4 begins"),
-        view(UNDER_WAY, 4, "rollout 4 begins", "decode-0 goes: it is replaced"),
+        view(UNDER_WAY, 4, "rollout 4 begins", "decode-0 drains and is replaced"),
         Unavailable("no controller"),
         Unavailable("no controller"),
         view(None),
@@ -81,7 +81,7 @@ def test_it_follows_a_rollout_to_its_end_past_a_controller_that_was_away() -> No
     assert done
     assert said == [
         "1 replaced, 1 left (decode-0)",
-        "decode-0 goes: it is replaced",
+        "decode-0 drains and is replaced",
         "the controller is away, and what serves goes on: no controller",
         "done: 1 node and 0 routers serve with this configuration",
     ]

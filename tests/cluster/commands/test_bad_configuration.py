@@ -64,10 +64,10 @@ MISTAKES: dict[str, Case] = {
     ),
     "a model that is not there": ("serve --model ./nowhere", r"is not there: name a folder", None),
     "a folder without a model": ("serve --model ./empty", r"a folder without config\.json", model_folder),
-    "a file for a folder": ("serve --model ./weights.bin", r"is a file: name the folder it is in", model_file),
-    "more threads than cores": ("serve --set pools.decode.threads=4096", r"ask for fewer threads or fewer nodes", None),
+    "a file for a folder": ("serve --model ./weights.bin", r"is a file: name the folder that it is in", model_file),
+    "more threads than cores": ("serve --set pools.decode.threads=4096", r"set fewer threads or fewer nodes", None),
     "more nodes than the cores take": (
-        "serve --prefill 10000", r"too many for \d+ cores?:.*so there is room for \d+: ask for fewer \(--prefill", None,
+        "serve --prefill 10000", r"too many for \d+ cores?:.*per core, \d+ in all: ask for fewer \(--prefill", None,
     ),
     "a cache larger than the machine": (
         "serve --kv-memory 900TiB --set model.device=cpu",

@@ -137,7 +137,7 @@ def test_a_cluster_that_is_followed_may_be_away_for_a_while(monkeypatch: pytest.
     first, away, still, back = asyncio.run(follow())
     assert first == ([], [])
     assert away[0] == []
-    assert "asked again: no controller" in away[1][0]
+    assert "trying again: no controller" in away[1][0]
     assert still == ([], [])
     assert back == (["meanwhile"], [])
 

@@ -55,7 +55,7 @@ def found_on(
 
 def test_a_kernel_that_tells_nothing_is_no_problem(tmp_path: Path) -> None:
     found = found_on(tmp_path, 4)
-    assert (found.level, found.what) == (Level.OK, "the kernel tells of no NUMA nodes")
+    assert (found.level, found.what) == (Level.OK, "the kernel reports no NUMA nodes")
 
 
 def test_one_numa_node_is_no_problem(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_sizes_are_read_from_the_command_line() -> None:
         (["prefill=x"], "write prefill=N"),
         (["prefill=10001"], "N from 0 to 10000"),
         (["prefill=" + 30 * "9"], "N from 0 to 10000"),
-        (["decode=1", "decode=2"], "decode is there twice"),
+        (["decode=1", "decode=2"], "decode is given twice"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(words: list[str], why: str) -> None:

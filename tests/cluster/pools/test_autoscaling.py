@@ -201,26 +201,26 @@ def decided(
 @pytest.mark.parametrize(
     ("role", "measured", "why"),
     [
-        (Role.DECODE, {"blocks": 0.97}, "decode: from 2 to 3: 97% of its blocks are taken, 90% may be"),
+        (Role.DECODE, {"blocks": 0.97}, "decode: from 2 to 3: 97% of its blocks are taken, more than 90%"),
         (
             Role.DECODE,
             {"step_s": 0.15},
-            "decode: from 2 to 3: a token takes 150 ms, slo.inter_token_s is 100 ms",
+            "decode: from 2 to 3: a token takes 150 ms, more than slo.inter_token_s (100 ms)",
         ),
         (
             Role.PREFILL,
             {"queue_s": 1.5, "busy": 1.0},
-            "prefill: from 2 to 3: prompts wait 1.5 s, 1.0 s of slo.ttft_s (2 s) may be waiting",
+            "prefill: from 2 to 3: prompts wait 1.5 s, more than 1.0 s (50% of slo.ttft_s)",
         ),
         (
             Role.AGGREGATED,
             {"queue_s": 1.5},
-            "aggregated: from 2 to 3: prompts wait 1.5 s, 1.0 s of slo.ttft_s (2 s) may be waiting",
+            "aggregated: from 2 to 3: prompts wait 1.5 s, more than 1.0 s (50% of slo.ttft_s)",
         ),
         (
             Role.DECODE,
             {"blocks": 0.6, "step_s": 0.03, "wait_s": 1.2},
-            "decode: from 2 to 3: requests wait 1.2 s for room, 1.0 s of slo.ttft_s (2 s) may be waiting",
+            "decode: from 2 to 3: requests wait 1.2 s for room, more than 1.0 s (50% of slo.ttft_s)",
         ),
         (Role.PREFILL, {"busy": 0.5, "wait_s": 9.0}, None),  # it is not this pool that they wait for
         (

@@ -207,7 +207,10 @@ async def test_a_node_that_stays_silent_is_replaced() -> None:
     [
         (lambda node: setattr(node, "state", NodeState.FAILED), "it failed: out of luck"),
         (lambda node: setattr(node, "step_age_s", TIMEOUTS.step_s + 1), "in one step for 51 s"),
-        (lambda node: setattr(node, "epoch_in_status", 999), "answers as another incarnation"),
+        (
+            lambda node: setattr(node, "epoch_in_status", 999),
+            "another incarnation than the one that was started answers",
+        ),
     ],
 )
 @in_loop

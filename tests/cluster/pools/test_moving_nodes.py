@@ -72,14 +72,14 @@ async def test_where_no_machine_fits_no_node_goes_and_in_the_end_all_is_taken_ba
         await rig.clock.advance(60.0)
         view = await rig.controller.view()
         assert view.rollout is not None
-        assert "there is no machine with what a node needs now" in view.rollout.waits
+        assert "no machine has what a node needs with the new configuration" in view.rollout.waits
         serving = {node.info.node_id for node in rig.launcher.running if node.config.role is Role.DECODE}
         assert serving <= before, "the old ones serve"
         assert len(serving) == 2
         await rig.clock.advance(rig.config.timeouts.machines_s + ENOUGH_S)
         view = await rig.controller.view()
         assert view.rollout is None
-        assert any("taken back: decode: there is no machine" in one.text for one in view.decisions)
+        assert any("taken back: decode: no machine has" in one.text for one in view.decisions)
         assert (await rig.controller.configuration()).pools == rig.config.pools
         assert len(places_of(rig, Role.DECODE)) == 2
 

@@ -58,7 +58,7 @@ def machine(cores: int, gpus: int = 0) -> LocalMachine:
 def test_the_nodes_of_a_container_share_what_its_quota_has_time_for() -> None:
     container = LocalMachine(tuple(range(64)), quota=3)
     assert cores_of(place_nodes(config(1, 1), container)) == {"prefill-0": (0, 1), "decode-0": (2,)}
-    with pytest.raises(ConfigurationError, match="this machine offers 3"):
+    with pytest.raises(ConfigurationError, match="this machine has 3"):
         place_nodes(config(1, 1, threads={"decode": 3}), container)
     with pytest.raises(ConfigurationError, match="too many for 3 cores"):
         place_nodes(config(6, 7), container)
@@ -90,7 +90,7 @@ def test_more_nodes_than_cores_take_turns() -> None:
     "asked", [config(1, 1, threads={"prefill": 3, "decode": 3}), config(1, 1, threads={"prefill": 4})]
 )
 def test_more_cores_than_there_are_is_a_mistake_that_names_both_numbers(asked: TandemConfig) -> None:
-    with pytest.raises(ConfigurationError, match=r"ask for \d cores.* this machine offers 4"):
+    with pytest.raises(ConfigurationError, match=r"asks for \d cores.* this machine has 4"):
         place_nodes(asked, machine(4))
 
 

@@ -35,7 +35,7 @@ def test_enough_machines_are_nothing_to_speak_of() -> None:
 def test_what_no_machine_offers_is_said_with_how_to_offer_it() -> None:
     wanted = config(PoolConfig(nodes=2), PoolConfig(nodes=1, resources={"GPU": 1}))
     prefill, decode = lacking(wanted, [Offer({"prefill": 1.0, "decode": 4.0})])
-    assert "pools.prefill wants 2 nodes, and the cluster's machines have room for 1" in prefill
+    assert "pools.prefill wants 2 nodes, but the cluster's machines have room for 1" in prefill
     assert "no room for any" in decode
     assert """ray start --resources '{"decode": 1, "GPU": 1}'""" in decode
 
@@ -44,7 +44,7 @@ def test_labels_that_no_machine_has_are_said() -> None:
     one = PoolConfig(nodes=1)
     wanted = config(one, PoolConfig(nodes=1, label_selector={"zone": "!a"}))
     (said,) = lacking(wanted, [Offer({"prefill": 1.0, "decode": 1.0}, {"zone": "a"})])
-    assert said.startswith("pools.decode wants 1 node, and the cluster's machines have no room for any")
+    assert said.startswith("pools.decode wants 1 node, but the cluster's machines have no room for any")
     assert "with the labels {zone: !a} (ray start --resources '{\"decode\": 1}' --labels KEY=VALUE" in said
 
 

@@ -111,7 +111,7 @@ async def test_limits_are_kept(wanted: dict[Role, int], why: str) -> None:
 async def test_the_last_node_that_writes_answers_stays() -> None:
     async with Rig(*PD) as rig:
         await rig.controller.start()
-        with pytest.raises(ConfigurationError, match="no node could decode"):
+        with pytest.raises(ConfigurationError, match="no node would be left to decode"):
             await rig.controller.scale({Role.DECODE: 0})
         with pytest.raises(ConfigurationError, match="the last node that can write answers"):
             await rig.controller.drain_node("decode-0", DRAIN_S)

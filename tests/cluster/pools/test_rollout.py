@@ -271,7 +271,7 @@ async def test_what_cannot_be_wished_for_is_refused() -> None:
         renamed = replace(rig.config, router=replace(rig.config.router, model_name="other"))
         with pytest.raises(ConfigurationError, match=r"model\.served_name: fake"):
             await rig.controller.apply(renamed, dry_run=True)
-        with pytest.raises(ConfigurationError, match="could decode"):
+        with pytest.raises(ConfigurationError, match="would be left to decode"):
             await rig.controller.apply(replace(rig.config, pools=pools(1, 0)), dry_run=False)
         with pytest.raises(ConfigurationError, match="no rollout"):
             await rig.controller.go_back()

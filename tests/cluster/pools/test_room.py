@@ -55,8 +55,8 @@ def said_of_memory(config: TandemConfig, free: int, weights: int = 0, *, on_cpu:
 
 def test_more_nodes_than_may_share_the_cores_are_refused_with_how_many_fit_and_what_changes_it() -> None:
     assert said_of_cores(asked(64), 2) == (
-        "64 prefill nodes and 1 decode node are too many for 2 cores: nodes that share one compute in turns, and at "
-        "most 4 may (pools.nodes_per_core), so there is room for 8: ask for fewer (--prefill, --decode), or allow more "
+        "64 prefill nodes and 1 decode node are too many for 2 cores: nodes that share a core slow each other "
+        "down, and pools.nodes_per_core allows 4 per core, 8 in all: ask for fewer (--prefill, --decode), or allow more "
         "with --set pools.nodes_per_core=33"
     )
 
@@ -135,8 +135,8 @@ def test_where_two_nodes_are_too_many_one_that_does_both_is_proposed() -> None:
 
 
 def test_where_nothing_fits_the_rest_of_the_machine_has_to_give_way() -> None:
-    assert "end something else that runs here" in said_of_memory(asked(), 600 * MIB)
-    assert "end something else that runs here" in said_of_memory(asked(), 8 * GIB, weights=40 * GIB)
+    assert "end other processes on this machine" in said_of_memory(asked(), 600 * MIB)
+    assert "end other processes on this machine" in said_of_memory(asked(), 8 * GIB, weights=40 * GIB)
 
 
 def test_weights_count_for_every_node_that_holds_them() -> None:
@@ -179,7 +179,7 @@ def test_what_is_proposed_would_be_accepted(
         check_memory(asked(prefill, decode, parse_size(less[1], "")), free, weights, on_cpu=True)
     if fewer:
         check_memory(asked(int(fewer[1]) - 1, 1, kv), free, weights, on_cpu=True)
-    assert less or fewer or "--aggregated 1" in said or "end something else" in said
+    assert less or fewer or "--aggregated 1" in said or "end other processes" in said
 
 
 def test_the_memory_of_tiers_counts_on_every_machine() -> None:

@@ -113,7 +113,7 @@ async def test_what_is_wrong_with_a_new_router_takes_all_back(fault: str) -> Non
         await rig.clock.advance(LONG_S)
         view = await rig.controller.view()
         assert (view.rollout, view.revision) == (None, 0)
-        why = "no such template" if fault == "it does not start" else "9 of its 20 answers"
+        why = "no such template" if fault == "it does not start" else "9 of its 20 responses"
         assert any("taken back: " in one.text and why in one.text for one in view.decisions)
         assert list(running(rig).values()) == [old]
         assert old.left_with is None, "it served all the time"
@@ -192,7 +192,7 @@ async def test_a_router_that_was_told_to_end_goes_when_another_one_has_its_place
         assert list(running(rig)) == ["router~2"]
         view = await rig.controller.view()
         assert view.rollout is None
-        assert any("told to end" in one.text for one in view.decisions)
+        assert any("got SIGTERM" in one.text for one in view.decisions)
 
 
 def sharing(rig: Rig, processes: int, failovers: int = 3) -> TandemConfig:

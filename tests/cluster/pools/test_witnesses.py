@@ -32,14 +32,14 @@ async def test_a_node_that_routers_hear_is_left_as_it_is() -> None:
         assert not node.stopped
         assert rig.routed == {"prefill-0", "decode-0"}
         said = rig.events.of("trouble", "decode-0")
-        assert said[1:] == ["does not answer, but routers hear it: it is left as it is"], (
+        assert said[1:] == ["does not answer the controller, but routers hear it: it is kept"], (
             "once, and not every second"
         )
         node.silent_s = None  # now it is silent to all
         await rig.clock.advance(LONG_ENOUGH)
         assert node.stopped
         assert rig.launcher.node("decode-0") is not node
-        assert "routers have not heard it for" in rig.events.of("trouble", "decode-0")[-1]
+        assert "routers have not heard from it for" in rig.events.of("trouble", "decode-0")[-1]
 
 
 @pytest.mark.parametrize("trouble", ["stuck", "failed"])
@@ -205,7 +205,7 @@ async def test_a_machine_that_is_not_seen_keeps_what_routers_hear(
         assert rig.routed == cut.routed
         view = await rig.controller.view()
         assert [d.text for d in view.decisions if "not seen" in d.text] == [
-            "the machine 10.0.0.2 is not seen, but what runs there is heard: it is left as it is"
+            "the machine 10.0.0.2 is not seen, but its processes are heard: it is kept"
         ], "once"
         await cut.is_seen_again()
         assert not node.stopped

@@ -65,7 +65,7 @@ def test_one_steps_through_it(trace: Path) -> None:
     assert "(2 of " in shown
     assert "preempted for the next tokens of req-a" in shown
     assert "no request is preempted after this step" in shown
-    assert "that is none of these" in shown
+    assert "that is not a command" in shown
 
 
 def test_json_has_the_records_as_they_are(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has no scheduler trace"):
         TraceReader(tmp_path)
     (tmp_path / "a.jsonl").write_text("hello\n")
-    with pytest.raises(ConfigurationError, match="is no scheduler trace"):
+    with pytest.raises(ConfigurationError, match="is not a scheduler trace"):
         TraceReader(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_text("")
     with pytest.raises(ConfigurationError, match="traces of a, b: name one"):

@@ -102,7 +102,7 @@ def test_a_node_that_was_never_there_has_ended(provider: StaticHostsProvider) ->
     assert provider.node_tags("10.0.0.99-0") == {}
     provider.set_node_tags("10.0.0.99-0", {"a": "b"})
     provider.terminate_node("10.0.0.99-0")
-    with pytest.raises(NodeLost, match="is not a node of cluster tandem"):
+    with pytest.raises(NodeLost, match="is no longer a node of cluster tandem"):
         provider.internal_ip("10.0.0.99-0")
 
 

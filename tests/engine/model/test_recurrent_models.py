@@ -33,13 +33,13 @@ NUM_TOKENS = 8
 LENGTHS = (1, 5, 23, 37, 2)
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=64)
 CACHE = CacheConfig(block_size=4, memory_bytes=8 << 20)
-# One of each way to keep a state; what transformers has beside these is in the slow runs.
+# One of each way to keep a state.
 QUICK = ("qwen3.5", "mamba", "granite-hybrid", "falcon-h1", "lfm2", "minimax", "zamba", "recurrent-gemma")
 REFUSED = ("zamba2",)
 # What transformers answers for all tokens at once and for one after the other differs by 3e-3 in this one.
 TOLERANCES = {"nemotron-h": 4e-3}
 NAMES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.more)
     for name in sorted(tiny.RECURRENT)
     if name not in REFUSED
 ]
