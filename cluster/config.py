@@ -36,7 +36,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     nodes: Annotated[
         NodeCount | None,
-        about("nodes to begin with; `null`: one for every place that machines offer, as they come and go"),
+        about("nodes at the start; `null`: one for each place that machines offer, as they come and go"),
     ] = 0
     threads: Annotated[
         AtLeastOne | None, about("cores of each node; `null`: an equal share of its machine's")
@@ -44,28 +44,28 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_RANKS)],
         about(
-            "ranks of each node, which share the model's weights and KV between them, on GPUs one device each, such as with "
-            "`resources: {GPU: 2}`: [ranks](ranks.md)"
+            "ranks of each node, which share the model's weights and KV; on GPUs one device each, such as with `resources: "
+            "{GPU: 2}`: [ranks](ranks.md)"
         ),
     ] = 1
     pipeline_parallel: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_RANKS)],
         about(
-            "stages of each node, each with some of the model's layers: it has `tensor_parallel` times as many ranks: [ranks](ranks.md#stages)"
+            "stages of each node, each with some of the model's layers and `tensor_parallel` ranks: [ranks](ranks.md#stages)"
         ),
     ] = 1
     machines: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_RANKS)],
         about(
-            "machines over which each node's ranks are spread, the same number on each, which all have a place for it. On a Ray cluster only: "
-            "[ranks](ranks.md#several-machines)"
+            "machines over which each node's ranks are spread, the same number on each; each machine needs a place for the "
+            "node. On a Ray cluster only: [ranks](ranks.md#several-machines)"
         ),
     ] = 1
     resources: Annotated[
         dict[str, Annotated[float, Meta(gt=0)]],
         about(
-            "what Ray sets aside for each node, such as `{GPU: 1}`, besides a place; of several machines each gives its part. On a Ray "
-            "cluster only"
+            "what Ray sets aside for each node, such as `{GPU: 1}`, besides a place; a node's machines give equal parts. On a "
+            "Ray cluster only"
         ),
     ] = {}
     label_selector: Annotated[
@@ -83,23 +83,24 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = {}
     transfer_options: Annotated[
         dict[str, str],
-        about("`transfer.options` of this pool's nodes, besides those of all nodes and before them"),
+        about("`transfer.options` of this pool's nodes; these override those of all nodes"),
     ] = {}
     cache: Annotated[
         dict[str, Any],
         about(
-            "settings of `cache` that this pool's nodes have in place of all nodes', such as `{memory_bytes: 4GiB}`; none that all nodes "
-            "must have alike"
+            "this pool's own settings of `cache`, such as `{memory_bytes: 4GiB}`, except those that all nodes must share"
         ),
     ] = {}
     scheduler: Annotated[
         dict[str, Any],
-        about("the same of `scheduler`, such as `{max_num_seqs: 64}`"),
+        about(
+            "this pool's own settings of `scheduler`, such as `{max_num_seqs: 64}`, with the same exception"
+        ),
     ] = {}
-    min: Annotated[NodeCount, about("never fewer nodes")] = 0
+    min: Annotated[NodeCount, about("fewest nodes")] = 0
     max: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_NODES)] | None,
-        about("never more nodes; with it the pool is scaled by its load"),
+        about("most nodes; with it the pool is scaled by its load"),
     ] = None
 
     @property
@@ -136,8 +137,8 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nodes_per_core: Annotated[
         AtLeastOne,
         about(
-            "most nodes that share a core of one machine, where they compute in turns: more are "
-            "refused. On a Ray cluster the places that machines offer decide"
+            "most nodes that take turns on one core of a machine; more are refused. On a Ray cluster the places that machines "
+            "offer decide"
         ),
     ] = 4
 
@@ -166,27 +167,25 @@ class SloConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    period_s: Annotated[Seconds, about("between two looks at the load")] = 1.0
-    grow_after_s: Annotated[Seconds, about("of breaking what `slo` says, before a pool grows")] = 10.0
-    shrink_after_s: Annotated[Seconds, about("of having room to spare, before it shrinks")] = 120.0
-    settle_s: Annotated[Seconds, about("after a change, before what is measured counts again")] = 15.0
+    period_s: Annotated[Seconds, about("seconds between two looks at the load")] = 1.0
+    grow_after_s: Annotated[Seconds, about("seconds that `slo` is broken before a pool grows")] = 10.0
+    shrink_after_s: Annotated[Seconds, about("seconds with room to spare before a pool shrinks")] = 120.0
+    settle_s: Annotated[Seconds, about("seconds after a change before measurements count again")] = 15.0
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How `tandem apply` replaces the nodes of each pool."""
 
-    surge: Annotated[
-        NodeCount, about("nodes more than the pool has, while new ones start before old ones go")
-    ] = 1
+    surge: Annotated[NodeCount, about("nodes beyond the pool's size while new ones replace old ones")] = 1
     max_unavailable: Annotated[
         NodeCount | None,
         about(
-            "nodes fewer than the pool has, while old ones go before new ones are ready; `null`: none, unless no machine has "
-            "room for another node, then 1 in a pool that can do without one"
+            "nodes below the pool's size while new ones replace old ones; `null`: none, unless no machine has room for "
+            "another node, then 1 in a pool that can do without one"
         ),
     ] = None
     settle_s: Annotated[
-        Seconds, about("for which a new node must have served before an old one goes in its favour")
+        Seconds, about("seconds that a new node must have served before an old one goes for it")
     ] = 5.0
 
 
@@ -194,21 +193,23 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the controller waits for what, and when it replaces a process."""
 
     start_s: Annotated[
-        Seconds, about("without progress of a process that downloads or loads, before it is ended")
+        Seconds, about("a process that downloads or loads without progress for this long is ended")
     ] = 300.0
     heartbeat_s: Annotated[Seconds, about("between the controller's questions to a node")] = 0.5
-    silence_s: Annotated[Seconds, about("for an answer to the controller; a later one is none")] = 2.0
-    unresponsive_s: Annotated[Seconds, about("a node that is silent for so long is ended and replaced")] = (
+    silence_s: Annotated[
+        Seconds, about("for a node's answer to the controller; a later answer counts as silence")
+    ] = 2.0
+    unresponsive_s: Annotated[Seconds, about("a node that is silent for this long is ended and replaced")] = (
         15.0
     )
     step_s: Annotated[
-        Seconds, about("an engine step that takes longer than this is a wedged engine: ended and replaced")
+        Seconds, about("an engine step that takes longer than this is stuck: its node is ended and replaced")
     ] = 120.0
     restart_backoff_s: Annotated[
         Seconds, about("before a node is started again; doubles up to `restart_backoff_max_s`")
     ] = 0.5
     restart_backoff_max_s: Annotated[Seconds, about("longest wait before a node is started again")] = 15.0
-    stop_s: Annotated[Seconds, about("for one process to end after it was told to")] = 10.0
+    stop_s: Annotated[Seconds, about("for a process to end after it was told to")] = 10.0
     machines_s: Annotated[Seconds, about("at start, for the machines that the first nodes need")] = 900.0
     nodes: NodeTimeouts = NodeTimeouts()
 
@@ -223,7 +224,8 @@ class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = {}
     start_s: Annotated[
-        Seconds, about("for a controller with another environment to serve, before the old one comes back")
+        Seconds,
+        about("seconds for a controller with another environment to serve, before the old one comes back"),
     ] = 120.0
 
 
@@ -247,8 +249,8 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[
         Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")],
         about(
-            "of this deployment, among those on one Ray cluster: small letters, digits and `-`. "
-            "Commands find it by `--name`"
+            "name of this deployment among those on one Ray cluster: small letters, digits and `-`. Commands find it by "
+            "`--name`"
         ),
     ] = DEFAULT_NAME
 

@@ -118,24 +118,20 @@ def _speculation(values: list[str]) -> list[Assignment]:
     model, count = described.pop("model", None), described.pop("num_speculative_tokens", None)
     method = described.pop("method", "draft_model" if model else "ngram")
     if method not in ("ngram", "draft_model", "eagle", "eagle3"):
-        raise RefusedValue(
-            f"guesses come by `ngram`, from a `draft_model` or an `eagle` head, not by {method!r}"
-        )
+        raise RefusedValue(f"`method` must be `ngram`, `draft_model`, `eagle` or `eagle3`, not {method!r}")
     if described:
         raise RefusedValue(f"has {', '.join(map(repr, described))}, which Tandem does not read: leave it out")
     if method != "ngram" and not model:
-        raise RefusedValue("needs `model`, the model that guesses")
+        raise RefusedValue("needs `model`, the draft model or head")
     if count is None:
         raise RefusedValue("needs `num_speculative_tokens`")
     draft = [("model.draft", str(model))] if method != "ngram" else []
     return [("scheduler.num_speculative_tokens", str(count)), *draft]
 
 
-_RUNNER = (
-    "a model generates, and makes vectors where its files or model.pooling say how; nothing is classified"
-)
+_RUNNER = "a model generates text, and makes vectors where its files or model.pooling say how; there is no classification"
 _OTHER_WAYS = (
-    "several devices share a model by `--tensor-parallel-size N` and `--pipeline-parallel-size N`: for more throughput give a pool more nodes, "
+    "several devices share a model by `--tensor-parallel-size N` and `--pipeline-parallel-size N`; for more throughput give a pool more nodes "
     "with --prefill N and --decode N, or --aggregated N"
 )
 _WIDTHS = tuple(f"pools.{pool}.tensor_parallel" for pool in ("prefill", "decode", "aggregated"))
@@ -195,33 +191,33 @@ VLLM: tuple[Flag, ...] = (
     Flag(
         ("--trust-remote-code",),
         UnsupportedFlag(
-            "code that comes with a checkpoint is never run: a model must be of a type that transformers knows"
+            "code that comes with a checkpoint is never run: use a model of a type that transformers knows"
         ),
         0,
     ),
     Flag(
         ("--quantization", "-q"),
-        UnsupportedFlag("a checkpoint's own config.json says how it is quantized: leave the flag out"),
+        UnsupportedFlag("the checkpoint's config.json says how it is quantized: leave the flag out"),
     ),
     Flag(("--load-format",), StandingFlag("weights are read from safetensors or GGUF files", ("auto", "safetensors", "gguf"))),
     Flag(("--tokenizer-mode", "--config-format"), StandingFlag("files are read in Hugging Face's format", ("auto", "hf"))),
-    Flag(("--tokenizer-revision", "--code-revision"), UnsupportedFlag("`--revision` holds for all files of a model")),
+    Flag(("--tokenizer-revision", "--code-revision"), UnsupportedFlag("use `--revision`, which holds for all files of a model")),
     Flag(
         ("--hf-overrides", "--rope-scaling", "--rope-theta"),
-        UnsupportedFlag("config.json says what a model is: put a copy of it with the other values into the model's folder"),
+        UnsupportedFlag("put a config.json with the other values into the model's folder"),
     ),
     Flag(("--download-dir",), UnsupportedFlag("set HF_HOME for models of the Hugging Face hub, TANDEM_CACHE for the others")),
     Flag(("--hf-token",), UnsupportedFlag("set HF_TOKEN in the environment"), "?"),
     Flag(("--runner", "--task"), StandingFlag(_RUNNER, ("auto", "generate", "pooling", "embed"))),
-    Flag(("--enable-lora",), StandingFlag("`--max-loras` says how many adapters a step may have; 0 are served without it"), 0),
+    Flag(("--enable-lora",), StandingFlag("`--max-loras N` turns adapters on, and says how many one step may have"), 0),
     Flag(("--is-embedding",), UnsupportedFlag(_RUNNER), 0),
     Flag(("--convert",), StandingFlag(_RUNNER, ("auto", "none", "embed"))),
     Flag(("--max-loras", "--max-loras-per-batch"), sets("scheduler.max_loras")),
     Flag(("--max-lora-rank",), sets("model.max_lora_rank")),
-    Flag(("--lora-modules", "--lora-paths"), SettingFlag(("model.adapters",), _adapters, "`NAME=FOLDER`, with `--max-loras`"), "+"),
-    Flag(("--limit-mm-per-prompt",), UnsupportedFlag("`router.limits.images_per_request` says how many images; there is no sound")),
+    Flag(("--lora-modules", "--lora-paths"), SettingFlag(("model.adapters",), _adapters, "`model.adapters`: NAME=FOLDER each, with `--max-loras`"), "+"),
+    Flag(("--limit-mm-per-prompt",), UnsupportedFlag("set `router.limits.images_per_request`; there is no audio")),
     Flag(("--enable-prompt-embeds",), switches("router.prompt_embeds", "true"), 0),
-    Flag(("--language-model-only",), StandingFlag("the tower of a model that reads images is loaded, and costs nothing but its memory"), 0),
+    Flag(("--language-model-only",), StandingFlag("the model reads text as usual; its vision tower is loaded, and costs only memory"), 0),
     # memory and the scheduler
     Flag(
         ("--gpu-memory-utilization", "--mem-fraction-static"),
@@ -266,7 +262,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--swap-space",), UnsupportedFlag("KV is kept in host memory by cache.tiers: --set 'cache.tiers=[{cpu: 4GiB}]'")),
     Flag(
         ("--enforce-eager", "--disable-cuda-graph"),
-        UnsupportedFlag("decode steps are captured as CUDA graphs where there is a GPU; nothing turns that off: leave the flag out"),
+        UnsupportedFlag("on GPUs decode steps are always captured as CUDA graphs: leave the flag out"),
         0,
     ),
     Flag(
@@ -283,7 +279,7 @@ VLLM: tuple[Flag, ...] = (
     ),
     Flag(
         ("--seed", "--random-seed"),
-        UnsupportedFlag("a request carries its own `seed`; one without gets a fresh one from the router: leave the flag out"),
+        UnsupportedFlag("each request has its own `seed`, or gets a fresh one from the router: leave the flag out"),
     ),
     # devices and machines
     Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), sets_all(_WIDTHS)),
@@ -298,12 +294,12 @@ VLLM: tuple[Flag, ...] = (
         ("--nnodes", "--node-rank", "--dist-init-addr", "--master-addr"),
         UnsupportedFlag("machines join a Ray cluster (`ray up`, or `ray start`), and `tandem serve --address auto` there uses all of them"),
     ),
-    Flag(("--headless",), UnsupportedFlag(f"no node has an HTTP API, the router has: {_POOLS}"), 0),
+    Flag(("--headless",), UnsupportedFlag(f"only the router has an HTTP API: {_POOLS}"), 0),
     Flag(("--device",), sets("model.device")),
     Flag(
         ("--kv-transfer-config",),
         UnsupportedFlag(
-            f"prefill and decode are pools here: {_POOLS}. `--set transfer.connector=...` chooses how the KV cache travels"
+            f"prefill and decode are pools here: {_POOLS}; `--set transfer.connector=...` chooses how the KV cache travels"
         ),
     ),
     Flag(("--disaggregation-mode",), UnsupportedFlag(_POOLS)),
@@ -318,7 +314,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--enable-ssl-refresh",), StandingFlag("a changed certificate is loaded while the router serves"), 0),
     Flag(
         ("--ssl-ca-certs", "--ssl-cert-reqs"),
-        UnsupportedFlag("clients show keys, not certificates of their own: put a proxy that asks for those in front of the router"),
+        UnsupportedFlag("clients show keys, not certificates: put a proxy that checks certificates in front of the router"),
     ),
     Flag(
         ("--enable-log-requests",),
@@ -337,23 +333,23 @@ VLLM: tuple[Flag, ...] = (
         sets("router.tracing.otlp_endpoint", note="over HTTP, such as http://collector:4318"),
     ),
     Flag(("--enable-request-id-headers",), StandingFlag("every answer has its x-request-id"), 0),
-    Flag(("--disable-log-stats",), StandingFlag("the log holds no statistics, /metrics does"), 0),
+    Flag(("--disable-log-stats",), StandingFlag("statistics are in /metrics, not in the log"), 0),
     Flag(("--enable-metrics",), StandingFlag("every router has /metrics"), 0),
     Flag(("--enable-server-load-tracking",), StandingFlag("every router has /load"), 0),
     Flag(("--enable-prompt-tokens-details",), StandingFlag("usage says how many of a prompt's tokens were cached"), 0),
-    Flag(("--enable-force-include-usage",), UnsupportedFlag("a client asks for it: `stream_options: {include_usage: true}`"), 0),
+    Flag(("--enable-force-include-usage",), UnsupportedFlag("clients ask for it with `stream_options: {include_usage: true}`"), 0),
     Flag(("--stream-interval",), StandingFlag("each token is sent as it comes", ("1",))),
     # the API
     Flag(("--max-logprobs",), StandingFlag("a token has up to 20 alternatives, as with OpenAI", ("20",))),
     Flag(
         ("--override-generation-config",),
-        UnsupportedFlag("edit the model's generation_config.json, or leave it aside: `--set router.sampling_defaults=openai`"),
+        UnsupportedFlag("edit the model's generation_config.json, or ignore it with `--set router.sampling_defaults=openai`"),
     ),
     Flag(("--chat-template-content-format",), StandingFlag("found in the chat template", ("auto",))),
-    Flag(("--default-chat-template-kwargs",), UnsupportedFlag("a request brings them: `chat_template_kwargs`")),
+    Flag(("--default-chat-template-kwargs",), UnsupportedFlag("send them with each request, as `chat_template_kwargs`")),
     Flag(
         ("--tool-parser-plugin", "--reasoning-parser-plugin", "--logits-processors", "--middleware"),
-        UnsupportedFlag("code is not loaded by a flag: leave the flag out"),
+        UnsupportedFlag("Tandem loads no code by a flag: leave the flag out"),
     ),
     Flag(("--chat-template",), sets("router.chat_template")),
     Flag(("--generation-config", "--sampling-defaults"), sets("router.sampling_defaults", _SAMPLING)),
@@ -448,8 +444,8 @@ def _shown(becomes: SettingFlag | StandingFlag | UnsupportedFlag) -> str:
                 return f"sets {note}"
             return f"sets {', '.join(f'`{name}`' for name in settings)}{': ' + note if note else ''}"
         case StandingFlag(note=note, values=None):
-            return f"taken, holds already: {note}"
+            return f"already so: {note}"
         case StandingFlag(note=note, values=held):
-            return f"{', '.join(f'`{value}`' for value in held or ())} alone: {note}"
+            return f"{', '.join(f'`{value}`' for value in held or ())} only: {note}"
         case UnsupportedFlag(note=note):
-            return f"answered: {note}"
+            return f"not taken: {note}"

@@ -79,28 +79,32 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft: Annotated[
         str,
         about(
-            "a small model with the same tokenizer, as `path` is named, that guesses the next `scheduler.num_speculative_tokens` tokens "
-            "([guesses](scheduler.md#guesses)), or an EAGLE head made for the model; its memory counts to the node's. Empty: they are guessed from what was said before"
+            "a small model with the same tokenizer, named as `path` is, or an EAGLE head made for the model. It guesses the "
+            "next `scheduler.num_speculative_tokens` tokens ([guesses](scheduler.md#guesses)); its memory counts to the "
+            "node's. Empty: the text so far makes the guesses"
         ),
     ] = ""
     pooling: Annotated[
         Literal["auto", "none", "mean", "last", "cls"],
         about(
-            "how `/v1/embeddings` makes one vector of a text: the `mean` of its tokens, its `last` or its first (`cls`), normalized; "
-            "`none`: it does not; `auto`: as sentence-transformers' files beside the checkpoint say, and none without them"
+            "how `/v1/embeddings` makes one vector of a text: the `mean` of its tokens, its `last` or its first (`cls`), "
+            "normalized; `none`: no vectors; `auto`: as sentence-transformers' files beside the checkpoint say, or not at all "
+            "without them"
         ),
     ] = "auto"
     hidden_states_folder: Annotated[
         str,
         about(
-            "where nodes write the hidden states of prompts, a file for each request that asks for one "
-            "([hidden states](connectors.md#hidden-states)); the model is then computed by transformers as it is, and slower. Empty: nowhere"
+            "where nodes write the hidden states of prompts, a file for each request that asks for one ([hidden "
+            "states](connectors.md#hidden-states)); transformers then computes the model as it is, which is slower. Empty: "
+            "nowhere"
         ),
     ] = ""
     hidden_states_layers: Annotated[
         tuple[int, ...],
         about(
-            "of which layers, as transformers' `output_hidden_states` counts: 0 are the tokens' embeddings, -1 is what the head reads"
+            "the layers of these, as transformers' `output_hidden_states` counts: 0 are the tokens' embeddings, -1 is what "
+            "the head reads"
         ),
     ] = (-1,)
 
@@ -116,10 +120,10 @@ class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     replay_endpoint: Annotated[
-        str, about("where a subscriber asks for batches that it has missed, in the same way; empty: nowhere")
+        str, about("where a subscriber asks for batches that it has missed, in the same form; empty: nowhere")
     ] = ""
-    topic: Annotated[str, about("that each message begins with")] = ""
-    buffer_steps: Annotated[AtLeastOne, about("batches that can be asked for again: the last ones")] = 10_000
+    topic: Annotated[str, about("topic that each message begins with")] = ""
+    buffer_steps: Annotated[AtLeastOne, about("number of last batches that can be asked for again")] = 10_000
 
     def __post_init__(self) -> None:
         check_fields(self, "cache.events")
@@ -151,39 +155,41 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Annotated[AtLeastOne, about("tokens of a block; a power of two")] = 16
     memory_bytes: Annotated[
         Annotated[int, Meta(ge=1 << 20)] | None,
-        about("KV cache of each node, such as `4GiB`; `null`: a share of what is free"),
+        about("KV cache of each node, such as `4GiB`; `null`: `cache.memory_share` of the free memory"),
     ] = None
     memory_share: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
-        about("that share, divided among the nodes of one device; `null`: 0.85 on a GPU, 0.5 on a CPU"),
+        about(
+            "the KV cache's share of free memory, divided among the nodes of one device; `null`: 0.85 on a GPU, 0.5 on a CPU"
+        ),
     ] = None
     dtype: Annotated[
         Literal["auto", "fp8"],
         about(
-            "of keys and values: `auto`, the model's own; `fp8`, half as much memory and less to hand over, rounded to three "
-            "bits after the point. All nodes of a cluster have the same"
+            "type of keys and values: `auto`, the model's own; `fp8`, half as much memory and less to hand over, rounded to "
+            "three bits after the point. All nodes of a cluster must have the same"
         ),
     ] = "auto"
     encoder_tokens: Annotated[
         AtLeastOne,
         about(
-            "of a model that reads images: so many tokens' worth of what its vision tower made of them is kept, for the prompts that they are in "
-            "and for later ones; at least as many as one part of an image has"
+            "with images: tokens of the vision tower's output that a node keeps, for prompts in progress and for later ones; "
+            "at least as many as one part of an image has"
         ),
     ] = 16384
     prefix_caching: Annotated[bool, about("blocks of earlier prompts are found again")] = True
     checkpoint_tokens: Annotated[
         NotNegative,
         about(
-            "with recurrent states: a prompt's states are kept for later prompts where that saves them at least so many tokens, and with "
-            "`cache.mirror` an answer's, so far apart, for its mirror; 0: never"
+            "with recurrent states: a prompt's states are kept where they save a later prompt at least this many tokens, and "
+            "with `cache.mirror` an answer's states are copied this many tokens apart; 0: never"
         ),
     ] = 256
     hash_algorithm: Annotated[
         HashAlgorithm,
         about(
-            "by which they are found: `sha256`, `sha256_cbor`, `xxhash`, `xxhash_cbor`. The latter "
-            "two are faster, and not safe from tenants who make collisions"
+            "how blocks are hashed to be found again: `sha256`, `sha256_cbor`, `xxhash`, `xxhash_cbor`. The latter two are "
+            "faster, and not safe from tenants who make collisions"
         ),
     ] = HashAlgorithm.SHA256
     hash_seed: Annotated[
@@ -202,7 +208,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = []
     tell_routers: Annotated[
         bool,
-        about("nodes tell routers which blocks they have; without, routers go by what they sent where"),
+        about("nodes tell routers which blocks they have; if not, routers go by what they sent where"),
     ] = True
     events: EventsConfig = EventsConfig()
     remote: Annotated[
@@ -215,8 +221,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mirror: Annotated[
         bool,
         about(
-            "the blocks of running requests are copied to another decode node's `cpu` tier as they fill, and it goes on with "
-            "them when theirs dies"
+            "another decode node copies the blocks of running requests to its `cpu` tier as they fill, and continues these "
+            "requests when their node dies"
         ),
     ] = False
 
@@ -262,8 +268,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pin_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=600)],
         about(
-            "with `continuum`: how long an ended turn keeps its KV for its job's next turn, and the longest that a tool may be "
-            "expected to take for that"
+            "with `continuum`: how long an ended turn keeps its KV for its job's next turn. A turn whose tool should take "
+            "longer keeps none"
         ),
     ] = 2.0
     max_num_seqs: Annotated[AtLeastOne, about("requests that run at once on a node")] = 256
@@ -274,47 +280,45 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_encoder_tokens: Annotated[
         AtLeastOne,
         about(
-            "of a model that reads images: tokens of images that one step's vision tower makes; a part of an image that has more is made in a step "
-            "without others"
+            "with images: tokens that the vision tower makes in one step; a larger part of an image gets a step of its own"
         ),
     ] = 2048
     long_prefill_token_threshold: Annotated[
-        NotNegative, about("most tokens of one prompt in a step; 0: no limit of its own")
+        NotNegative, about("most tokens of one prompt in a step; 0: no such limit")
     ] = 0
     step_target_ms: Annotated[
         Annotated[float, Meta(ge=0, le=1e6)],
         about(
-            "how long the model should need for a step while requests decode: prompts get shorter "
-            "chunks beside decodes where this node needs longer "
-            "([scheduler](scheduler.md#how-long-a-step-takes)); 0: no limit"
+            "target time of a step while requests decode: prompts beside them get shorter chunks if this node's steps take "
+            "longer ([scheduler](scheduler.md#how-long-a-step-takes)); 0: no limit"
         ),
     ] = 80.0
     chunked_prefill: Annotated[bool, about("a prompt may be computed in several steps")] = True
     reserve: Annotated[
         Reserve,
         about(
-            "what must be free before a request is admitted: `none`, the blocks of its first step; `prompt`, those of its whole "
-            "prompt; `sequence`, all that it and the others may ever need, so that none is preempted"
+            "what must be free before a request is admitted: `none`, the blocks of its first step; `prompt`, those of its "
+            "whole prompt; `sequence`, all that it and the others may ever need, so no request is preempted"
         ),
     ] = Reserve.PROMPT
     num_speculative_tokens: Annotated[
         NotNegative,
         about(
-            "most tokens that are guessed, from what was said before or by `model.draft`, and checked together"
+            "most tokens that are guessed, from the text so far or by `model.draft`, and checked in one step"
         ),
     ] = 0
     max_draft_loss: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         about(
-            "share of decoding's time that guesses may cost more than they save: where they do not pay they stop "
-            "([scheduler](scheduler.md#guesses)); 1: they are always made"
+            "share of decoding's time that guesses may cost more than they save: guessing stops where it does not pay "
+            "([scheduler](scheduler.md#guesses)); 1: it never stops"
         ),
     ] = 0.02
     max_loras: Annotated[
         NotNegative,
         about(
-            "how many different LoRA adapters one step may have; 0: no adapters are served. A model with adapters is computed by "
-            "transformers: [adapters](adapters.md)"
+            "how many different LoRA adapters one step may have; 0: no adapters are served. transformers computes a model "
+            "with adapters: [adapters](adapters.md)"
         ),
     ] = 0
     async_scheduling: Annotated[
@@ -333,7 +337,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     trace_bytes: Annotated[
         Annotated[int, Meta(ge=1 << 20)],
-        about("most that one node's files there may take, the oldest steps making room"),
+        about("most bytes of one node's files there; the oldest steps make room"),
     ] = 256 << 20
 
     def __post_init__(self) -> None:

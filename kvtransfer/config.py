@@ -35,23 +35,28 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connector: Annotated[
         NotEmpty, about("`nixl`, `nccl`, or `package.module:factory`: [connectors](connectors.md)")
     ] = "nixl"
-    direction: Annotated[Literal["push", "pull"], about("`push` or `pull`")] = "push"
+    direction: Annotated[
+        Literal["push", "pull"], about("`push`: the prefill node writes; `pull`: the decode node reads")
+    ] = "push"
     lease_s: Annotated[
         Annotated[float, Meta(gt=0, le=MAX_LEASE_S)],
         about("a prefill node holds blocks for this long when the lease is not renewed; at most 3600"),
     ] = 10.0
     timeout_s: Annotated[
-        Seconds, about("a decode node waits this long for one transfer, once the prompt is being computed")
+        Seconds, about("how long a decode node waits for one transfer, once the prompt is being computed")
     ] = 60.0
-    handshake_timeout_s: Annotated[Seconds, about("and this long for two nodes to know each other")] = 5.0
+    handshake_timeout_s: Annotated[
+        Seconds, about("how long two nodes may take to get to know each other")
+    ] = 5.0
     on_failure: Annotated[
-        LoadFailurePolicy, about("`recompute`: the decode node then reads the prompt itself; or `fail`")
+        LoadFailurePolicy,
+        about("`recompute`: the decode node reads the prompt itself; `fail`: the request fails"),
     ] = LoadFailurePolicy.RECOMPUTE
     patience_s: Annotated[
         Seconds,
         about(
-            "a transfer is given up when waiting for it, at the rate at which its link has lately moved bytes, would take so much "
-            "longer than computing the rest on the decode node"
+            "a transfer is given up when waiting for it, at its link's recent rate, would take this much longer than "
+            "computing the rest on the decode node"
         ),
     ] = 1.0
     checksums: Annotated[
@@ -64,11 +69,13 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     canary_share: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         about(
-            "share of the received prompts that a decode node computes again in idle time, to compare the KV; differences "
-            "that rounding does not explain count as `wrong_kv`; 0: none"
+            "share of received prompts that a decode node computes again in idle time, to compare the KV; differences that "
+            "rounding does not explain count as `wrong_kv`; 0: none"
         ),
     ] = 0.01
-    options: Annotated[dict[str, str], about("the connector's own")] = {}
+    options: Annotated[
+        dict[str, str], about("the connector's own options: [connectors](connectors.md#nixl)")
+    ] = {}
 
 
 class EvictionPolicy(enum.StrEnum):

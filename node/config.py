@@ -18,13 +18,17 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a node waits for others."""
 
     status_period_s: Annotated[Seconds, about("between a node's reports of itself to routers")] = 0.25
-    router_silence_s: Annotated[Seconds, about("then a router's requests are given up")] = 10.0
-    drain_s: Annotated[Seconds, about("for what runs on a node that is to go")] = 60.0
+    router_silence_s: Annotated[
+        Seconds, about("after so long without a router's messages a node gives up its requests")
+    ] = 10.0
+    drain_s: Annotated[Seconds, about("for the requests of a node that drains to finish")] = 60.0
     rank_silence_s: Annotated[
         Seconds,
-        about("a node of several ranks ends when one of them has not run, or not taken a step, for so long"),
+        about(
+            "a node of several ranks ends when one of them has not run, or not taken a step, for this long"
+        ),
     ] = 2.0
-    grammar_s: Annotated[Seconds, about("to compile one answer's grammar")] = 10.0
+    grammar_s: Annotated[Seconds, about("for one answer's grammar to be compiled")] = 10.0
     encoder_s: Annotated[
         Seconds,
         about(
@@ -39,11 +43,13 @@ class AnswersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_bytes: Annotated[
         AtLeastOne,
         about(
-            "background answers that one node keeps, the oldest making room; while so many are being made, "
-            "further ones are refused"
+            "bytes of background answers that one node keeps; the oldest make room. While so many are being made, further "
+            "ones are refused"
         ),
     ] = 64 << 20
-    kept_s: Annotated[Seconds, about("so long after its end any router finds a background answer")] = 600.0
+    kept_s: Annotated[
+        Seconds, about("seconds after its end for which any router finds a background answer")
+    ] = 600.0
 
 
 class OtherMachine(msgspec.Struct, frozen=True):

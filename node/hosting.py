@@ -203,7 +203,7 @@ class NodeHost:
         """The process was told to end: takes nothing new, and returns when everything under way has ended, or `drain_s` is over. Then
         routers go on elsewhere with the rest."""
         if not self._node.drain(self._node.config.timeouts.drain_s):
-            logger.warning("it ends before everything under way has ended: the rest goes on elsewhere")
+            logger.warning("the node ends before its requests have: the rest goes on elsewhere")
         self.stop()
 
     def stop(self) -> None:

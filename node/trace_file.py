@@ -58,7 +58,7 @@ class TraceFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._write_all()
         except OSError as error:
-            logger.error("the scheduler trace ends, for %s cannot be written: %s", self._path, error)
+            logger.error("the scheduler trace ends, because %s cannot be written: %s", self._path, error)
             while self._queue.get() is not None:  # the step thread goes on as if it were
                 pass
 

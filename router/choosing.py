@@ -50,8 +50,8 @@ class Chooser:
             if request.needs_version <= self._pool.oldest_version:
                 raise
             raise Unavailable(
-                f"{error} that speaks version {request.needs_version} of Tandem's messages, in which this request asks for "
-                "something: until every node has that version, leave it out or try again later"
+                f"{error} that speaks version {request.needs_version} of Tandem's messages, which a field of this request "
+                "needs: leave the field out, or try again when every node has that version"
             ) from error
         # A vector is computed again sooner than a copy of its prompt's KV would be of use.
         names = decode.names if not request.makes_vector else ()

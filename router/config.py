@@ -102,103 +102,103 @@ class SamplingDefaults(enum.StrEnum):
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much of anything a client may ask for, or a crowd of them."""
 
-    header_bytes: Annotated[AtLeastOne, about("of one request's header")] = 32 << 10
-    body_bytes: Annotated[AtLeastOne, about("of one request's body")] = 16 << 20
+    header_bytes: Annotated[AtLeastOne, about("bytes of one request's header")] = 32 << 10
+    body_bytes: Annotated[AtLeastOne, about("bytes of one request's body")] = 16 << 20
     body_bytes_at_once: Annotated[
         AtLeastOne,
         about(
-            "of all requests whose bodies are being received, parsed or tokenized; at least "
-            "`body_bytes`. Parsed, a body takes several times its bytes"
+            "bytes of all bodies that are being received, parsed or tokenized; at least `body_bytes`. Parsed, a body takes "
+            "several times its bytes"
         ),
     ] = 256 << 20
     kept_bytes: Annotated[
         AtLeastOne,
         about(
-            "of all requests until their end: tokens, log-probabilities, and what of their answers is not read yet. "
-            "One that would be over it alone is refused, others wait outside with 503"
+            "bytes that all requests keep until their end: tokens, log-probabilities, unread parts of answers. A request that "
+            "exceeds it alone is refused, others get 503 while there is no room"
         ),
     ] = 1 << 30
     responses_bytes: Annotated[
         AtLeastOne,
         about(
-            "of answers of /v1/responses that are kept to be asked for again, and of those that are being written in "
-            "the background; the oldest make room"
+            "bytes of answers of /v1/responses that a router keeps, and of those that are being written in the background; "
+            "the oldest make room"
         ),
     ] = 256 << 20
     cached_blocks: Annotated[
         NotNegative,
         about(
-            "of nodes' caches that a router knows of, each about 150 bytes: of further nodes it goes by what it sent there"
+            "blocks of nodes' caches that a router knows of, about 150 bytes each; beyond that it goes by what it sent to a "
+            "node"
         ),
     ] = 4_000_000
-    image_bytes: Annotated[AtLeastOne, about("of one image's file")] = 8 << 20
+    image_bytes: Annotated[AtLeastOne, about("bytes of one image's file")] = 8 << 20
     image_pixels: Annotated[
         Annotated[int, Meta(ge=1, le=89_000_000)],
-        about(
-            "of one image: it is decoded to be checked, which takes up to 10 bytes a pixel; two are at a time"
-        ),
+        about("pixels of one image. Checking decodes it, two images at a time, with up to 10 bytes a pixel"),
     ] = 40_000_000
     prompt_embeds_bytes: Annotated[
-        Annotated[int, Meta(ge=1, le=MOST_BYTES)], about("of one tensor of `prompt_embeds`")
+        Annotated[int, Meta(ge=1, le=MOST_BYTES)], about("bytes of one tensor of `prompt_embeds`")
     ] = 8 << 20
     images_per_request: Annotated[AtLeastOne, about("images in the messages of one request")] = 16
     json_depth: Annotated[AtLeastOne, about("how deep a body may nest")] = 64
-    json_containers: Annotated[AtLeastOne, about("objects and arrays in its body")] = 100_000
-    json_items: Annotated[AtLeastOne, about("items in those: a token id is one")] = 1_000_000
-    json_members: Annotated[AtLeastOne, about("names in its objects")] = 100_000
-    connections: Annotated[AtLeastOne, about("open at once")] = 4096
+    json_containers: Annotated[AtLeastOne, about("objects and arrays in a body")] = 100_000
+    json_items: Annotated[AtLeastOne, about("items in those; a token id is one")] = 1_000_000
+    json_members: Annotated[AtLeastOne, about("names in a body's objects")] = 100_000
+    connections: Annotated[AtLeastOne, about("connections open at once")] = 4096
     prompts_per_request: Annotated[AtLeastOne, about("prompts in one request")] = 128
     inputs_per_request: Annotated[AtLeastOne, about("texts in one request for vectors or scores")] = 1024
     choices_per_request: Annotated[AtLeastOne, about("prompts times `n` or `best_of`")] = 128
-    inflight_per_node: Annotated[AtLeastOne, about("sequences at once, for every node that decodes")] = 256
+    inflight_per_node: Annotated[AtLeastOne, about("sequences that run at once, per decoding node")] = 256
     queued: Annotated[AtLeastOne, about("sequences that wait beyond those")] = 1024
 
 
 class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds. Every wait in a request's life ends with one of these."""
 
-    header: Annotated[Seconds, about("for the request's header to arrive")] = 10.0
+    header: Annotated[Seconds, about("for a request's header to arrive")] = 10.0
     body: Annotated[
         Seconds,
         about(
-            "for its body; and for the rest of one that is answered already, before its connection is closed"
+            "for its body to arrive; also for the rest of a body that is answered already, before its connection is closed"
         ),
     ] = 30.0
-    queue: Annotated[Seconds, about("for a place")] = 30.0
+    queue: Annotated[Seconds, about("for a place on a node")] = 30.0
     token_idle: Annotated[
         Seconds,
         about(
-            "without a token for half of it, the nodes are asked whether they have the request; it goes on elsewhere when they do not, or neither answer in the other half nor are in a step"
+            "after half of it without a token, the router asks the nodes whether they have the request. It moves the request "
+            "if they do not, or if in the other half they neither answer nor are in a step"
         ),
     ] = 30.0
-    total: Annotated[Seconds, about("for all of it")] = 1800.0
+    total: Annotated[Seconds, about("for the whole request")] = 1800.0
     slow_reader: Annotated[
-        Seconds, about("a client that takes nothing of its answer for so long is cut off")
+        Seconds, about("a client that takes nothing of its answer for this long is cut off")
     ] = 30.0
-    keep_alive: Annotated[Seconds, about("an idle connection is closed")] = 75.0
+    keep_alive: Annotated[Seconds, about("an idle connection is closed after this long")] = 75.0
     realtime_ping: Annotated[
         Seconds,
-        about(
-            "a silent client of /v1/realtime is asked whether it is there; and so long it may take to answer"
-        ),
+        about("a client of /v1/realtime that is silent for this long is pinged, and has as long to answer"),
     ] = 20.0
-    realtime_idle: Annotated[Seconds, about("a client of /v1/realtime that sends no event is cut off")] = (
-        300.0
-    )
+    realtime_idle: Annotated[
+        Seconds, about("a client of /v1/realtime that sends no event for this long is cut off")
+    ] = 300.0
     failover_wait: Annotated[Seconds, about("for a node to appear when the last one was lost")] = 10.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ping_interval: Annotated[Seconds, about("between two questions to a node")] = 0.5
     # A node that said nothing for so long is lost. With the time until that is noticed it is less than 3 s.
-    silence: Annotated[Seconds, about("a node that said nothing for so long is lost")] = 2.5
+    silence: Annotated[Seconds, about("a node that says nothing for this long is lost")] = 2.5
     starved: Annotated[
         Seconds,
         about(
             "the same, while its machine accepts connections for it and no other node could go on with its requests"
         ),
     ] = 10.0
-    wedged: Annotated[Seconds, about("a node that has been in one step for so long gets nothing new")] = 60.0
+    wedged: Annotated[
+        Seconds, about("a node that has been in one step for this long gets no new requests")
+    ] = 60.0
 
 
 class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -206,16 +206,16 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     sample: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
-        about("share of the requests that are traced although they did not ask for it"),
+        about("share of requests that are traced without asking for it"),
     ] = 0.0
-    keep: Annotated[AtLeastOne, about("traces that `tandem trace` can show: the last ones")] = 64
+    keep: Annotated[AtLeastOne, about("number of last traces that `tandem trace` can show")] = 64
     otlp_endpoint: Annotated[
         str,
         about(
-            "OpenTelemetry's collector, such as `http://localhost:4318`; empty: what `OTEL_EXPORTER_OTLP_ENDPOINT` names, if it does"
+            "OpenTelemetry's collector, such as `http://localhost:4318`; empty: `OTEL_EXPORTER_OTLP_ENDPOINT`, if it is set"
         ),
     ] = ""
-    otlp_headers: Annotated[dict[str, str], about("headers that the collector is shown, such as a key")] = {}
+    otlp_headers: Annotated[dict[str, str], about("headers for the collector, such as a key")] = {}
     service_name: Annotated[
         str, about("the service's name in OpenTelemetry; empty: `OTEL_SERVICE_NAME`, or `tandem`")
     ] = ""
@@ -291,12 +291,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     other_models: Annotated[
         dict[str, str],
         about(
-            "models of other deployments, by their names, and their routers: `{code: 'http://10.0.0.7:8000'}`. Requests for them are passed on: "
-            "[operations](operations.md#several-models-at-one-address)"
+            "models of other deployments and their routers: `{code: 'http://10.0.0.7:8000'}`. Requests for them are passed "
+            "on: [operations](operations.md#several-models-at-one-address)"
         ),
     ] = {}
-    host: Annotated[NotEmpty, about("where it listens; `0.0.0.0` is everywhere")] = "127.0.0.1"
-    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], about("0 takes a free one")] = 8000
+    host: Annotated[NotEmpty, about("address to listen at; `0.0.0.0` is every interface")] = "127.0.0.1"
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], about("port to listen at; 0 takes a free one")] = (
+        8000
+    )
     placement: Annotated[RouterPlacement, about("`head`, or `every_host`: one on each machine")] = (
         RouterPlacement.HEAD
     )
@@ -307,7 +309,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 1
     inbox_host: Annotated[
-        str, about("where nodes answer it; on a Ray cluster the default is its machine's address")
+        str,
+        about(
+            "address at which the router receives nodes' answers; on a Ray cluster the default is its machine's address"
+        ),
     ] = "127.0.0.1"
     policy: Annotated[
         PolicyName,
@@ -319,15 +324,15 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local_prefill: Annotated[
         LocalPrefill,
         about(
-            "whether a decode node reads a prompt itself: `auto`, when that costs less, and stalls no "
-            "stream there for more than 50 ms; or `never`, `always`"
+            "whether a decode node reads a prompt itself: `auto`, when that costs less and stalls no stream there for more "
+            "than 50 ms; `never`; `always`"
         ),
     ] = LocalPrefill.AUTO
     admit_within: Annotated[
         Seconds | None,
         about(
-            "503 with `Retry-After` at once for a request that would wait for longer before its prompt is read, in the router's and "
-            "nodes' lines together; `null`: it waits. [Under overload](tuning.md#under-overload)"
+            "a request that would wait longer than this before its prompt is read, in the router's and nodes' lines together, "
+            "gets 503 with `Retry-After` at once; `null`: it waits. [Under overload](tuning.md#under-overload)"
         ),
     ] = None
     tool_format: Annotated[
@@ -345,7 +350,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ReasoningName.AUTO
     chat_template: Annotated[
         str | None,
-        about("a file with a chat template, or the template itself, that takes the place of the model's own"),
+        about("a file with a chat template, or the template itself, in place of the model's own"),
     ] = None
     unknown_fields: Annotated[
         UnknownFields,
@@ -357,24 +362,25 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_embeds: Annotated[
         bool,
         about(
-            "completions may have tensors in the place of prompts ([api](api.md#prompts-as-embeddings)): a client then says what the model computes "
-            "with, and not only what it reads"
+            "completions may have tensors in place of prompts ([api](api.md#prompts-as-embeddings)): clients then reach "
+            "states of the model that no text reaches"
         ),
     ] = False
     sampling_defaults: Annotated[
         SamplingDefaults,
         about(
-            "how tokens are sampled for a request that does not say: as the model's `generation_config.json` "
-            "recommends (`model`), or as OpenAI does (`openai`)"
+            "sampling where a request says nothing: by the model's `generation_config.json` (`model`), or OpenAI's defaults "
+            "(`openai`)"
         ),
     ] = SamplingDefaults.MODEL
-    max_failovers: Annotated[NotNegative, about("how often one request may go on elsewhere")] = 3
+    max_failovers: Annotated[NotNegative, about("how often a request may move to other nodes")] = 3
     api_keys: Annotated[
-        tuple[ApiKey, ...], about("who may ask, each with its quotas: [api](api.md#keys). Empty: everyone")
+        tuple[ApiKey, ...],
+        about("clients' keys, each with its quotas: [api](api.md#keys). Empty: everyone may ask"),
     ] = ()
     api_keys_file: Annotated[str | None, about("the same in a file: one key per line, or a JSON list")] = None
     cors_origins: Annotated[
-        tuple[str, ...], about("whose web pages may ask from a browser; `*` is any page")
+        tuple[str, ...], about("web pages that may ask from a browser; `*` is any page")
     ] = ()
     # The cluster's `slo`, as far as the router tells how often it was kept.
     slo_ttft_s: Seconds = 2.0
@@ -388,11 +394,11 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_certificate: Annotated[
         str | None,
         about(
-            "a file with a certificate and its chain: clients must speak TLS. A changed file is read while the router serves: "
-            "[security](security.md#tls)"
+            "a file with a certificate and its chain; clients must then speak TLS. A changed file is read while the router "
+            "serves: [security](security.md#tls)"
         ),
     ] = None
-    tls_key: Annotated[str | None, about("the file with its key")] = None
+    tls_key: Annotated[str | None, about("the file with the certificate's key")] = None
     env: Annotated[
         dict[str, str],
         about(

@@ -260,7 +260,9 @@ class NodePool:
         was_away = self._checked_at is not None and now - self._checked_at > self._heartbeat.silence / 2
         self._checked_at = now
         if was_away:
-            logger.warning("the router itself was away for a while: nodes are not held responsible for it")
+            logger.warning(
+                "the router itself did not run for a while: nodes' silence in that time does not count"
+            )
             for member in self._members.values():
                 if member.heard_at is not None:
                     member.heard_at = now

@@ -378,7 +378,7 @@ class CachedBlocks:
         if self.count > self._most:
             self._empty(cache)
             logger.warning(
-                "node %s: router.limits.cached_blocks has no room for what it has cached, so requests go there by what was sent",
+                "node %s: router.limits.cached_blocks is too small for its cache, so requests go there by what was sent before",
                 news.node_id,
             )
         return True

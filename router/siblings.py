@@ -249,7 +249,7 @@ def _is_of_this_user(writer: asyncio.StreamWriter) -> bool:
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user != os.geteuid():
-        logger.warning("a process of user %d asked this router, in vain", user)
+        logger.warning("a process of user %d asked this router, and was refused", user)
     return bool(user == os.geteuid())
 
 

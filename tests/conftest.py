@@ -54,13 +54,28 @@ ON_ONE_RAY = {
     "test_serve_realtime.py",
 }
 
+# Commands in these find the one `tandem serve` of this machine.
+SERVED_HERE = {
+    "test_encoder_nodes.py",
+    "test_guides_run.py",
+    "test_killed_controllers.py",
+    "test_ports.py",
+    "test_router_processes.py",
+    "test_serve_command.py",
+    "test_serve_ranks.py",
+    "test_serve_tiers.py",
+    "test_versions_together.py",
+}
+
 
 class FileScheduling(LoadScopeScheduling):
-    """Gives whole files to processes, which keep what a file's tests share; and to one of them all that share a Ray."""
+    """Gives whole files to processes, which keep what a file's tests share. One process gets all files that share a Ray, and one all that
+    need to be alone with their `tandem serve`."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "ray" if file.rpartition("/")[2] in ON_ONE_RAY else file
+        path = nodeid.partition("::")[0]
+        file = path.rpartition("/")[2]
+        return "ray" if file in ON_ONE_RAY else "serve" if file in SERVED_HERE else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:

@@ -42,7 +42,7 @@ OF_FUSION = {"Fused"}  # engine/model/fused
 
 def forbidden() -> list[str]:
     """The words of the glossary's last column, and of the sentence below its table."""
-    section = GLOSSARY.split("\n## Words\n")[1].split("\n## ")[0]
+    section = GLOSSARY.split("\n## Glossary\n")[1].split("\n## ")[0]
     rows = [line.rsplit("|", 2)[1] for line in section.splitlines() if line.startswith("| ")]
     sentence = section.split("these words stand nowhere:")[1]
     return re.findall(r"`([^`]+)`", " ".join([*rows, sentence]))
@@ -61,8 +61,8 @@ def written() -> dict[Path, str]:
         and path.name != "CHANGELOG.md"
     }
     page = ROOT / "docs/architecture.md"
-    before, rest = texts[page].split("\n## Words\n")
-    texts[page] = before + "\n## " + rest.split("\n## ", 1)[1]
+    before, rest = texts[page].split("\n## Glossary\n")
+    texts[page] = before + rest.partition("\n## ")[2]
     return texts
 
 

@@ -203,7 +203,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         else list(dict.fromkeys(router.url for router in view.routers if router.phase == "ready"))
     )
     if not urls:
-        raise Unavailable("no router of this cluster is ready: no request would be answered")
+        raise Unavailable("no router of this cluster is ready: wait for one (`tandem status`)")
     turns = iter(range(1 << 62))
 
     def url() -> str:

@@ -131,7 +131,9 @@ class Probes:
                 alone = [await self._ask(http, one) for one in self.questions]
                 together = await asyncio.gather(*(self._ask(http, one) for one in self.questions))
             except _UnfinishedAnswer as error:
-                raise Unavailable(f"a question was not answered before the first blow: {error}") from error
+                raise Unavailable(
+                    f"a question is not answered before any blow: {error}. Mend the cluster first (`tandem status`)"
+                ) from error
         for question, first, again in zip(self.questions, alone, together, strict=True):
             question.answer = first if first == again else None
         self.tally.gaps.clear()

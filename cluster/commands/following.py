@@ -105,4 +105,6 @@ class Follower:
 def _failure(account: ClusterAccount) -> TandemError:
     if account.failure is not None:
         return account.failure.to_exception()
-    return Unavailable("the controller has failed and reported no reason")
+    return Unavailable(
+        "the controller has failed and does not say why: look into its log (`tandem logs controller`)"
+    )

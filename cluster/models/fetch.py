@@ -284,7 +284,9 @@ def fetch_from_hub(name: str, report: Report) -> str:
                 )
             )
     except RevisionNotFoundError as error:
-        raise Unavailable(f"the Hugging Face hub has no revision {revision!r} of {repository}") from error
+        raise Unavailable(
+            f"the Hugging Face hub has no revision {revision!r} of {repository}: set model.revision to another"
+        ) from error
     except RepositoryNotFoundError as error:
         raise Unavailable("the Hugging Face hub does not have it, or it needs a token (HF_TOKEN)") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

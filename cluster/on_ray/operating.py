@@ -30,7 +30,7 @@ def _controller(namespace: str) -> Any:
         return ray.get_actor(CONTROLLER, namespace)
     except ValueError:
         raise Unavailable(
-            "the cluster has no controller at the moment; routers and nodes go on serving: try again later"
+            "the cluster has no controller just now: it goes on serving; try again in a few seconds"
         ) from None
     except RayError as error:
         raise translated(error) from error

@@ -229,9 +229,7 @@ class DecodeGraphs:
 
     def _refuse(self, shape: tuple[int, int], error: Exception) -> None:
         self._refused.add(shape)
-        log.warning(
-            "steps of %d tokens are not recorded, and slower for it: %s", shape[0], _first_line(error)
-        )
+        log.warning("steps of %d tokens are not recorded, which is slower: %s", shape[0], _first_line(error))
 
     @property
     def shapes(self) -> Sequence[tuple[int, int]]:

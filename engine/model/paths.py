@@ -211,7 +211,8 @@ def load_general(
         fused = fuse(model, pieces, adapted)
         if fused is None:
             log.warning(
-                "%s is computed as it is, and slower for it: its parts do not fit together", source.name
+                "%s is computed without fusion, which is slower: its fused parts do not give what it gives",
+                source.name,
             )
             model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head)
             pieces, parts = None, probe_attention(model).parts
@@ -367,7 +368,7 @@ def pieces_for(device: torch.device, dtype: torch.dtype, threads: int) -> Pieces
 
         kernels()
     except ImportError as error:
-        log.warning("the model's small operations stay as they are, and slower for it: %s", error)
+        log.warning("the model's small operations are not fused, which is slower: %s", error)
         return None
     return DevicePieces()
 
@@ -393,7 +394,7 @@ def _choose_attention(
         reason = cpu.reason_against(parts.layers, plan, kv_cache.dtype, dtype)
         if reason is None:
             return cpu.CpuAttention(pieces, kv_cache, plan, parts.layers)
-        log.info("attention goes by gathering: %s", reason)
+        log.info("attention gathers blocks: %s", reason)
 
     library = flashinfer.find_library() if kv_cache.device.type == "cuda" else None
     return attention_with(library, kv_cache, plan, parts, shape, dtype)
@@ -432,5 +433,5 @@ def attention_with(
                 return attention
             except Exception as error:  # whatever its compiler and its kernels raise
                 reason = f"flashinfer does not run here: {error}"
-        log.warning("attention goes by gathering, and slower for it: %s", reason)
+        log.warning("attention gathers blocks, which is slower: %s", reason)
     return gathering(kv_cache, plan, parts.expansions)

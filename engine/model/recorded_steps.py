@@ -124,7 +124,7 @@ class RecordedSteps:
 
     def _refuse(self, kind: _Kind, why: str) -> None:
         self._refused.add(kind)
-        log.info("steps of %d tokens are not recorded, and slower for it: %s", kind.tokens, why)
+        log.info("steps of %d tokens are not recorded, which is slower: %s", kind.tokens, why)
 
 
 class _Recorded:

@@ -200,7 +200,7 @@ class Admission:
         if wait > self._admit_within_s:
             self._metrics.refusals.labels(reason="long_wait").inc()
             raise QueueFull(
-                f"a request would wait for about {wait:.1f} s before its prompt is read, and {self._admit_within_s:g} s is the limit",
+                f"a request would wait for about {wait:.1f} s before its prompt is read; router.admit_within is {self._admit_within_s:g} s",
                 _in_bounds(wait - self._admit_within_s),
             )
 

@@ -413,7 +413,7 @@ class RequestLife:
             self.fail(self._last_failure or Unavailable("no node is ready"))
         else:
             self._metrics.deadlines.labels(phase=name).inc()
-            self.fail(DeadlineExceeded(f"the request took longer than timeouts.{name} allows"))
+            self.fail(DeadlineExceeded(f"the request took longer than router.timeouts.{name} allows"))
 
     def _working(self, attempt: Attempt) -> list[NodeInfo]:
         """Those of its nodes that it still needs."""

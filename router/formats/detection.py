@@ -64,10 +64,7 @@ def detected_calls(template: ChatTemplate | None) -> ToolFormat:
             if _reads(calls, written) and (calls is None or _is_written(calls, written)):
                 return name
         if _NAME in written:
-            logger.warning(
-                "the chat template writes tool calls in a way that is not known here; "
-                "router.tool_format sets one by hand"
-            )
+            logger.warning("the chat template writes tool calls in an unknown format: set router.tool_format")
     for name, marks in MENTIONED:
         if all(template.mentions(mark) for mark in marks):
             return name

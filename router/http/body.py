@@ -54,8 +54,8 @@ class BodyBudget:
         if self.held + size > self._limit:
             self._on_refused()
             raise Overloaded(
-                f"the requests that are being read take up the {self._limit} bytes that there are for them; "
-                "send this one again a little later"
+                f"the requests that are being read take up all {self._limit} bytes for them "
+                "(router.limits.body_bytes_at_once); send this one again a little later"
             )
         self.held += size
 
@@ -97,12 +97,12 @@ class KeptMemory:
             self._on_refused()
             raise InvalidRequest(
                 f"the request would take {size} bytes of the router's memory, more than the {self._limit} that all "
-                "requests have together: ask for fewer choices, tokens, or log-probabilities"
+                "requests have together (router.limits.kept_bytes): ask for fewer choices, tokens, or log-probabilities"
             )
         if self.held + size > self._limit:
             self._on_refused()
             raise Overloaded(
-                f"running requests take up the {self._limit} bytes that there are for them; "
+                f"running requests take up all {self._limit} bytes for them (router.limits.kept_bytes); "
                 "send this one again a little later"
             )
         return KeptShare(self, size)
@@ -124,7 +124,7 @@ class KeptMemory:
             largest = max(self._shares, key=lambda share: share.size)
             largest.end(
                 Overloaded(
-                    f"the answer has grown to {largest.size} bytes, the most of all, and the router has no room for more"
+                    f"the answers have outgrown router.limits.kept_bytes, and this one is the largest, with {largest.size} bytes"
                 )
             )
 

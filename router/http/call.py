@@ -54,7 +54,7 @@ class RequestHead:
         except httptools.HttpParserError as error:
             raise FramingError(_BETTER.get(str(error), str(error))) from None
         if not self._complete:
-            raise FramingError("the header does not end where its lines do")
+            raise FramingError("the header ends in the middle of a line")
         self.method = parser.get_method().decode("ascii")
         self.version = parser.get_http_version()
         if self.version not in ("1.0", "1.1"):

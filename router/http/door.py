@@ -53,7 +53,9 @@ class Door:
                     guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 )
                 if user != os.geteuid():
-                    logger.warning("a process of user %d asked for the listening socket, in vain", user)
+                    logger.warning(
+                        "a process of user %d asked for the listening socket, and was refused", user
+                    )
                     return
                 sockets = [(self._listener, self._tally), *self._former][:MOST_SOCKETS]
                 socket.send_fds(
@@ -87,12 +89,12 @@ def take_listeners(name: str) -> list[Listener]:
             guest.connect(f"\0{name}")
             _, descriptors, _, _ = socket.recv_fds(guest, 1, 2 * MOST_SOCKETS)
     except OSError as error:
-        logger.warning("no listening socket from the router before: %s", error)
+        logger.warning("no listening socket from the old router: %s", error)
         return []
     if not descriptors or len(descriptors) % 2:
         for descriptor in descriptors:
             os.close(descriptor)
-        logger.warning("the router before does not hand its listening socket on")
+        logger.warning("the old router does not hand over its listening socket")
         return []
     return [_listener(*pair) for pair in zip(descriptors[::2], descriptors[1::2], strict=True)]
 

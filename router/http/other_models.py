@@ -101,7 +101,7 @@ class OtherModels:
                 async with asyncio.timeout(self._timeouts.total):
                     await work()
             except TimeoutError:
-                raise DeadlineExceeded("the request took longer than timeouts.total allows") from None
+                raise DeadlineExceeded("the request took longer than router.timeouts.total allows") from None
 
         with _unavailable(who):
             await exchange.until_disconnect(timed)

@@ -262,7 +262,7 @@ def conversation(response: StoredResponse) -> list[InputItem]:
     """For the next request, which goes on with it."""
     if not response.ended or response.error is not None:
         raise InvalidRequest(
-            f"previous_response_id: {response.id} is {response.body['status']}; only a complete one can be gone on with",
+            f"previous_response_id: {response.id} is {response.body['status']}; only a completed response can be continued",
             "previous_response_id",
         )
     return [*response.items, *response.output_items()]

@@ -107,9 +107,7 @@ async def one_response(desk: ResponseDesk, services: Services, exchange: HttpExc
         await send_json(exchange.send, response.body)
         return
     if not response.keeps_events:
-        raise InvalidRequest(
-            "stream: only a response that was made in the background is streamed again", "stream"
-        )
+        raise InvalidRequest("stream: only a background response can be streamed again", "stream")
     after = query.get("starting_after", ["-1"])[0]
     if not after.lstrip("-").isdigit() or len(after) > 12:
         raise InvalidRequest("starting_after: must be an event's sequence_number", "starting_after")
@@ -120,9 +118,7 @@ async def cancel_response(desk: ResponseDesk, services: Services, exchange: Http
     """Cancels a response that was asked for in the background. One that has ended stays as it is."""
     response = await _find(desk, exchange)
     if not response.body["background"]:
-        raise InvalidRequest(
-            "only a response that was made in the background can be cancelled", "response_id"
-        )
+        raise InvalidRequest("only a background response can be cancelled", "response_id")
     await desk.cancel(response)
     await send_json(exchange.send, response.body)
 

@@ -75,7 +75,7 @@ class ImageReader:
             found.digests.append(digest)
             if sum(len(each.data) for each in found.files) > _MOST_BYTES:
                 raise InvalidImage(
-                    f"{part.where}: the images have more than {_MOST_BYTES} bytes together, which nodes take",
+                    f"{part.where}: the images have more than the {_MOST_BYTES} bytes together that nodes take",
                     part.where,
                 )
         return found

@@ -76,7 +76,7 @@ def _in_range(path: Path, name: str, value: Any) -> Any:
     ):
         raise ConfigurationError(
             f"{path}: {name} must be a {'whole ' if whole else ''}number from {low} to {high}, not {value!r}; "
-            "router.sampling_defaults: openai leaves the file aside"
+            "router.sampling_defaults: openai ignores the file"
         )
     if name == "top_k":
         return max(0, value)

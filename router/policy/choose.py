@@ -225,7 +225,7 @@ def decide(
     if request.makes_vector:
         readers = _allowed(pools.prompt_readers, request)
         if not readers:
-            raise Unavailable("no prefill node and no aggregated node is ready, and vectors are made there")
+            raise Unavailable("no prefill or aggregated node is ready to make vectors")
         node, why = rank(readers, request, False)
         alone = f"{name}: a vector, so {node.node_id} alone ({why})"
         if node.info.role is Role.AGGREGATED:

@@ -163,12 +163,12 @@ class ResponsesRequest(ChatExtensions, frozen=True, kw_only=True, forbid_unknown
 def check(request: ResponsesRequest) -> None:
     for name, instead in (("conversation", "use previous_response_id"), ("prompt", "send the input itself")):
         if getattr(request, name) is not None:
-            raise InvalidRequest(f"{name}: nothing of the kind is kept here; {instead}", name)
+            raise InvalidRequest(f"{name}: this server keeps none; {instead}", name)
     if request.background and request.store is False:
         raise InvalidRequest("background: needs store, because the answer is asked for later", "background")
     if request.truncation == "auto":
         raise InvalidRequest(
-            "truncation: must be 'disabled', because nothing is left out of a chat here", "truncation"
+            "truncation: must be 'disabled', because this server drops no part of a chat", "truncation"
         )
 
 

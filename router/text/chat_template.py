@@ -277,7 +277,7 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     text = str(parts[-1].get("text") or "")
     if not text.strip():
         raise InvalidRequest(
-            "messages: with continue_final_message the last must have text to go on with", "messages"
+            "messages: with continue_final_message the last message must have text to continue", "messages"
         )
     text += mark + " "
     if isinstance(content, list):
@@ -290,7 +290,7 @@ def _cut_at(text: str, mark: str) -> str:
     before, found, after = text.rpartition(mark)
     if not found:
         raise InvalidRequest(
-            "messages: continue_final_message cannot be had, because the model's chat template leaves out the last",
+            "messages: continue_final_message does not work with this model: its chat template leaves out the last message",
             "messages",
         )
     # A template that trims messages took the mark's space; it would have taken the text's.

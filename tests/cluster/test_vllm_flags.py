@@ -123,7 +123,7 @@ def test_api_keys_become_tenants() -> None:
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype: cache.dtype must be"),
         (
             ["--speculative-config", '{"method": "medusa", "model": "a/head", "num_speculative_tokens": 2}'],
-            "--speculative-config: guesses come by `ngram`, from a `draft_model` or an `eagle` head, not by 'medusa'",
+            "--speculative-config: `method` must be `ngram`, `draft_model`, `eagle` or `eagle3`, not 'medusa'",
         ),
         (
             ["--speculative-config", '{"model": "a/b", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'],
@@ -136,7 +136,7 @@ def test_api_keys_become_tenants() -> None:
         (["--speculative-config", "eagle"], "--speculative-config: is not a JSON object: 'eagle'"),
         (
             ["--speculative-config", '{"method": "draft_model", "num_speculative_tokens": 2}'],
-            "--speculative-config: needs `model`, the model that guesses",
+            "--speculative-config: needs `model`, the draft model or head",
         ),
         (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization: cache.memory_share must be"),
         (["a/b", "--model", "c/d"], "MODEL a/b and --model c/d name two models"),

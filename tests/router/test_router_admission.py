@@ -159,7 +159,7 @@ def test_what_would_wait_for_too_long_at_a_node_is_refused_at_the_door() -> None
             place.wait_at_nodes = wait_s
             (await place.ask()).release_all()
         place.wait_at_nodes = patient.wait_at_nodes = 6.5
-        with pytest.raises(QueueFull, match=r"about 6\.5 s .* 2 s is the limit") as refusal:
+        with pytest.raises(QueueFull, match=r"about 6\.5 s .* router\.admit_within is 2 s") as refusal:
             await place.ask()
         assert refusal.value.retry_after_s == 5, "by then the line is as short as it must be"
         assert place.admission.held == place.admission.queued == 0

@@ -42,7 +42,7 @@ def find_library() -> Any | None:
     try:
         return importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:
-        log.info("attention goes by gathering: flashinfer is not there (%s)", error)
+        log.info("attention gathers blocks: flashinfer is not installed (%s)", error)
         return None
 
 
@@ -221,7 +221,7 @@ class FlashInferAttention:
                 return
         except Exception as error:  # whatever its compiler and its kernels raise
             reason = str(error)
-        log.warning("prompts are attended without %s, and slower for it: %s", self._kernels, reason)
+        log.warning("prompts are attended without %s, which is slower: %s", self._kernels, reason)
         self._kernels, self._wrappers = _EVERYWHERE, plain
 
     def _tried(self, wrappers: list[Any]) -> list[torch.Tensor]:

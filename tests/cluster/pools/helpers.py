@@ -29,7 +29,7 @@ from tandem.wire.progress import Report
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
 
-PATIENCE_S = 30.0  # on a busy machine; it only ends what hangs
+PATIENCE_S = 60.0  # on a busy machine; it only ends what hangs
 
 TIMEOUTS = ClusterTimeouts(
     start_s=100.0,

@@ -291,20 +291,24 @@ def _reason(text: str) -> str:
 
 INTRODUCTION = """# Models
 
-Every causal model class of transformers {version}, and what becomes of it here. Each was made small, with random weights, and
-answered in float32 what `generate` answers: in uneven chunks and mixed batches, token by token, after losing its blocks, from a shared
-prefix, and some of them handed over in the middle of a prompt; or it is refused, for the reason that stands here, before it serves anything. This page is written by `make models-page`; `make test-models` runs every class again and compares, and the unit
-tests do so for some of them.
+This page lists every causal model class of transformers {version}, and says whether and how Tandem serves it. Look up the `model_type` of your
+model's `config.json`.
 
-- **Computed by**: the native library for the Llama family on CPUs, or the [general path](architecture.md#how-a-step-is-computed);
-  *by its own code* where a model's attention is none that Tandem computes, and each request is attended to by itself.
-- **Handed over**: between prefill and decode nodes, by push or pull. Models that keep recurrent states need blocks of one size on both.
-- **A token keeps**: keys and values of a token in all layers, or the latents that they are made of (DeepSeek and others), for the class's
-  own default sizes in bfloat16, in memory and on the wire. A model that one means to serve may have others. Layers with a sliding window, or chunks, keep so much for these alone, and
-  layers that read another's keep nothing.
-- Classes that read images are not among them: [images](images.md) says which are served. What is here of a model with a vision tower is its
-  text.
-- **And states**: of how many of four layers, and whatever the number of tokens. Their prefix cache keeps states at some places of a prompt.
+Each class was made small, with random weights. A served class answered in float32 what `generate` answers: in uneven chunks and mixed batches,
+token by token, after losing its blocks, from a shared prefix, and some of them handed over in the middle of a prompt. A refused class is refused
+for the reason that stands here, before it serves anything. `make models-page` writes this page; `make test-models` runs every class again and
+compares, and the unit tests do so for some of them.
+
+- **Computed by**: the native library for the Llama family on CPUs, or the [general path](architecture.md#how-a-step-is-computed). *By its own
+  code* means that Tandem computes no such attention: the model's code attends, one request at a time.
+- **Handed over**: between prefill and decode nodes, by push or pull. Models with recurrent states need blocks of one size on both.
+- **A token keeps**: the keys and values of a token in all layers, or the latents for them (DeepSeek and others), in memory and on the wire, for the
+  class's own default sizes in bfloat16. Your model may have other sizes. Layers with a sliding window, or chunks, keep them only for these tokens,
+  and layers that read another's keep nothing.
+- **And states**: how many of four layers keep recurrent states, whatever the number of tokens. Their prefix cache keeps states at some places of
+  a prompt.
+- **Images**: classes that read images are not in the list; [images](images.md) says which are served. A model with a vision tower stands here
+  for its text.
 
 {counts}
 
@@ -328,7 +332,7 @@ def page(outcomes: list[Outcome]) -> str:
     text += "\n## Refused\n\n| type | why |\n|---|---|\n"
     text += "".join(row(outcome) + "\n" for outcome in outcomes if outcome.verdict == "refused")
     text += (
-        "\n## Not tried\n\nTheir sizes hang together in ways that the script does not know. Each is probed at load like any other, "
+        "\n## Not tried\n\nThe script does not know how to make these small. Each is probed at load like any other, "
         "and served or refused.\n\n"
     )
     text += "".join(row(outcome) + "\n" for outcome in outcomes if outcome.verdict == "not built")
