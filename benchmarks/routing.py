@@ -37,6 +37,7 @@ from tandem.loadgen.metrics import percentile
 from tandem.router.choosing import Chooser
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
 from tandem.router.policy import PoolSnapshot, RoutingRequest
+from tandem.router.policy.views import blocks_for
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import CachedBlocks, NodeBits, Overlaps, PrefixRecord, PromptHashes
 from tandem.wire.kv_events import DEVICE_MEDIUM
@@ -124,7 +125,7 @@ class Cluster:
         decision = self.chooser.choose(RoutingRequest(tokens, 256), hashes)
         for node in (decision.prefill, decision.decode):
             if node is not None:
-                self.pool.sent(node.node_id, name, tokens, node.blocks_for(tokens))
+                self.pool.sent(node.node_id, name, tokens, blocks_for(tokens, node))
         for node in (decision.prefill, decision.decode):
             if node is not None:
                 self.pool.answered(node.node_id, name)

@@ -1,6 +1,6 @@
 """Tells routers what this node's prefix cache holds, so that they send prompts where their beginnings lie.
 
-The step thread hands over the events of each step; a thread of its own makes of them what routers understand (`wire.prefix_hashes`), and
+The step thread hands over the events of each step; a thread of its own makes of them what routers understand (`wire.requests`), and
 keeps what is cached now, for a router that is new or has missed something.
 """
 
@@ -22,8 +22,7 @@ from tandem.wire.kv_events import (
     ExtraKeys,
     KVEvent,
 )
-from tandem.wire.prefix_hashes import beside_media, block_hashes, root_hash
-from tandem.wire.requests import CacheChange, CacheNews
+from tandem.wire.requests import CacheChange, CacheNews, beside_media, block_hashes, root_hash
 
 logger = logging.getLogger(__name__)
 

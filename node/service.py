@@ -194,8 +194,8 @@ class NodeService:
     def status(self) -> NodeStatus:
         scheduler = self._scheduler_stats
         transfer = self._engine.worker.stats() if self._engine.worker is not None else None
-        failure = self.failure
         self.loop.watch_step()
+        failure = self.failure
         return node_status(
             self._config.node_id,
             self._rules.role,
@@ -276,7 +276,8 @@ class NodeService:
                     self._refuse(item, error)
             case Cancel():
                 self._abort([id for id in item.request_ids if self._live.is_owner(id, item.reply_to)])
-                self._kept.cancelled(item.request_ids)
+                if self._kept.followed:
+                    self._kept.cancelled(item.request_ids)
             case RouterLost():
                 owned = [live.submit for live in self._live.of_router(item.reply_to)]
                 self._abort([submit.request_id for submit in owned if submit.keep is None])
@@ -337,8 +338,7 @@ class NodeService:
     def publish(self, updates: list[TokenChunk]) -> None:
         batches: defaultdict[str, list[TokenChunk]] = defaultdict(list)
         for update in updates:
-            live = self._live.get(update.request_id)
-            if live is None:
+            if (live := self._live.get(update.request_id)) is None:
                 continue
             live.reported = max(live.reported, update.start + len(update.token_ids))
             if update.finish is not None:
@@ -419,12 +419,12 @@ class NodeService:
             raise InvalidRequest("this node follows no grammars")
         if self._desk is None:
             self._desk = GrammarDesk(self._grammars, self._config.timeouts.grammar_s, self._mailbox.put)
-        must_wait = self._desk.must_wait(grammar)
-        if must_wait:
-            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        if not self._desk.must_wait(grammar):
+            self._engine.add_request(request)
+            return
+        request.status = RequestStatus.WAITING_FOR_GRAMMAR
         self._engine.add_request(request)
-        if must_wait:
-            self._desk.begin(request.request_id, grammar, now)
+        self._desk.begin(request.request_id, grammar, now)
 
     def _go_on(self, ready: GrammarReady) -> None:
         """A request that waited for its grammar runs, or ends if it cannot."""

@@ -23,8 +23,7 @@ from operator import or_
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.prefix_hashes import block_hashes, hashes_with_media, root_hash
-from tandem.wire.requests import CacheNews
+from tandem.wire.requests import CacheNews, block_hashes, hashes_with_media, root_hash
 
 logger = logging.getLogger(__name__)
 

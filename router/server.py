@@ -31,7 +31,7 @@ from tandem.router.keys import KeyRing, load_keys
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import LinkCollector, NodeCollector
-from tandem.router.openai.served_model import ServedModel
+from tandem.router.openai.prompts import ServedModel
 from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
 from tandem.router.siblings import SentReports, Siblings

@@ -11,9 +11,9 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     embeds      prompts of rows that stand in the place of tokens' embeddings
     pooling     how a model's hidden states become one vector
     nodes       who is in the cluster: identity, role, epoch, addresses
-    requests    router -> node (Submit, Cancel, Ping) and node -> router (TokenBatch, NodeStatus, Holding)
+    requests    router -> node (Submit, Cancel, Ping) and node -> router (TokenBatch, NodeStatus, Holding); what both call a prompt's
+                blocks when they speak of caches
     kv_events   what happens to a node's KV cache, in the shape that other programs read
-    prefix_hashes   what routers and nodes call a prompt's blocks when they speak of caches
     lines       numbers on all of these, so that a lost message is noticed and sent again
     tracing     node -> router: where a traced request's time went, and by which clock
     encoding    node -> encoder node: which rows of images are wanted, and the rows

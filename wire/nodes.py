@@ -67,10 +67,6 @@ class NodeInfo(msgspec.Struct, frozen=True, cache_hash=True):
     pipeline_parallel: int = 1  # stages that share its layers
     start_s: float = 0.0  # from its launch until it was ready, by the controller's clock; 0: not known
 
-    def blocks_for(self, tokens: int) -> int:
-        """About how many a request of so many tokens takes."""
-        return (-(-tokens // self.block_size) if self.keeps_tokens else 0) + self.state_blocks
-
     @property
     def incarnation(self) -> str:
         """Tells one start of the node from another. Public, and the epoch does not follow from it."""

@@ -4,16 +4,25 @@ A router binds one Inbox and names it as `reply_to`; a node answers every router
 engine step for all of that router's requests. A router pings each node twice a second or so; a node sends its
 NodeStatus to every router that pinged it lately, and aborts the requests of one that fell silent. All of these
 travel on numbered lines (`wire.lines`), so none is lost in silence.
+
+When they speak of caches they call a prompt's blocks by one hash for each block and everything before it, the same in every process of a
+cluster (`block_hashes`). A node's cache has hashes of its own, which other processes cannot foretell. These are for routing alone: routers
+make them of prompts, nodes of the blocks that they cache, and a wrong match costs time and no answer.
 """
 
 from __future__ import annotations
 
-import bisect
 import enum
 import os
 import re
+import struct
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 
 import msgspec
+import xxhash
 
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import WireError
@@ -207,7 +216,7 @@ class WaitHistogram(msgspec.Struct, frozen=True):
         return sum(self.counts)
 
     def plus(self, seconds: float) -> WaitHistogram:
-        index = bisect.bisect_left(WAIT_BOUNDS_S, seconds)
+        index = bisect_left(WAIT_BOUNDS_S, seconds)
         counts = (*self.counts[:index], self.counts[index] + 1, *self.counts[index + 1 :])
         return WaitHistogram(self.total_s + seconds, counts)
 
@@ -354,7 +363,7 @@ class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
 class CacheChange(msgspec.Struct, frozen=True, array_like=True):
     medium: str
     is_stored: bool  # False: removed
-    hashes: bytes  # `wire.prefix_hashes`, eight bytes each, little-endian
+    hashes: bytes  # as `block_hashes` makes them, eight bytes each, little-endian
 
 
 class CacheNews(msgspec.Struct, frozen=True, tag="cache_news"):
@@ -368,3 +377,47 @@ class CacheNews(msgspec.Struct, frozen=True, tag="cache_news"):
 
 
 ToRouter = TokenBatch | NodeStatus | NodeTrace | ClockReading | Holding | Recalled | CacheNews
+
+_TOKEN_BYTES = 4
+
+
+def root_hash(salt: str | None, lora: str | None = None) -> int:
+    """Before the first block: what besides tokens makes all of a prompt's KV another."""
+    if salt is None and lora is None:
+        return 0
+    return xxhash.xxh3_64_intdigest(repr((salt, lora)).encode("utf-8", "surrogatepass"))
+
+
+def beside_media(parent: int, keys: Sequence[str]) -> int:
+    """What stands for the block before one that images lie in. `keys`: as its events name them."""
+    return root_hash(repr((parent, list(keys))))
+
+
+def hashes_with_media(
+    token_ids: Sequence[int], block_size: int, parent: int, media: Sequence[MediaFeature]
+) -> list[int]:
+    """As `block_hashes`, of a prompt with images, or of rows in the place of tokens."""
+    hashes: list[int] = []
+    ends = [each.offset + each.length for each in media]
+    begins = [each.offset for each in media]
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        end = start + block_size
+        keys = [
+            f"media:{each.identifier}:{each.offset}"
+            for each in media[bisect_right(ends, start) : bisect_left(begins, end)]
+        ]
+        hashes += block_hashes(
+            token_ids[start:end], block_size, beside_media(parent, keys) if keys else parent
+        )
+        parent = hashes[-1]
+    return hashes
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list[int]:
+    """One for each full block. `parent`: that of the block before them, or the root."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    block, digest = struct.Struct(f"{_TOKEN_BYTES * block_size}s"), xxhash.xxh3_64_intdigest
+    full = len(packed) - len(packed) % block_size
+    return [parent := digest(content, parent) for (content,) in block.iter_unpack(packed[:full])]

@@ -22,6 +22,7 @@ from tandem.router.links import Links
 from tandem.router.metrics import RecentRequests, RouterMetrics, Targets
 from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.policy.choose import Alternative
+from tandem.router.policy.views import blocks_for
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.rates import AnswerLengthMeter
@@ -355,7 +356,7 @@ class Placement(Generic[L]):
                 return error
             reads_prompt = node is attempt.prefill or attempt.prefill is None
             taken = self.expected_tokens(spec) if node is attempt.decode else prompt_tokens
-            load = prompt_tokens if reads_prompt else 0, node.blocks_for(taken)
+            load = prompt_tokens if reads_prompt else 0, blocks_for(taken, node)
             self._pool.sent(node.node_id, attempt.request_id, *load)
             if self.sent_reports is not None:
                 self.sent_reports.tell(node, attempt.request_id, *load, hashes)

@@ -10,7 +10,7 @@ response_desk  what is done with responses: begun, written, found on the nodes, 
 serving        the server's socket, who takes a connection from it, and its end; certificate: its TLS; door: the socket goes to other routers
 protocol       one connection: its requests one after the other, its limits and its timers
 call           one request, from its head on, and its answer there; chunked: a body in pieces
-exchange       one request and its answer, until its client goes away; the gate that each passes on its way in and out
+exchange       one request and its answer, until its client goes away; the gate that each passes on its way in and out, and how it finds its route
 body, json_body    a request's body, from bytes to a checked type; what all of them take together
 event_stream   an answer in one piece or as a stream; errors: as an error
 """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from tandem.router.http import (
     admin_routes,
@@ -19,53 +19,27 @@ from tandem.router.http import (
     ui_routes,
     vector_routes,
 )
-from tandem.router.http.exchange import HttpExchange, HttpGate, exchange_of
+from tandem.router.http.exchange import HttpExchange, HttpGate, HttpRoute, HttpRoutes
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, MESSAGES, generate
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
-from tandem.router.openai.served_model import ModelElsewhere
+from tandem.router.openai.prompts import ModelElsewhere
 from tandem.router.responses.response_store import ResponseNotFound
+from tandem.wire.errors import TandemError
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]
 
 
-class _Endpoint:
-    """A route's function as an ASGI application. The exchange learns the route: metrics are labelled with it, not with clients' paths."""
-
-    def __init__(self, path: str, handler: Handler, services: Services) -> None:
-        self._path = path
-        self._handler = handler
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
-        exchange.route = self._path
-        try:
-            await self._handler(self._services, exchange)
-        except ModelElsewhere as there:
-            with self._services.kept.share(len(exchange.body)):
-                await self._services.others.pass_on(exchange, there)
-        except ResponseNotFound as missing:
-            if "{response_id}" not in self._path:
-                raise
-            await self._services.others.find(exchange, missing)
-
-
-class _Routes:
-    """A path without parameters is looked up; Starlette tries one route after the other for the rest."""
-
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self._exact = {
-            (route.path, method): route.app
-            for route in routes
-            for method in route.methods or ()
-            if "{" not in route.path
-        }
-        self._router = Router(routes, redirect_slashes=False)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._exact.get((scope["path"], scope["method"]), self._router)
-        await app(scope, receive, send)
+async def _answer_from_elsewhere(services: Services, exchange: HttpExchange, error: TandemError) -> bool:
+    """What this deployment lacks another one may have. False: it is not to be asked."""
+    if isinstance(error, ModelElsewhere):
+        with services.kept.share(len(exchange.body)):
+            await services.others.pass_on(exchange, error)
+    elif isinstance(error, ResponseNotFound) and "{response_id}" in exchange.route:
+        await services.others.find(exchange, error)
+    else:
+        return False
+    return True
 
 
 def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
@@ -121,9 +95,11 @@ def make_app(services: Services) -> ASGIApp:
         ("/ui", ui_routes.page, ["GET"]),
         ("/ui/state", ui_routes.state, ["GET"]),
     ]
+    elsewhere = partial(_answer_from_elsewhere, services)
     routes = [
-        Route(path, _Endpoint(path, handler, services), methods=methods) for path, handler, methods in table
+        Route(path, HttpRoute(path, partial(handler, services), elsewhere), methods=methods)
+        for path, handler, methods in table
     ]
     # Without Starlette's application around them: its layers turn errors into answers, which is what the gate is for.
-    gate = HttpGate(_Routes(routes), services.keys, services.metrics)
+    gate = HttpGate(HttpRoutes(routes), services.keys, services.metrics)
     return _with_cors(gate, services.config.cors_origins)

@@ -7,10 +7,11 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.router.http.errors import (
@@ -144,6 +145,47 @@ def names_of(fields: list[str]) -> bytes:
     return re.sub(rb"[^!-~]", b"?", b",".join(name.encode("ascii", "replace")[:100] for name in fields))[
         :1024
     ]
+
+
+class HttpRoute:
+    """A route's function as an ASGI application. The exchange learns the route: metrics are labelled with it, not with clients' paths."""
+
+    def __init__(
+        self,
+        path: str,
+        answer: Callable[[HttpExchange], Awaitable[None]],
+        elsewhere: Callable[[HttpExchange, TandemError], Awaitable[bool]],
+    ) -> None:
+        """`elsewhere`: whether an error was answered in another way."""
+        self._path = path
+        self._answer = answer
+        self._elsewhere = elsewhere
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        exchange.route = self._path
+        try:
+            await self._answer(exchange)
+        except TandemError as error:
+            if not await self._elsewhere(exchange, error):
+                raise
+
+
+class HttpRoutes:
+    """A path without parameters is looked up; Starlette tries one route after the other for the rest."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._exact = {
+            (route.path, method): route.app
+            for route in routes
+            for method in route.methods or ()
+            if "{" not in route.path
+        }
+        self._router = Router(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._exact.get((scope["path"], scope["method"]), self._router)
+        await app(scope, receive, send)
 
 
 class HttpGate:

@@ -33,9 +33,8 @@ from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_answer import CompletionStream, whole_completion
 from tandem.router.openai.fields import SamplingFields
 from tandem.router.openai.plan import Caller, GenerationPlan, plan_chat, plan_completion
-from tandem.router.openai.prompts import CompletionRequest
+from tandem.router.openai.prompts import CompletionRequest, ServedModel
 from tandem.router.openai.reading import ReadChoice, read_all
-from tandem.router.openai.served_model import ServedModel
 from tandem.router.openai.vectors import VectorPlan
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.tracing import TracePhase

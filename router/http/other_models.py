@@ -17,7 +17,7 @@ import httpx
 
 from tandem.router.config import RouterConfig
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.openai.served_model import ModelElsewhere
+from tandem.router.openai.prompts import ModelElsewhere
 from tandem.router.responses.response_store import ResponseNotFound
 from tandem.wire.errors import DeadlineExceeded, Unavailable, UnknownModel
 

@@ -27,7 +27,7 @@ from tandem.router.http.services import Services
 from tandem.router.http.websocket import GOING_AWAY, WebSocket
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.plan import plan_chat
-from tandem.router.openai.served_model import ModelElsewhere
+from tandem.router.openai.prompts import ModelElsewhere
 from tandem.router.realtime.events import (
     Conversation,
     ItemCreate,

@@ -13,7 +13,7 @@ from tandem.router.http.other_models import OtherModels
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
-from tandem.router.openai.served_model import ServedModel
+from tandem.router.openai.prompts import ServedModel
 from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
 from tandem.router.siblings import Siblings

@@ -19,8 +19,14 @@ from tandem.router.http.services import Services
 from tandem.router.openai.answer import json_pieces
 from tandem.router.openai.chat_request import ChatMessage, Tool
 from tandem.router.openai.fields import TokenId
-from tandem.router.openai.prompts import ChatPrompt, chat_prompt, check_images, render_chat, with_images
-from tandem.router.openai.served_model import ServedModel
+from tandem.router.openai.prompts import (
+    ChatPrompt,
+    ServedModel,
+    chat_prompt,
+    check_images,
+    render_chat,
+    with_images,
+)
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
 

@@ -16,7 +16,7 @@ from tandem.router.http.generate_routes import enter, notes_of, planned, routing
 from tandem.router.http.services import Services
 from tandem.router.openai.answer import AnswerHead, json_pieces
 from tandem.router.openai.plan import Caller
-from tandem.router.openai.served_model import ServedModel
+from tandem.router.openai.prompts import ServedModel
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from tandem.router.openai.vectors import (
     VectorPlan,

@@ -17,6 +17,7 @@ from tandem.router.openai.prompt_embeds import embeds_of
 from tandem.router.openai.prompts import (
     CompletionRequest,
     PromptTooLong,
+    ServedModel,
     chat_prompt,
     encoded,
     prompt_ids,
@@ -33,7 +34,6 @@ from tandem.router.openai.sampling import (
     sampling_params,
     stop_strings,
 )
-from tandem.router.openai.served_model import ServedModel
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds

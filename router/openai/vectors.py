@@ -15,8 +15,7 @@ from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Generation, RequestLife, SequenceSpec
 from tandem.router.openai.answer import AnswerHead, LoopTurn
 from tandem.router.openai.plan import Caller
-from tandem.router.openai.prompts import PromptTooLong, prompt_ids, prompts_of
-from tandem.router.openai.served_model import ServedModel
+from tandem.router.openai.prompts import PromptTooLong, ServedModel, prompt_ids, prompts_of
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest, VectorFields
 from tandem.wire.errors import InternalError, InvalidRequest
 from tandem.wire.pooling import VectorModel

@@ -23,6 +23,7 @@ from tandem.router.policy.views import (
     NodeView,
     PoolSnapshot,
     RoutingRequest,
+    blocks_for,
     first_by_rendezvous,
     line_wait_s,
 )
@@ -48,7 +49,7 @@ class _Alike:
     def first_with(self, tokens: int) -> NodeView | None:
         """A node with the blocks for so many. One that has the most is only looked for when the last one has too few."""
         best = self.roomiest or next(iter(self.views.values()), None)
-        if best is None or (needed := best.info.blocks_for(tokens)) > self.most:
+        if best is None or (needed := blocks_for(tokens, best.info)) > self.most:
             return None
         if self.roomiest is None or best.room_blocks < needed:
             best = max(self.views.values(), key=lambda view: view.room_blocks)

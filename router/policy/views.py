@@ -19,6 +19,11 @@ ASSUMED_PREFILL_TOKENS_PER_S = 1000.0
 ASSUMED_STEP_S = 0.02
 
 
+def blocks_for(tokens: int, node: NodeInfo) -> int:
+    """About how many a request of so many tokens takes there."""
+    return (-(-tokens // node.block_size) if node.keeps_tokens else 0) + node.state_blocks
+
+
 class NodeView(msgspec.Struct, gc=False):
     """A node that may be chosen: its last status, and what this router has sent it since. There is one for as long as requests may go to
     the node, and the pool writes it with every status and every request; policies read it."""
@@ -41,7 +46,7 @@ class NodeView(msgspec.Struct, gc=False):
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request that takes so many tokens' blocks would find them. A node without work takes any."""
-        return self.load == 0 or self.room_blocks >= self.info.blocks_for(tokens)
+        return self.load == 0 or self.room_blocks >= blocks_for(tokens, self.info)
 
     @property
     def room_tokens(self) -> int:
@@ -164,7 +169,7 @@ def decode_wait_s(node: NodeView, request: RoutingRequest, assumed: float | None
     info, rates = node.info, node.rates
     step = rates.step_s or ASSUMED_STEP_S
     wait = 0.0
-    missing = info.blocks_for(request.prompt_tokens + request.max_new_tokens) - node.room_blocks
+    missing = blocks_for(request.prompt_tokens + request.max_new_tokens, info) - node.room_blocks
     if missing > 0:
         wait = missing * info.block_size * step / max(1, node.status.running)
     rate = rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S

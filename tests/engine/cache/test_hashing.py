@@ -19,7 +19,7 @@ from tandem.router.prefixes import PromptHashes
 from tandem.wire.adapters import identity_of
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.images import MediaFeature
-from tandem.wire.prefix_hashes import block_hashes, root_hash
+from tandem.wire.requests import block_hashes, root_hash
 from tandem.wire.sampling import SamplingParams
 
 ALGORITHMS = list(HashAlgorithm)
