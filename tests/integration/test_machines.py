@@ -122,7 +122,12 @@ def spread_node(path: Path, width: int, others: int = 1, stages: int = 1) -> Ite
 
 
 @pytest.mark.parametrize(
-    ("width", "others", "stages"), [(2, 1, 1), (4, 1, 1), (4, 1, 2)], ids=["2", "4", "2 stages of 2"]
+    ("width", "others", "stages"),
+    [
+        pytest.param(2, 1, 1, id="2"),
+        pytest.param(4, 1, 2, id="2 stages of 2"),
+        pytest.param(4, 1, 1, id="4", marks=pytest.mark.more),
+    ],
 )
 def test_machines_say_what_one_says_and_end_when_they_are_stopped(
     tiny_llama: Path, width: int, others: int, stages: int
@@ -141,8 +146,15 @@ def test_machines_say_what_one_says_and_end_when_they_are_stopped(
     assert not node.why
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("victim", ["a rank", "its keeper"])
+@pytest.mark.parametrize(
+    ("victim", "sign"),
+    [
+        pytest.param("a rank", signal.SIGKILL, id="a rank, killed"),
+        pytest.param("its keeper", signal.SIGSTOP, id="its keeper, stopped"),
+        pytest.param("a rank", signal.SIGSTOP, id="a rank, stopped", marks=pytest.mark.more),
+        pytest.param("its keeper", signal.SIGKILL, id="its keeper, killed", marks=pytest.mark.more),
+    ],
+)
 def test_what_is_gone_or_hangs_on_another_machine_ends_all(
     tiny_llama: Path, sign: signal.Signals, victim: str
 ) -> None:

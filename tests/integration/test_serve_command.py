@@ -155,6 +155,7 @@ def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(serve: Any, moment:
     assert command.ended() == 130
 
 
+@pytest.mark.more
 def test_a_signal_to_its_whole_group_while_it_starts_is_no_different(serve: Any) -> None:
     """As `timeout` sends it, and others that stop a group of processes: Ray must not be the first to go."""
     command = serve()
@@ -165,6 +166,7 @@ def test_a_signal_to_its_whole_group_while_it_starts_is_no_different(serve: Any)
     assert time.monotonic() - began < 30, "no wait for a Ray that is gone"
 
 
+@pytest.mark.more
 def test_a_command_whose_output_nobody_reads_any_more_serves_on(serve: Any) -> None:
     command = serve("--aggregated", "1")
     command.until(r"^API: ", START_S)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.integration.cluster_lab import END_S, START_S
 
@@ -65,6 +66,7 @@ def received(http: httpx.Client) -> int:
     return sum(node["counters"]["transfer_bytes_received"] for node in nodes if node["role"] == "decode")
 
 
+@pytest.mark.more
 def test_three_ranks_hand_over_to_two_stages(serve: Any, tmp_path: Path) -> None:
     """And when one of them is killed, the prompt that they read is answered all the same."""
     settings = tmp_path / "tandem.yaml"

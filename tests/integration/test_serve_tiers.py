@@ -75,10 +75,11 @@ def until(holds: Callable[[], bool], what: str) -> None:
 @pytest.mark.parametrize(
     ("pools", "title", "reader"),
     [
-        (("--aggregated", "1"), "ray::DecodeActor", "aggregated-0"),
-        (("--prefill", "1", "--decode", "1"), "ray::PrefillActor", "prefill-0"),
+        pytest.param(("--prefill", "1", "--decode", "1"), "ray::PrefillActor", "prefill-0", id="1P+1D"),
+        pytest.param(
+            ("--aggregated", "1"), "ray::DecodeActor", "aggregated-0", id="aggregated", marks=pytest.mark.more
+        ),
     ],
-    ids=["aggregated", "1P+1D"],
 )
 def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
     serve: Any, tmp_path: Path, pools: tuple[str, ...], title: str, reader: str

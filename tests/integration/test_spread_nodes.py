@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.integration.cluster_lab import MODEL, START_S, Load, RayNodes, Tandem, free_port
+from tests.more import more
 
 pytestmark = pytest.mark.own_cluster
 
@@ -114,10 +115,8 @@ def test_its_logs_are_those_of_all_its_machines(tandem: Tandem) -> None:
     ("victim", "sign"),
     [
         ("rank", signal.SIGKILL),
-        ("rank", signal.SIGSTOP),
-        (KEEPER, signal.SIGKILL),
         (KEEPER, signal.SIGSTOP),
-        ("ray::PrefillActor", signal.SIGKILL),
+        *more([("rank", signal.SIGSTOP), (KEEPER, signal.SIGKILL), ("ray::PrefillActor", signal.SIGKILL)]),
     ],
 )
 def test_what_ends_one_of_its_processes_ends_it_as_one(

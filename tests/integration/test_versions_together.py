@@ -237,6 +237,7 @@ def test_a_controller_of_another_version_takes_the_place_of_this_one_under_load_
         ray_nodes.close()
 
 
+@pytest.mark.more
 def test_a_command_in_the_foreground_stays_while_its_controller_is_replaced_and_still_ends_all(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
