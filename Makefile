@@ -73,7 +73,7 @@ test-more: install
 
 test-clusters: install
 	@$(BIN)/tandem models fetch > /dev/null
-	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 --dist loadfile -m "own_cluster and not more" tests/integration
+	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 -m "own_cluster and not more" tests/integration
 
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null
