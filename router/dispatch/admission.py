@@ -284,11 +284,8 @@ class Admission:
         """Returns the tenant whose turn it is, or None. A request whose blocks no node has is passed over, so
         that others can go on. After MOST_PASSED_OVER times the whole line waits for its blocks."""
         if not self._queues or self.held >= self._capacity():
-            return (
-                # Checked first, because counting a pool's room is costly and this is called with every status
-                # of every node.
-                None
-            )
+            # Checked first, because counting a pool's room is costly and every status of every node calls this.
+            return None
         passed: list[Slots] = []
         turns: Iterable[tuple[str, deque[Slots]]] = self._queues.items()
         if self._by_priority:

@@ -59,9 +59,8 @@ class Dispatcher:
         self._placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics, clock)
         self._clock = clock
         self.recalls = Recalls(config, links, pool)
-        self._idle: asyncio.Event | None = (
-            None  # Set when the last request has ended. None until `wait_idle` is called.
-        )
+        # Set when the last request has ended. None until `wait_idle` is called.
+        self._idle: asyncio.Event | None = None
         self.admission = Admission(
             self._capacity,
             config.limits.queued,

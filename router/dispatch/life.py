@@ -91,8 +91,7 @@ class RequestLife:
     # --- its course -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Submits the first attempt. Raises Unavailable when no node can take it now; then the request never
-        began."""
+        """Submits the first attempt. Raises Unavailable when no node can take it; then it never began."""
         self._attempt(self._choose())
 
     def cancel(self) -> None:
@@ -114,8 +113,7 @@ class RequestLife:
             self._placement.turn_ended(self.decisions[-1], self.request_ids[-1], spec.job_id, called)
 
     def leave(self, error: TandemError) -> None:
-        """Ends the request because this router ends. If nodes keep the answer, they go on, and other routers
-        find it."""
+        """This router ends. If nodes keep the answer, they go on, and other routers find it."""
         if self.spec.keep is None:
             self.fail(error)
         else:
@@ -152,10 +150,10 @@ class RequestLife:
             self._on_news(self)
 
     def _on_difference(self, attempt: Attempt, source: TokenSource) -> None:
-        """Both nodes computed the attempt's first token, and rounding gave different tokens. The first report
-        stays. A late report of the prefill node changes nothing. A late report of the decode node means that
-        it continues from a token that was not shown: the request fails over and continues from the known
-        token. When no failover is left, the decode node's continuation is accepted."""
+        """Both nodes computed the attempt's first token, and rounding made them differ. The first report
+        stays. If the late report is the decode node's, its answer continues from a token that was not shown:
+        the request fails over and continues from the known one or, when no failover is left, accepts the
+        difference."""
         self._metrics.token_mismatches.inc()
         logger.warning("%s: two nodes differ in a token (%s)", self.spec.label, attempt.decision.node_names)
         if source is TokenSource.PREFILL:
@@ -178,8 +176,8 @@ class RequestLife:
         self.timings.preemptions += chunk.preemptions
         if chunk.cached_tokens is None and chunk.prompt_logprobs is None:
             return
-        # A decode node that received the KV has no log-probabilities of the prompt, and its cache says
-        # nothing about the prompt's computing.
+        # A decode node that received the KV knows neither the prompt's log-probabilities nor how much of it
+        # was cached.
         if self.prompt_logprobs is None:
             self.prompt_logprobs = chunk.prompt_logprobs
         if source is TokenSource.PREFILL or attempt.prefill is None or attempt.prefill_gave_up:
@@ -211,15 +209,13 @@ class RequestLife:
         self._fail_over(NodeLost(f"node {node.node_id} is lost: {why}"), {node.node_id})
 
     def on_unheard(self, node: NodeInfo) -> None:
-        """The node sends messages but has not acknowledged what it was sent. A request that it did receive
-        stays there."""
+        """The node sends messages but acknowledges none. A request that it did receive stays there."""
         attempt = self.attempt
         if attempt is not None and not self._placement.has_heard(node, attempt):
             self.on_node_lost(node, "it does not receive what it is sent")
 
     def on_holding(self, node: NodeInfo, holding: Holding) -> None:
-        """The node lists the requests that it holds. If this one is missing there, or tokens of it are
-        missing here, it fails over."""
+        """The node lists what it holds. If this request, or tokens of it, are missing, it fails over."""
         attempt = self.attempt
         sent = attempt.sent.get(node) if attempt is not None else None
         if attempt is None or sent is None or self.ended:
@@ -310,8 +306,8 @@ class RequestLife:
 
     def _on_refusal(self, error: TandemError) -> None:
         """The node lives but cannot take the request now. Another node is tried at once. If there is none, a
-        request that has tokens waits for its nodes, and one without tokens fails with the node's error, which
-        says when to retry."""
+        request with tokens waits for a pool to change; one without fails with the node's error, which may say
+        when to retry."""
         try:
             decision = self._placement.choose(self._routing(frozenset(self._avoid)), self._hashes)
         except Unavailable:
@@ -323,8 +319,8 @@ class RequestLife:
         self._attempt(decision)
 
     def try_again(self) -> None:
-        """Submits the request unless it runs or has ended. Without a usable node it waits, and is called
-        again whenever the pools change."""
+        """Submits the request unless it runs or has ended. Without a node it waits, and pool changes call
+        this again."""
         if self.ended or self.attempt is not None:
             return
         try:
@@ -400,8 +396,7 @@ class RequestLife:
             since = self._waiting_since or self.timings.started_at
             deadlines.append((since + self._timeouts.failover_wait, "failover_wait"))
         else:
-            # Silent nodes are first asked what they hold. A request that waits in a node's line is listed,
-            # and stays.
+            # First the nodes are asked what they hold. A request in a node's line is listed, and stays.
             asked = attempt.asked_at if attempt.asked_at is not None else -math.inf
             if asked <= attempt.alive_at:
                 deadlines.append((attempt.alive_at + self._timeouts.token_idle / 2, "ask"))

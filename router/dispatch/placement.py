@@ -1,10 +1,10 @@
-"""A request's attempts: what was asked for, once checked (`SequenceSpec`), and each attempt on one pair of
-nodes, or on one node, under its own request id and transfer id. `Placement` chooses nodes, sends to them,
-withdraws, and keeps the tables of which request runs where.
+"""A request's attempts: the checked request (`SequenceSpec`), and each attempt on one pair of nodes, or on
+one node, under its own request id and transfer id. `Placement` chooses nodes, sends, withdraws, and knows
+which request runs where.
 
-Calls go one way: the dispatcher hears the nodes and calls lives, and a life calls its placement. There is one
-exception: when a node's send queue is full, the placement tells the pool that the node is lost, and through
-the dispatcher every life on that node hears it.
+Calls go one way: the dispatcher hears the nodes and calls lives, and a life calls its placement. One
+exception: when a node's send queue is full, the placement tells the pool that it is lost, and the dispatcher
+tells every life there.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class KeptAnswer(msgspec.Struct, frozen=True):
 class SequenceSpec(msgspec.Struct, frozen=True):
     label: str  # the HTTP request's id, for logs
     prompt_token_ids: list[int]
-    # With a seed already drawn, so that any node continues exactly where another stopped.
-    sampling: SamplingParams
+    sampling: SamplingParams  # with a drawn seed: any node continues exactly where another stopped
     deadline: float  # by the dispatcher's clock
     priority: int = 0
     cache_salt: str | None = None
@@ -69,14 +68,12 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     images: list[bytes] = []  # the images' files
     embeds: PromptEmbeds | None = None  # replaces all of the prompt's tokens
     session: str | None = None
-    # The agent's job that this is a turn of, made distinct from other tenants' jobs.
-    job_id: str | None = None
+    job_id: str | None = None  # the agent's job that this is a turn of, made distinct by tenant
     is_last_step: bool = False  # this is the job's last turn
     trace: RequestTrace | None = None
     arrived: float | None = None  # when the HTTP request arrived; None means now
     keep: KeptAnswer | None = None
-    # The first part of a prompt that is still arriving; the one generated token is dropped.
-    reads_ahead: bool = False
+    reads_ahead: bool = False  # the first part of an arriving prompt; its one token is dropped
     pooling: Pooling | None = None  # the result is a vector of the prompt instead of tokens
 
 
@@ -90,8 +87,7 @@ _PREFILL, _DECODE = TokenSource
 
 
 class Attempt:
-    """One try on one pair of nodes, with a new request id, so that a late message about an abandoned attempt
-    is never taken for one about this attempt."""
+    """One try, under a new request id, so that an abandoned one's late messages are never taken for it."""
 
     def __init__(self, decision: RoutingDecision, base: int, submitted_at: float, number: int = 1) -> None:
         self.decision = decision
@@ -102,14 +98,9 @@ class Attempt:
         self.base = base  # output tokens that were known when it began
         self.submitted_at = submitted_at
         self.sent: dict[NodeInfo, Position] = {}  # positions of its Submits on the lines to its nodes
-        self.alive_at = (
-            submitted_at  # when a token was last reported, or its nodes last said that they have the request
-        )
-        self.prefill_reported = (
-            False  # the prefill node has sent its first token, or has said that it will send none
-        )
-        # The prefill node will send no token: the decode node computes the prompt itself.
-        self.prefill_gave_up = False
+        self.alive_at = submitted_at  # when a token, or its nodes' answer to an Ask, last came
+        self.prefill_reported = False  # the prefill node's first token has come, or it will send none
+        self.prefill_gave_up = False  # it will send none: the decode node computes the prompt itself
         self.decode_cached: int | None = None  # prompt tokens that the decode node had in its own cache
         self.decode_started = False  # the decode node has reported: it has the KV, or computed it
         self.first_token_at: float | None = None
@@ -137,9 +128,8 @@ class Attempt:
         timeout_s: float,
         encoders: Sequence[NodeInfo] = (),
     ) -> list[tuple[NodeInfo, Submit]]:
-        """Makes the Submits, the decode node's first: it reserves and registers blocks while the prefill
-        node's message is on its way. `encoders`: one encoder node for each image, told to the node that
-        computes the prompt."""
+        """Makes the Submits, the decode node's first, so that it reserves and registers blocks early.
+        `encoders`: one encoder node for each image, told to the node that computes the prompt."""
         prefill, decode = self.prefill, self.decode
         source, mirror = _tier(self.decision.source), _tier(self.decision.mirror)
         cache_peers = CachePeers(source, mirror) if source or mirror else None
@@ -149,8 +139,7 @@ class Attempt:
         def submit(transfer: KVTransferParams | None) -> Submit:
             keep = None
             if spec.keep is not None:
-                # The prefill node of a pair does not keep the answer. It only has to go on if this router
-                # ends.
+                # A pair's prefill node needs no note: it only has to go on without this router.
                 is_sent_away = transfer is not None and transfer.role is TransferRole.PRODUCE
                 note = b"" if is_sent_away else spec.keep.note
                 keep = KeepAnswer(spec.keep.answer_id, self.number, note)
@@ -194,8 +183,7 @@ def submit_of(
     cache_peers: CachePeers | None = None,
     encoders: Sequence[PeerAddress] = (),
 ) -> Submit:
-    """Makes the Submit that a node gets. With only `spec`, it holds what is the same for every attempt and
-    node."""
+    """Makes a Submit. With only `spec`, it holds what is the same for every attempt and node."""
     return Submit(
         request_id=request_id,
         reply_to=reply_to,
@@ -231,9 +219,8 @@ Ring = Callable[[], None]
 
 
 class Alarms:
-    """The deadlines of all requests. One timer of the event loop serves all alarms of one tick: nearly every
-    request ends before its alarm rings, and a timer for each would cost several times as much as setting and
-    dropping an alarm here."""
+    """The deadlines of all requests. One timer of the event loop serves all alarms of a tick, because nearly
+    every request ends before its alarm rings, and a timer for each would cost several times as much."""
 
     def __init__(self) -> None:
         self._due: dict[int, set[Ring]] = {}  # by tick
@@ -258,8 +245,7 @@ class Alarms:
 
 L = TypeVar("L")  # A request's life. This module only stores it as the owner of an attempt.
 
-# After a request has ended here, its chunks may arrive for this long. A node that sends any later missed the
-# Cancel.
+# How long chunks of an ended request may arrive. A node that sends later missed the Cancel.
 LATE_CHUNK_S = 1.0
 REMEMBERED_ENDS = 8192
 REMEMBERED_JOBS = 16384
@@ -340,14 +326,13 @@ class Placement(Generic[L]):
     def alternatives(
         self, request: RoutingRequest, hashes: PromptHashes, decision: RoutingDecision
     ) -> list[Alternative]:
-        """For a traced request, just after its decision: the nodes that were not chosen."""
+        """For a traced request, just after its decision: the best nodes that were not chosen, too."""
         return self._chooser.alternatives(request, hashes, decision)
 
     def submit(
         self, life: L, attempt: Attempt, spec: SequenceSpec, hashes: PromptHashes, tokens: list[int]
     ) -> TandemError | None:
-        """Sends the attempt to its nodes. Returns the error when a node does not read its messages or cannot
-        read this one."""
+        """Sends the attempt to its nodes. Returns the error when a node does not or cannot read this."""
         self._by_request_id[attempt.request_id] = life
         for node in attempt.nodes:
             self._by_node.setdefault(node, set()).add(life)
@@ -379,8 +364,8 @@ class Placement(Generic[L]):
         return None
 
     def withdraw(self, life: L, attempt: Attempt, ended_at: NodeInfo | None, *, leaves: bool = False) -> None:
-        """Ends the attempt. Both nodes get a Cancel, except `ended_at`, the node that reported the end; a
-        node that has finished the request ignores it. With `leaves`, the nodes go on and get no Cancel."""
+        """Ends the attempt, and sends a Cancel to each node but `ended_at`, which reported the end; a node
+        that has finished the request ignores it. `leaves`: the nodes go on, and get no Cancel."""
         if self._by_request_id.pop(attempt.request_id, None) is None:
             return
         self.remember_end(attempt.request_id)
@@ -410,8 +395,7 @@ class Placement(Generic[L]):
     # --- what is known of the nodes' work
 
     def expected_tokens(self, spec: SequenceSpec) -> int:
-        """The number of tokens whose blocks a sequence is expected to take on its decode node, or where its
-        vector is made."""
+        """How many tokens a sequence is expected to have on its decode node, or where its vector is made."""
         if spec.pooling is not None:
             return len(spec.prompt_token_ids)
         return len(spec.prompt_token_ids) + self._answers.expected(spec.sampling.max_tokens)
@@ -443,8 +427,8 @@ class Placement(Generic[L]):
 
     def on_decode_started(self, attempt: Attempt) -> float:
         """Notes the decode node's first report. Returns how long the handover took, or 0 if there was none to
-        measure. If the prefill node's first token has not come by now, it is no longer needed, and the
-        prefill node gets a Cancel."""
+        measure. The prefill node gets a Cancel if its first token has not come by now, because it is no
+        longer needed."""
         if attempt.decode is not None:
             self._answered(attempt.decode.node_id, attempt.request_id)
         if attempt.prefill is None:
@@ -458,8 +442,7 @@ class Placement(Generic[L]):
         return waited
 
     def on_first_token(self, attempt: Attempt, computed: int, queue_s: float) -> None:
-        """`computed`: prompt tokens that were not in a prefix cache. `queue_s`: how long they waited in the
-        node's line."""
+        """`computed`: prompt tokens that were not cached. `queue_s`: the time in the node's line."""
         took = self.clock() - attempt.submitted_at
         self.metrics.prefill_time.observe(max(took - queue_s, 0.0))
         if attempt.prefill is not None or attempt.decode is None:

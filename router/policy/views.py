@@ -90,7 +90,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     # By node id: seconds to load the part of these that lies in its tiers.
     loading_s: Mapping[str, float] = {}
     session: str | None = None
-    # The nodes that pin the KV of its job's last turn. Other requests have to wait for that KV's blocks.
+    # The nodes that pin the KV of its job's last turn. Requests of other jobs may have to wait for these
+    # blocks.
     home: frozenset[str] = frozenset()
     turn: int = 0  # counts requests, for policies that take turns
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before
