@@ -86,7 +86,8 @@ class Door:
 
 def take_listeners(name: str) -> list[Listener]:
     """Takes the sockets and tallies from the door of this name. Returns an empty list when its process is
-    gone or hands out none. Blocks up to TAKE_S, so it must not run on the event loop."""
+    gone or hands out none. Blocks for up to TAKE_S per socket operation, so it must not run on the event
+    loop."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as guest:
             guest.settimeout(TAKE_S)

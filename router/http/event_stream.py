@@ -66,7 +66,7 @@ async def send_pieces(
         await send_bytes(send, b"".join(ready), b"application/json", headers=headers)
 
 
-# How much an answer writes at once while its client waits for more than this.
+# How many bytes are written at once while an answer has more tokens than were read.
 WRITE_BYTES = 64 << 10
 
 

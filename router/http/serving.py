@@ -282,9 +282,8 @@ class HttpServer:
         self._acceptor: Acceptor | None = None
         self._former: list[Acceptor] = []  # at addresses that this router has given up
         self._date = (0, b"")  # the Date header of this second
-        self._emptied: asyncio.Event | None = (
-            None  # Set when the last connection is closed. None until `leave` is called.
-        )
+        # Set when the last connection is closed. None until `leave` is called.
+        self._emptied: asyncio.Event | None = None
 
     def on_cut(self) -> None:
         self._on_cut()
