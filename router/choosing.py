@@ -24,6 +24,8 @@ RECENT_BLOCKS = 8192
 
 
 class Chooser:
+    """Chooses each request's nodes, and records which prompts went where."""
+
     def __init__(
         self, pool: NodePool, policy: PolicyName, local_prefill: LocalPrefill, cached_blocks: int = 0
     ) -> None:

@@ -53,7 +53,7 @@ class _Bucket:
         self.take_elsewhere(amount)
 
     def take_elsewhere(self, amount: float) -> None:
-        """Another process took this amount."""
+        """Lowers the level without counting the amount as taken by this process."""
         self._level = min(self.per_minute, self.refill() - amount)
 
     def lower_to(self, level: float) -> None:
@@ -210,6 +210,8 @@ class Tenant:
 
 
 class KeyRing:
+    """All keys' accounts, and the lookup of a request's key."""
+
     def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float]) -> None:
         self._tenants = [Tenant(key, clock) for key in keys]
         digests = {tenant.digest for tenant in self._tenants}

@@ -363,6 +363,8 @@ class Moment(msgspec.Struct):
 
 
 class RecentRequests:
+    """The requests of the last ten minutes, summed up in moments of ten seconds."""
+
     def __init__(self, targets: Targets, time_of_day: Callable[[], float]) -> None:
         self.targets = targets
         self.now = time_of_day

@@ -393,8 +393,8 @@ class NodePool:
         return self._shortlists.get(content) or Shortlist()
 
     def content_for(self, turn: int, *, vector: bool) -> str:
-        """Returns the content that a new request runs on. Each content's share is its share of the nodes that
-        could take it."""
+        """Returns the content that a new request runs on. Contents get requests in proportion to the nodes
+        that could take them."""
         if len(self._shortlists) < 2:
             return next(iter(self._shortlists), "")
         able: list[str] = []

@@ -151,8 +151,8 @@ class _NodeMarks:
 
 
 def _add_nodes(nodes_of: dict[int, int], hashes: Sequence[int], bits: int) -> None:
-    """Adds nodes to each hash's set. New hashes share one number object: with a thousand nodes it takes 150
-    bytes."""
+    """Adds nodes to each hash's set. New hashes share one number object, because a number for a thousand
+    nodes takes 150 bytes."""
     get = nodes_of.get
     for value in hashes:
         nodes = get(value)

@@ -287,8 +287,8 @@ class RouterServer:
                     self._accept_if_time(self._http)
 
     async def _know_siblings(self) -> None:
-        """Exchanges counters with siblings, soon after one comes and regularly, so that they keep what one
-        had counted that ends without a word."""
+        """Exchanges counters with siblings, regularly and soon after one comes or leaves, so that they keep
+        the counts of one that ends without a word."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._siblings_changed.wait(), SIBLINGS_TELL_S)
@@ -332,8 +332,8 @@ class RouterServer:
             services.dispatcher.on_node_joined(info)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes no new requests and waits for the running ones. After `timeout_s` it fails the rest and
-        returns False."""
+        """Takes no new requests, and waits for those that run or are queued. After `timeout_s` it fails the
+        rest and returns False."""
         services = self.services
         services.draining = True
         deadline = time.monotonic() + timeout_s
@@ -357,8 +357,8 @@ class RouterServer:
         return self._config.timeouts.total
 
     async def until_succeeded(self) -> None:
-        """Waits until the controller has asked it to leave, because another router has its listening socket,
-        at most SUCCESSOR_S: it may have no controller."""
+        """Waits, at most SUCCESSOR_S, until the controller asks it to leave because another router has its
+        listening socket. It may have no controller."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._told_to_leave.wait(), SUCCESSOR_S)
 

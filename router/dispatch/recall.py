@@ -33,6 +33,8 @@ MOST_QUESTIONS = 64
 
 
 class FoundAnswer(msgspec.Struct, frozen=True):
+    """A node's reply that it keeps an answer."""
+
     node: NodeInfo
     keep: KeepAnswer
     broken: bool  # its last attempt failed on this node

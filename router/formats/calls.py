@@ -74,6 +74,8 @@ class CallSink:
 
 
 class CallReader:
+    """Reads calls in one format; all other text passes through."""
+
     def __init__(self, calls: CallFormat, tools: ToolSchemas) -> None:
         self._calls = calls
         self._tools = tools

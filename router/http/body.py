@@ -64,6 +64,8 @@ class BodyBudget:
 
 
 class BodyShare:
+    """One request's share of a BodyBudget."""
+
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.size = 0

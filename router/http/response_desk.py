@@ -52,6 +52,8 @@ class AnswerNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseDesk:
+    """This router's responses, and the tasks that write them."""
+
     def __init__(self, services: Services) -> None:
         self._services = services
         self._adopting: dict[tuple[str, str], asyncio.Task[StoredResponse]] = {}

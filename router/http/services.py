@@ -32,6 +32,8 @@ class ClusterControl(Protocol):
 
 @dataclasses.dataclass
 class Services:
+    """The parts of the router that the handlers use."""
+
     config: RouterConfig
     model: ServedModel
     dispatcher: Dispatcher

@@ -64,6 +64,8 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class GenerationPlan(msgspec.Struct, frozen=True):
+    """What a request generates, and how its answer is shown."""
+
     specs: list[SequenceSpec]  # prompt by prompt, each with all its choices
     prompts: list[list[int]]
     prompt_texts: list[str]  # the echoed prompts; "" without echo

@@ -61,6 +61,8 @@ class _Alike:
 
 
 class Room:
+    """How many blocks the decode nodes have free, updated with each written view."""
+
     def __init__(self) -> None:
         self._alike: dict[tuple[int, bool, int], _Alike] = {}
         self._idle = 0  # nodes without work; such a node takes any request
@@ -218,6 +220,8 @@ class Lane:
 
 
 class Shortlist:
+    """The nodes in view with one model content, filed by how long a request would wait there."""
+
     def __init__(self) -> None:
         self.prefill, self.decode = Lane(), Lane()
         self.room = Room()

@@ -72,6 +72,8 @@ class NodeView(msgspec.Struct, gc=False):
 
 
 class PoolSnapshot(msgspec.Struct, frozen=True):
+    """The nodes that a policy may choose from."""
+
     prefill: tuple[NodeView, ...]
     decode: tuple[NodeView, ...]  # decode and aggregated nodes
     handover_s: float | None = None  # measured from the first token to the decode node's start
@@ -84,6 +86,8 @@ class PoolSnapshot(msgspec.Struct, frozen=True):
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
+    """What a policy knows about a request."""
+
     prompt_tokens: int  # with the output so far, when the request moves
     max_new_tokens: int
     cached: Mapping[str, int] = {}  # by node id: leading prompt tokens that the node likely has cached

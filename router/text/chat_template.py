@@ -34,6 +34,8 @@ _JOINERS = ("\u2060", " ")
 
 
 class SpecialTextGuard:
+    """Keeps clients' text from being read as special tokens."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         texts = sorted(tokenizer.special_texts, key=len, reverse=True)
         # A special token of one character cannot be split.

@@ -43,6 +43,8 @@ class Offset(msgspec.Struct, frozen=True):
 
 
 class Clocks:
+    """The offsets of nodes' clocks, measured by pings."""
+
     def __init__(self) -> None:
         self._readings: dict[tuple[str, int], deque[Offset]] = {}
 
@@ -74,6 +76,9 @@ MAX_ATTEMPTS = 64  # of all choices together; further attempts are not traced
 
 
 class RequestTrace:
+    """One request's trace while it grows. It is complete when the request has ended and all its nodes have
+    reported."""
+
     def __init__(
         self,
         request_id: str,
