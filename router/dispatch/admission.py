@@ -40,7 +40,7 @@ class Slots:
         self._on_refused: Callable[[TandemError], None] | None = None
         self.tenant = tenant
         self.wanted = wanted  # places that it still waits for
-        # The most tokens of one of its sequences, which decide how many blocks it may take.
+        # The expected length of its longest sequence, which decides how many blocks it needs.
         self.tokens = tokens
         self.priority = priority  # lower goes first
         self.came = 0.0  # when it joined the line
@@ -159,9 +159,9 @@ class Admission:
     async def acquire(
         self, tenant: str, count: int, deadline: float, tokens: int = 0, priority: int = 0
     ) -> Slots:
-        """Returns when the first of `count` places is there; the others may come later. `tokens`: the most
-        that each sequence may have. Waits until `deadline` or `timeout_s`, whichever is first. Raises
-        QueueFull or DeadlineExceeded."""
+        """Returns when the first of `count` places is there; the others may come later. `tokens`: the length
+        that each sequence is expected to reach, which decides how many blocks it needs. Waits until
+        `deadline` or for `timeout_s`, whichever ends first. Raises QueueFull or DeadlineExceeded."""
         self._refuse_a_long_wait()
         slots = Slots(self, tenant, count, tokens, priority if self._by_priority else 0)
         at_once = 0

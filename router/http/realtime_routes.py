@@ -49,8 +49,8 @@ from tandem.wire.tracing import TracePhase
 
 logger = logging.getLogger(__name__)
 
-# How much new text there must be before the prompt is tokenized again: at least this many characters, and
-# this fraction of what there was. So the total work stays linear.
+# How much new text there must be before the prompt is tokenized again: at least this many characters, and one
+# part in AHEAD_SHARE of what there was. So the total work stays linear.
 AHEAD_CHARACTERS = 256
 AHEAD_SHARE = 4
 # Appended as a possible continuation. Tokens that it changes are not settled yet.
