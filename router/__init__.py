@@ -1,33 +1,33 @@
-"""What every client sees: HTTP in front, the pools behind, and a request's whole life in between.
+"""The router: HTTP for clients in front, the pools of nodes behind, and each request's whole life in between.
 
-Floor 2: imports wire and nothing else of ours. It knows neither engine nor transfer.
+Floor 2: it imports wire and no other package of ours. It knows neither engine nor transfer.
 
-    config      what a router can be told
-    keys        who a request belongs to, and what they may still ask for
-    http/       the application: routes, limits, keys, error bodies, server-sent events
-    openai/     the API's own types, their checks, and the answers
-    responses/  OpenAI's Responses API, and the answers that it keeps
-    anthropic/  another API for the same chats
+    config      the router's configuration
+    keys        which tenant a request belongs to, and what is left of its quotas
+    http/       the HTTP server and application: routes, limits, keys, error bodies, server-sent events
+    openai/     the OpenAI API: its request types, their checks, and the answers
+    responses/  OpenAI's Responses API, and the answers that the router keeps for it
+    anthropic/  Anthropic's API for the same chats
     realtime/   OpenAI's realtime events: a conversation whose prompt may arrive in parts
-    images/     images in messages: checked, and their place in a prompt
+    images/     images in messages: their checks, and their places in a prompt
     formats/    how models write calls and reasoning, told apart from an answer's text
     text/       tokenizer, chat template, incremental detokenization, stop strings
-    pool        who is in the cluster and how each node says it is doing
+    pool        the members of the cluster, and their last reports
     member      what is known of one node
-    rates       what was measured of the nodes
-    prefixes    what was sent where, and what nodes say that they have cached
+    rates       measured rates of nodes, and expected lengths of answers
+    prefixes    which nodes have a prompt's first blocks cached, by their reports and by what was sent
     policy/     pure functions from a snapshot of the pools to a decision that explains itself
-    choosing    where a request goes: pool, prefixes and policy as one
+    choosing    chooses a request's nodes, from pool, prefixes and policy
     dispatch/   a request's life: queue, submission to both nodes, deadlines, failover, cancellation
-    links       the sockets to the nodes, bridged into asyncio
-    server      everything above, started, drained and stopped as one
-    hosting     the same, as the process that holds it sees it
+    links       the sockets to the nodes, on the event loop
+    server      the whole router: started, drained and stopped
+    hosting     the router as its process sees it
     tracing/    where a request's time went
-    metrics     the router's own; the last ten minutes: how often it was fast enough, and the slowest requests with their causes
-    node_metrics   what the nodes report
-    siblings    the other router processes on the port; what each tells
-                the others of its requests; figures: what all of them count
-    page_state  what the page and `tandem top` show of all this
-    engine_metrics   the nodes' figures under the names that vLLM's dashboards ask for
-    supervision background tasks that cannot die unnoticed
+    metrics     the router's own metrics; the last ten minutes: how many requests met the `slo`, and why the slowest did not
+    node_metrics   the nodes' reports as metrics
+    siblings    the other router processes on the port: questions to them, and reports of requests
+    figures     the counters of all router processes on the port, added up
+    page_state  the data of the page and of `tandem top`
+    engine_metrics   the nodes' figures under the names that vLLM's dashboards use
+    supervision background tasks that cannot end unnoticed
 """

@@ -1,6 +1,6 @@
-"""Where requests go, by all that this router knows: the nodes in view, what they have likely cached, the policy.
+"""Chooses the nodes of each request, from the nodes in view, what they likely have cached, and the policy.
 
-No I/O and no clock but the pool's, so a simulation runs it as the router does.
+It does no I/O and reads no clock but the pool's, so a simulation runs it exactly as the router does.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ RECENT_BLOCKS = 8192
 
 
 class Chooser:
+    """Chooses each request's nodes, and records which prompts went where."""
+
     def __init__(
         self, pool: NodePool, policy: PolicyName, local_prefill: LocalPrefill, cached_blocks: int = 0
     ) -> None:
-        """`cached_blocks`: how many of those that nodes say they have are remembered."""
+        """`cached_blocks`: how many of the blocks that nodes report as cached are remembered."""
         self._pool = pool
         self._name = policy
         self._policy = make_policy(policy, local_prefill)
-        # For a node that tells what it has cached, only the last prompts are here: they are not computed yet.
+        # For a node that reports its cache, this holds only the latest prompts, which it has not computed
+        # yet.
         self._record = PrefixRecord()
         self.cached = CachedBlocks(self._record.bits, cached_blocks)
         self._turn = 0
 
     def choose(self, request: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
-        """Raises Unavailable when no node can take it."""
+        """Returns a decision, and records that the prompt was sent there. Raises Unavailable when no node can
+        take it."""
         self._turn += 1
         content = request.content
         if content is None:
@@ -53,7 +57,7 @@ class Chooser:
                 f"{error} that speaks version {request.needs_version} of Tandem's messages, which a field of this request "
                 "needs: leave the field out, or try again when every node has that version"
             ) from error
-        # A vector is computed again sooner than a copy of its prompt's KV would be of use.
+        # Computing a vector again is cheaper than copying its prompt's KV, so it gets no mirror.
         names = decode.names if not request.makes_vector else ()
         decision = with_cache_peers(decision, nodes, request.cached, decode.views, names)
         chosen = [node for node in (decision.prefill, decision.decode) if node is not None]
@@ -65,7 +69,8 @@ class Chooser:
     def alternatives(
         self, request: RoutingRequest, hashes: PromptHashes, decision: RoutingDecision
     ) -> list[Alternative]:
-        """What else `decision` could have been, just after it was made."""
+        """Returns the chosen nodes and the best ones that were not chosen. Call it just after the decision
+        was made."""
         content = next(
             (node.content for node in (decision.decode, decision.prefill) if node is not None), None
         )
@@ -74,7 +79,8 @@ class Chooser:
     def _known(
         self, request: RoutingRequest, content: str | None, hashes: PromptHashes
     ) -> tuple[PoolSnapshot, RoutingRequest]:
-        """The nodes that the policy ranks, and the request with what each of them likely has cached."""
+        """Returns the nodes that the policy ranks, and the request with what each of them likely has
+        cached."""
         levels = {
             size: (self.cached.levels(of_size), self._record.levels(of_size))
             for size in self._pool.block_sizes
@@ -98,7 +104,8 @@ class Chooser:
         return nodes, msgspec.structs.replace(request, cached=cached, loading_s=loading)
 
     def _loading_s(self, node: NodeView, cached: Mapping[str, int], hashes: PromptHashes) -> float:
-        """By what loading from that tier has taken there; 0 before it was measured."""
+        """Seconds to load the part of the prefix that lies in the node's tier, by the node's own
+        measurements; 0 before any."""
         size = node.info.block_size
         found = hashes.of(size)[: cached.get(node.node_id, 0) // size]
         blocks, medium = self.cached.in_tier(node.node_id, found)
@@ -108,24 +115,25 @@ class Chooser:
         return 0.0
 
     def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
-        """The nodes that the policy ranks."""
+        """Returns the nodes that the policy ranks."""
         shortlist = self._pool.shortlist_of(request.content or "")
         return shortlist.of(self._name, request, overlaps, self._pool.handover.value)
 
     def answered(self, node: NodeInfo, hashes: PromptHashes, output: Sequence[int]) -> None:
-        """What a chat's next turn begins with is now cached where it was decoded."""
+        """Records that the prompt and its answer are now cached on the decode node: a chat's next turn begins
+        with them."""
         self._note([node.node_id], self._record.marks_of(hashes.with_output(node.block_size, output)))
 
     def marks_of(self, hashes: PromptHashes, block_size: int) -> list[int]:
-        """What of a prompt stands for it in this record, and in those of other processes."""
+        """Returns the hashes that stand for the prompt in the record, here and in sibling processes."""
         return self._record.marks_of(hashes.of(block_size))
 
     def sent_elsewhere(self, node_id: str, marks: Sequence[int]) -> None:
-        """Another router process has sent a prompt there."""
+        """Records a prompt that a sibling process sent to the node."""
         self._note([node_id], marks)
 
     def _note(self, node_ids: Sequence[str], marks: Sequence[int]) -> None:
-        """The record keeps no more of a node's prompts than the node does, by its last status."""
+        """Records prompts, for each node no more blocks than its last status says it has."""
         for node_id in node_ids:
             member = self._pool.member(node_id)
             if member is not None and member.status is not None:
@@ -136,7 +144,8 @@ class Chooser:
         self._record.note(node_ids, marks)
 
     def on_cache_news(self, news: CacheNews) -> bool:
-        """False: something is missing, and the node is to list all that it has."""
+        """Takes a node's cache news. Returns False when a message is missing; the caller then asks for the
+        whole list."""
         was_known = self.cached.knows(news.node_id)
         is_whole = self.cached.on_news(news)
         for change in news.changes if was_known else ():
@@ -145,10 +154,11 @@ class Chooser:
         return is_whole
 
     def forget_prompts(self, node_id: str) -> None:
-        """The node has emptied its cache. What it tells of that, it tells itself."""
+        """The node has emptied its cache. Forgets what this router sent there; the node's own news covers
+        what it reported."""
         self._record.emptied(node_id)
 
     def forget(self, node_id: str) -> None:
-        """What it had cached is gone, or is another node's now."""
+        """Forgets everything about the node's cache, because the node is gone or has a new epoch."""
         self.cached.forget(node_id)
         self._record.forget(node_id)

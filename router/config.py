@@ -1,4 +1,4 @@
-"""What a router can be told. Plain, frozen, built once; unknown keys are refused by name."""
+"""A router's configuration: frozen structs, built once. Unknown keys are refused by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from tandem.wire.errors import ConfigurationError
 from tandem.wire.logs import LogFormat, LogLevel
 from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, check_fields
 
-MOST_PROCESSES = (
-    32  # of one machine: the tally of connections has room for these and for as many that take their places
-)
+MOST_PROCESSES = 32  # On one machine. The tally of connections has room for these and for as many successors.
 
 
 class PolicyName(enum.StrEnum):
@@ -28,15 +26,15 @@ class PolicyName(enum.StrEnum):
 
 
 class LocalPrefill(enum.StrEnum):
-    """Whether a decode node may read a prompt itself although a prefill node could."""
+    """Whether a decode node may compute a prompt itself although a prefill node could."""
 
-    AUTO = "auto"  # when the measured rates say that sending it away costs more
-    NEVER = "never"  # only when no prefill node is there
+    AUTO = "auto"  # when sending the prompt away would cost more, by the measured rates
+    NEVER = "never"  # only when no prefill node is ready
     ALWAYS = "always"
 
 
 class RouterPlacement(enum.StrEnum):
-    """Which machines have a router. The cluster reads it, which puts them there."""
+    """Which machines have a router. The controller reads this and places the routers."""
 
     HEAD = "head"
     EVERY_HOST = "every_host"
@@ -71,7 +69,7 @@ class ToolFormat(enum.StrEnum):
 
 
 class ReasoningName(enum.StrEnum):
-    """How the model marks what it thinks before it answers."""
+    """How the model marks its reasoning."""
 
     AUTO = "auto"  # as its chat template does
     NONE = "none"  # reasoning stays text
@@ -86,21 +84,21 @@ class ReasoningName(enum.StrEnum):
 
 
 class UnknownFields(enum.StrEnum):
-    """What happens to a request's fields that this server does not know."""
+    """What happens to fields of a request that this server does not know."""
 
-    IGNORE = "ignore"  # they are named in the answer's header and in the log
+    IGNORE = "ignore"  # they are named in a header of the answer and in the log
     REFUSE = "refuse"
 
 
 class SamplingDefaults(enum.StrEnum):
-    """Where the sampling of a request comes from that says nothing about it."""
+    """Where sampling parameters come from that a request leaves out."""
 
     MODEL = "model"  # the model's generation_config.json, and OpenAI's defaults for what it leaves out
     OPENAI = "openai"
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much of anything a client may ask for, or a crowd of them."""
+    """Limits on what one client, or all clients together, may ask for."""
 
     header_bytes: Annotated[AtLeastOne, about("bytes of one request's header")] = 32 << 10
     body_bytes: Annotated[AtLeastOne, about("bytes of one request's body")] = 16 << 20
@@ -154,7 +152,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds. Every wait in a request's life ends with one of these."""
+    """In seconds. Each wait in a request's life ends by one of these."""
 
     header: Annotated[Seconds, about("for a request's header to arrive")] = 10.0
     body: Annotated[
@@ -188,7 +186,7 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ping_interval: Annotated[Seconds, about("between two questions to a node")] = 0.5
-    # A node that said nothing for so long is lost. With the time until that is noticed it is less than 3 s.
+    # With the time until the silence is noticed, this stays under 3 s.
     silence: Annotated[Seconds, about("a node that says nothing for this long is lost")] = 2.5
     starved: Annotated[
         Seconds,
@@ -202,7 +200,8 @@ class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request is traced when its caller asks: a `traceparent` that says sampled, or an `x-tandem-trace` header."""
+    """A request is traced when its caller asks for it, by a sampled `traceparent` or an `x-tandem-trace`
+    header."""
 
     sample: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
@@ -236,7 +235,7 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _is_http_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises for one that is none
+        _ = parts.port  # raises for an invalid port
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and url.isascii() and url.isprintable()
@@ -248,15 +247,17 @@ def _is_header(name: str, value: str) -> bool:
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tenant. Its quotas are per router; None is no limit."""
+    """One tenant. Its quotas hold for each router by itself; None is no limit."""
 
     name: str
     key: str
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # prompt and output together
+    tokens_per_minute: int | None = None  # prompt and output tokens together
     concurrent_requests: int | None = None
-    priority: int = 0  # the most urgent, which is the lowest, that its requests may ask for, and have where they ask for none
-    operator: bool = False  # may read the cluster's state, and all traces
+    # the most urgent priority, the lowest number, that its requests may have; also the default for those that
+    # name none
+    priority: int = 0
+    operator: bool = False  # may read and change the cluster's state, and read all traces
 
     @property
     def has_quota(self) -> bool:
@@ -264,7 +265,8 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return any(limit is not None for limit in limits)
 
     def mistake(self) -> str | None:
-        """What cannot be meant, without the key itself: it may end in a log."""
+        """Returns what is wrong with the key, or None. It never contains the key itself, because it may be
+        logged."""
         if not self.key:
             return "key must not be empty"
         if not all("!" <= character <= "~" for character in self.key):
@@ -285,8 +287,8 @@ _ROUTER_URL = re.compile(r"https?://[^\s/?#@]+/?")
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tokenizer_path: str  # a folder with tokenizer.json, and the chat template if there is one
-    model_name: str  # what clients call it, and what nodes must announce as theirs
+    tokenizer_path: str  # a folder with tokenizer.json and, if the model has one, the chat template
+    model_name: str  # the name that clients use, and that nodes must announce
     model_aliases: Annotated[tuple[str, ...], about("further names of the model")] = ()
     other_models: Annotated[
         dict[str, str],
@@ -382,11 +384,12 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cors_origins: Annotated[
         tuple[str, ...], about("web pages that may ask from a browser; `*` is any page")
     ] = ()
-    # The cluster's `slo`, as far as the router tells how often it was kept.
+    # The part of the cluster's `slo` that the router measures.
     slo_ttft_s: Seconds = 2.0
     slo_inter_token_s: Seconds = 0.1
     by_priority: bool = (
-        False  # the cluster's `scheduler.policy` is priority, and so the router's line is, too
+        # set when the cluster's `scheduler.policy` is priority: the router's line follows priorities, too
+        False
     )
     # The cluster's `logs`.
     log_level: LogLevel = "info"

@@ -1,7 +1,8 @@
-"""What the nodes report of their engines, under the names and labels by which vLLM's engines report it (`tandem_` in the place of
-`vllm:`). So a dashboard that was made for vLLM shows a cluster's engines: `engine` is the node's id.
+"""The nodes' reports of their engines under vLLM's names and labels (`tandem_` instead of `vllm:`), so that a
+dashboard made for vLLM shows a cluster's engines. The label `engine` is the node's id.
 
-What the router measures itself under vLLM's names is in `metrics`; everything else that nodes report in `node_metrics`.
+The router's own measurements under vLLM's names are in `metrics`; all other reports of nodes are in
+`node_metrics`.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _step_tokens(engines: _Engines) -> Metric:
     )
     for member, status in engines:
         counts = status.counters.step_tokens
-        if len(counts) == len(_STEP_BOUNDS):  # else it runs other code, with other bounds
+        if len(counts) == len(_STEP_BOUNDS):  # a node of another version may have other bounds
             buckets = list(zip(_STEP_BOUNDS, map(float, itertools.accumulate(counts)), strict=True))
             family.add_metric(_names(member), buckets, status.counters.tokens_scheduled)
     return family

@@ -1,7 +1,7 @@
-"""The routers' own metrics as values: taken of one process, added up over all that share a port.
+"""The routers' metrics as values, of one process or added up over all processes that share a port.
 
-Counters and histograms are sums over every process there ever was, as far as it is known: what one counted stays counted when it
-ends, so the sum never falls, whichever process is asked. Gauges are of those that answer now.
+Counters and histograms are sums over every known process, ended ones included, so a sum never falls,
+whichever process is asked. Gauges are of the processes that answer now.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from prometheus_client.samples import Sample
 
 from tandem.router.siblings import Siblings
 
-# Of processes that have ended: beyond that the oldest are forgotten, and the sums fall once.
+# How many ended processes are kept. Beyond that the oldest are forgotten, and the sums fall once.
 ENDED_KEPT = 64
-# Not what all have together, but what one of them has.
+# Metrics of which the largest counts instead of the sum.
 _LARGEST = frozenset({"tandem_router_queue_oldest_seconds", "tandem_known_cached_blocks"})
 
 
@@ -32,19 +32,19 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Figures(msgspec.Struct, frozen=True, array_like=True):
-    """Of one process, at one time."""
+    """The metrics of one process at one time."""
 
-    number: int  # later ones have a higher one
+    number: int  # later figures have a higher number
     families: list[Family]
 
 
 class KnownFigures(msgspec.Struct, array_like=True):
-    """Goes both ways between two processes: the figures of each start of a process, by its own name. Of those that both have heard of,
-    the later are believed."""
+    """Exchanged between two processes: the figures of each incarnation of a process. If both know figures of
+    the same one, the later count."""
 
     own: str
     figures: dict[str, Figures]
-    numbers: dict[str, int] = {}  # what the asking one knows already
+    numbers: dict[str, int] = {}  # what the asking process knows already
 
 
 def family_of(metric: Metric) -> Family:
@@ -53,7 +53,7 @@ def family_of(metric: Metric) -> Family:
 
 
 def merged(all_of: Iterable[Figures], now: Iterable[Figures]) -> list[Family]:
-    """`all_of`: every process that there ever was; `now`: those of them that answer."""
+    """Adds up figures. `all_of`: every known process; `now`: those that answer now."""
     living = {id(figures) for figures in now}
     families: dict[str, Family] = {}
     sums: dict[str, dict[tuple[Any, ...], float]] = {}
@@ -85,11 +85,11 @@ def _together(name: str, one: float, other: float) -> float:
 
 
 class AllFigures(Collector):
-    """As Prometheus reads them."""
+    """The sums as Prometheus reads them."""
 
     def __init__(self, families: list[Family], answers: dict[str, bool]) -> None:
         self._families = families
-        self._answers = answers  # which of the processes that there are, by name
+        self._answers = answers  # by name: which processes answer
 
     def collect(self) -> Iterable[Metric]:
         for family in self._families:
@@ -107,7 +107,7 @@ class AllFigures(Collector):
 
 
 class SharedFigures:
-    """What this process counts, what the others on its port said that they do, and what those did that have ended."""
+    """This process's figures, those that its siblings have told, and those of processes that have ended."""
 
     def __init__(self, own: Collector, siblings: Siblings) -> None:
         self._own = own
@@ -119,7 +119,7 @@ class SharedFigures:
 
     @property
     def alone(self) -> bool:
-        """There is no other process, and there never was."""
+        """Whether there is no other process, and never was one."""
         return not self._siblings.names and not self._known
 
     def _take(self) -> Figures:
@@ -129,7 +129,7 @@ class SharedFigures:
         for incarnation, figures in told.items():
             known = self._known.get(incarnation)
             if incarnation != self._incarnation and (known is None or known.number < figures.number):
-                self._known.pop(incarnation, None)  # the one that was heard last stands last
+                self._known.pop(incarnation, None)  # moves it to the end: the oldest are forgotten first
                 self._known[incarnation] = figures
         for incarnation in list(self._known)[: -ENDED_KEPT - len(self._siblings.names)]:
             del self._known[incarnation]
@@ -145,7 +145,7 @@ class SharedFigures:
         return self.hear(msgspec.msgpack.decode(body, type=KnownFigures))
 
     def hear(self, asked: KnownFigures) -> KnownFigures:
-        """What another process says; answers with what that does not know."""
+        """Takes another process's figures, and returns those that it does not know."""
         self.learn(asked.figures)
         news = {
             incarnation: figures
@@ -155,7 +155,8 @@ class SharedFigures:
         return KnownFigures(self._incarnation, {**news, self._incarnation: self._take()})
 
     async def together(self) -> AllFigures:
-        """Of all processes. The others know then what this one has shown, and go on from there if it ends."""
+        """Returns the figures of all processes. The others then know what this one has shown, and keep it if
+        it ends."""
         asking = self.telling()
         own = asking.figures[self._incarnation]
         told, silent = await self._siblings.ask("figures", KnownFigures, asking)
@@ -166,6 +167,6 @@ class SharedFigures:
         return AllFigures(merged([own, *self._known.values()], answering), names)
 
     async def leave_behind(self) -> None:
-        """This process ends: the others keep what it counted."""
+        """Tells the others this process's figures, which they keep when it ends."""
         if self._siblings.names:
             await self._siblings.ask("figures", KnownFigures, self.telling())

@@ -1,6 +1,6 @@
-"""A router as the process that holds it sees it: msgspec bytes or plain values in and out.
+"""A router as its process sees it: arguments and results are msgspec bytes or plain values.
 
-Whatever runs the process (a Ray actor, a test) calls these methods and adds nothing.
+The process (a Ray actor, a test) only passes calls to these methods.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ from tandem.wire.sockets import raise_descriptor_limit
 
 _SWITCH_S = 0.001
 _GARBAGE_OBJECTS = 10_000
-_FOLLOWERS = 4  # a controller, and those before it that were killed while they waited
+_FOLLOWERS = 4  # the controller, and former ones that were killed while they waited
 
 FindModel = Callable[[str, Report], str]
-"""From a model's name to a folder on this machine; says what it is doing. Fetches what is missing."""
+"""Finds the folder of a model on this machine, and fetches what is missing. Reports its progress."""
 
 
 class RouterHost:
-    """Made inside a running event loop."""
+    """One router process. Must be made inside a running event loop."""
 
     def __init__(
         self, config: bytes, find_model: FindModel | None = None, control: ClusterControl | None = None
     ) -> None:
-        # As nodes and the controller do. Ray's actors write this to a file of their own.
+        # Logs like nodes and the controller. Ray's actors write this to a file of their own.
         settings = msgspec.msgpack.decode(config, type=RouterConfig)
         begin_logging(LogsConfig(settings.log_level, settings.log_format), "router")
-        # What no line shows need not be found out for each.
+        # No log line shows these, so they are not looked up.
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-        logging._srcfile = None  # as logging's own guide has it: no line names a file
+        logging._srcfile = None  # as logging's own documentation advises when no line names a file
         raise_descriptor_limit()
-        # Prompts are tokenized one by one, and handing each to the library's pool of threads costs a fifth more.
+        # Prompts are tokenized one at a time, and passing each to the library's thread pool costs a fifth
+        # more.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        # The event loop gets the interpreter back within this, whatever a thread parses or renders.
+        # The event loop gets the interpreter back within this time, whatever a thread parses or renders.
         sys.setswitchinterval(_SWITCH_S)
         self._config = config
         self._find_model = find_model
@@ -61,12 +62,14 @@ class RouterHost:
         self._followers = ThreadPoolExecutor(_FOLLOWERS, thread_name_prefix="progress")
 
     def configuration(self) -> bytes:
-        """What it was made with, for a controller that comes back and asks whether this is its router."""
+        """Returns the configuration that it was made with, for a controller that comes back and asks whether
+        this is its router."""
         return self._config
 
     async def start(self, door: str = "") -> bytes:
-        """The router's RouterInfo, once it answers. A second call returns the same. `door`: of the router whose listening socket it is
-        to have; it takes one of its own when that router is gone."""
+        """Starts the router, and returns its RouterInfo once it answers. A second call returns the same.
+        `door`: the door of the router whose listening socket it takes over; if that router is gone, it opens
+        a socket of its own."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(door), name="start")
         return msgspec.msgpack.encode(await asyncio.shield(self._starting))
@@ -75,22 +78,24 @@ class RouterHost:
         config = msgspec.msgpack.decode(self._config, type=RouterConfig)
         if self._find_model is not None:
             if not door:
-                listen(config.host, config.port).close()  # a taken port is found before anything is fetched
+                listen(config.host, config.port).close()  # finds a taken port before anything is fetched
             path = await asyncio.to_thread(self._find_model, config.tokenizer_path, self._progress.report)
             config = msgspec.structs.replace(config, tokenizer_path=path)
         self._progress.report("loading the tokenizer", 0.0)
         self._server = RouterServer(config, self._control)
         url = await self._server.start(door)
-        # A collection that walked over what was imported would keep every stream waiting.
+        # A garbage collection over all imported objects would delay every stream.
         gc.collect()
         gc.freeze()
-        # The default looks for garbage after every request or two, and finds none: what a request makes is freed as it ends.
+        # The default threshold collects after every request or two and finds nothing, because a request's
+        # objects are freed as it ends.
         gc.set_threshold(_GARBAGE_OBJECTS)
         services = self._server.services
         return RouterInfo(url, services.links.endpoint, self._server.door, services.siblings.desk)
 
     async def progress_after(self, seen: int, timeout_s: float) -> tuple[int, str, float]:
-        """The latest step of `start`, and its number; waits for one that is newer than `seen`."""
+        """Waits up to `timeout_s` for a step of `start` newer than `seen`. Returns the latest step and its
+        number."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._followers, self._progress.after, seen, timeout_s)
 
@@ -102,9 +107,9 @@ class RouterHost:
     async def set_members(
         self, members: bytes, paused: Sequence[str] = (), desks: Mapping[str, str] | None = None
     ) -> bytes:
-        """`members` is a list of NodeInfo: the whole membership, every time. `paused`: the pools and nodes that get no new requests, by
-        name. `desks`: the router processes on its port by name, itself too, and where they ask each other. Answers with its
-        RouterQueue."""
+        """Sets the members. `members`: the whole membership, a list of NodeInfo. `paused`: names of pools and
+        nodes that get no new requests. `desks`: where the router processes on this port, this one included,
+        ask each other, by name. Returns the RouterQueue."""
         serving = self._serving()
         serving.set_siblings(desks or {})
         serving.set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]), paused)
@@ -123,25 +128,26 @@ class RouterHost:
         return msgspec.msgpack.encode(queue)
 
     async def forget_prefixes(self, node_ids: list[str]) -> None:
-        """These nodes have nothing cached any more."""
+        """These nodes have emptied their caches."""
         self._serving().forget_prefixes(node_ids)
 
     async def nodes_heard(self) -> bytes:
-        """What this router knows of each node, for a controller that one of them does not answer."""
+        """Returns this router's sighting of each node, for a controller that a node does not answer."""
         return msgspec.msgpack.encode(self._serving().services.pool.sightings())
 
     async def log_page(self, seen: tuple[str, int] | None, last: int, most: int) -> bytes:
-        """A LogPage of this process's log: the lines after one that was seen, or the last ones."""
+        """Returns a LogPage of this process's log: the lines after `seen`, or the last ones."""
         page = recent_page(LogPosition(*seen) if seen is not None else None, last, most)
         return msgspec.msgpack.encode(page)
 
     async def drain(self, timeout_s: float) -> bool:
-        """False when some requests had to be failed because the time was over."""
+        """Takes no new requests and waits for the running ones. Returns False if some had to be failed when
+        the time was over."""
         return await self._serving().drain(timeout_s)
 
     async def finish(self) -> None:
-        """The process was told to end: another router takes its place, and it returns when everything that it has has ended. Its
-        controller hears of it with the next answer."""
+        """The process was told to end. Waits for its controller to place a successor, finishes everything
+        that runs, and stops. The controller learns of it with the next answer."""
         server = self._server
         if server is not None:
             server.is_ending = True
@@ -150,7 +156,8 @@ class RouterHost:
         await self.stop()
 
     async def leave(self, timeout_s: float) -> bool:
-        """Another router has its listening socket. False when some requests had to be failed because the time was over."""
+        """Leaves the listening socket to another router, and finishes what runs. Returns False if some
+        requests had to be failed when the time was over."""
         return await self._serving().leave(timeout_s)
 
     async def stop(self) -> None:
@@ -161,7 +168,8 @@ class RouterHost:
         self._stopped.set()
 
     async def hold(self, timeout_s: float) -> bool:
-        """Whether the router has been stopped; waits so long for it. A call that waits ends at once when the process dies."""
+        """Waits up to `timeout_s`, and returns whether the router has stopped. A waiting call ends at once
+        when the process dies."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopped.wait(), timeout_s)
         return self._stopped.is_set()

@@ -1,4 +1,5 @@
-"""API keys: who a request belongs to, what they may still ask for, and what keeps their caches apart."""
+"""API keys: which tenant a request belongs to, what is left of its quotas, and what keeps tenants' caches
+apart."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tandem.router.rates import Average
 from tandem.router.siblings import Siblings
 from tandem.wire.errors import ConfigurationError, RequestError
 
-# Tokens that are reserved for a key's first answer when its request does not say how long it may be.
+# Tokens reserved for an answer without a given limit, before the key has had any answer.
 DEFAULT_ANSWER = 256
 KEY_USE = "key use"
 
@@ -30,8 +31,8 @@ class QuotaExceeded(RequestError):
 
 
 class _Bucket:
-    """`per_minute` units, refilled evenly, saved up for a minute at most. It may go below zero by what requests turn
-    out to use beyond what they reserved."""
+    """A token bucket of `per_minute` units, refilled evenly, with at most a minute's worth saved. It goes
+    below zero if requests use more than they reserved."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -47,12 +48,12 @@ class _Bucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """A negative amount is given back."""
+        """Takes an amount; a negative one gives back."""
         self.taken += amount
         self.take_elsewhere(amount)
 
     def take_elsewhere(self, amount: float) -> None:
-        """Another process took it."""
+        """Lowers the level without counting the amount as taken by this process."""
         self._level = min(self.per_minute, self.refill() - amount)
 
     def lower_to(self, level: float) -> None:
@@ -63,7 +64,8 @@ class _Bucket:
 
 
 class Reservation:
-    """What one request has taken of its key's quotas: before its work is done, and settled when it has ended."""
+    """What one request has taken from its key's quotas. It is taken before the work, and settled at the
+    end."""
 
     def __init__(self, tenant: Tenant) -> None:
         self._tenant = tenant
@@ -71,8 +73,9 @@ class Reservation:
         self._settled = False
 
     def take_tokens(self, prompt_tokens: int, asked: list[int | None]) -> None:
-        """For a prompt and its answers: `asked` is how long each may be, None where the request does not say. Raises
-        QuotaExceeded. One that needs more than a minute's tokens waits until none of those are taken."""
+        """Reserves tokens for a prompt and its answers. `asked`: the limit of each answer, None if the
+        request has none. Raises QuotaExceeded. A request larger than a minute's quota waits for a full
+        bucket."""
         bucket = self._tenant.tokens
         if bucket is None:
             return
@@ -90,13 +93,13 @@ class Reservation:
         self._tenant.tell()
 
     def settle(self, prompt_tokens: int, answers: list[int]) -> None:
-        """It has ended, and has used these."""
+        """The request has ended and used these tokens."""
         self._end(prompt_tokens + sum(answers))
         for tokens in answers:
             self._tenant.answers.observe(tokens)
 
     def void(self) -> None:
-        """It was refused: it is none of the key's requests. Idempotent, and nothing after `settle`."""
+        """The request was refused, and does not count. Idempotent; does nothing after `settle`."""
         if not self._settled:
             self._end(0)
             self._tenant.give_back_request()
@@ -110,9 +113,10 @@ class Reservation:
 
 
 class _KeyUse(msgspec.Struct, frozen=True, array_like=True):
-    """What one process has let a key do. Sums since it began: a report that was lost is made up for by the next."""
+    """A key's use in one process, as sums since the process began: the next report makes up for a lost
+    one."""
 
-    key: bytes  # its digest
+    key: bytes  # the key's digest
     running: int
     requests: float
     tokens: float
@@ -127,26 +131,26 @@ class Tenant:
         self.name = key.name
         self.is_operator = key.operator
         self.most_urgent = key.priority
-        # Derived from the key, so that every router has the same and no client can guess it.
+        # Derived from the key, so that every router has the same salt and no client can guess it.
         self.salt = hashlib.sha256(b"tandem cache salt\0" + key.key.encode()).hexdigest()[:32]
         self.digest = hashlib.sha256(key.key.encode()).digest()
         self._concurrent_limit = key.concurrent_requests
         self._requests = _Bucket(key.requests_per_minute, clock) if key.requests_per_minute else None
         self.tokens = _Bucket(key.tokens_per_minute, clock) if key.tokens_per_minute else None
-        self.answers = Average()  # tokens of one
+        self.answers = Average()  # tokens of one answer
         self.running = 0  # in this process
         self._has_quota = key.has_quota
         self._siblings: Siblings | None = None
-        self._elsewhere: dict[str, _KeyUse] = {}  # by the desk of the process
+        self._elsewhere: dict[str, _KeyUse] = {}  # by the process's desk
 
     @property
     def running_everywhere(self) -> int:
-        """In all processes on the port."""
+        """Running requests in all processes on the port."""
         return self.running + sum(use.running for use in self._elsewhere.values())
 
     def enter(self, *, generates: bool = True) -> Reservation:
-        """To be asked before anything is done for the request. Raises QuotaExceeded; otherwise the reservation must be
-        settled or void. Only what generates needs tokens to be left."""
+        """Counts a request before any work is done for it. Raises QuotaExceeded. The caller must settle or
+        void the reservation. Only requests that generate need tokens left."""
         if self._concurrent_limit is not None and self.running_everywhere >= self._concurrent_limit:
             raise QuotaExceeded(f"no more than {self._concurrent_limit} requests at once with this key", 1.0)
         if self._requests is not None and (wait := self._requests.seconds_until(1)) > 0:
@@ -188,17 +192,17 @@ class Tenant:
         ):
             if bucket is None:
                 continue
-            if before is None:  # one of both has just begun, and the other knows what is left
+            if before is None:  # one of the two has just begun, and the other knows what is left
                 bucket.lower_to(left)
             else:
                 bucket.take_elsewhere(now - then)
 
     def keep_only(self, desks: Collection[str]) -> None:
-        """What ran in a process that ended does not run any more; what it took is taken."""
+        """Forgets the running requests of processes that have ended. What these took stays taken."""
         self._elsewhere = {desk: use for desk, use in self._elsewhere.items() if desk in desks}
 
     def typical_answer(self) -> int:
-        """Tokens to reserve for an answer whose request does not say how long it may be."""
+        """Returns how many tokens to reserve for an answer without a given limit."""
         return DEFAULT_ANSWER if self.answers.value is None else math.ceil(self.answers.value)
 
     def salted(self, cache_salt: str | None) -> str:
@@ -206,6 +210,8 @@ class Tenant:
 
 
 class KeyRing:
+    """All keys' accounts, and the lookup of a request's key."""
+
     def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float]) -> None:
         self._tenants = [Tenant(key, clock) for key in keys]
         digests = {tenant.digest for tenant in self._tenants}
@@ -214,7 +220,8 @@ class KeyRing:
         self.required = bool(self._tenants)
 
     def share(self, siblings: Siblings) -> None:
-        """Quotas hold for all processes on the port together, but for what is asked of two at the same moment."""
+        """Makes quotas hold for all processes on the port together, except for requests at two of them at the
+        same moment."""
         by_digest = {tenant.digest: tenant for tenant in self._tenants}
 
         def hear(desk: str, body: bytes) -> None:
@@ -233,7 +240,7 @@ class KeyRing:
             tenant.share(siblings)
 
     def find(self, key: bytes) -> Tenant | None:
-        """In constant time: every key is compared, and equal-length digests of both."""
+        """Finds a key's tenant in constant time: compares every key, by digests of equal length."""
         digest = hashlib.sha256(key).digest()
         found: Tenant | None = None
         for tenant in self._tenants:
@@ -243,7 +250,7 @@ class KeyRing:
 
 
 def load_keys(keys: Iterable[ApiKey], file: str | None) -> list[ApiKey]:
-    """The configured keys and those of the file: one per line, or a JSON list of ApiKey."""
+    """Returns the configured keys and those of the file, which has one per line or a JSON list of ApiKey."""
     loaded = list(keys)
     if file is None:
         return loaded

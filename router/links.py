@@ -1,6 +1,6 @@
-"""The router's sockets: one inbox that every node answers to, one outbox to them all, on the event loop.
+"""The router's sockets, on the event loop: one inbox that every node sends to, and one outbox to all of them.
 
-Both directions are numbered lines (`wire.lines`): a lost message is asked for again, and is never lost in silence.
+Both directions are numbered lines (`wire.lines`): the receiver notices a lost message and asks for it again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from tandem.wire.versions import WIRE_VERSION, needed_version
 
 logger = logging.getLogger(__name__)
 
-# What leaves alone wakes up ZMQ's thread. So what is sent in one turn of the loop leaves together, but no later than this.
+# Each send wakes ZMQ's thread. So all frames of one turn of the event loop are sent together, no later than
+# this.
 TOGETHER_S = 0.001
 
 
 class Links(Protocol):
-    """What a request's life needs of the way to the nodes: `NodeLinks` says what each means."""
+    """What dispatch needs of the connection to the nodes. `NodeLinks` documents each method."""
 
     @property
     def endpoint(self) -> str: ...
@@ -65,17 +66,18 @@ class Links(Protocol):
 
 
 class NodeLinks:
-    """It can send at once, and hears what is sent to it from `listen` on."""
+    """Numbered lines to all nodes. It can send at once, and receives from `listen` on."""
 
     def __init__(self, host: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._cancels: dict[NodeInfo, list[str]] = {}
         self._outbox = Outbox()
-        self._leaving: list[tuple[str, bytes]] = []  # frames, and where to
+        self._leaving: list[tuple[str, bytes]] = []  # frames to send, with their endpoints
         self._leave_by = 0.0
-        self._members: dict[str, NodeInfo] = {}  # by their endpoints
-        self._reached: set[str] = set()  # endpoints with which there is a connection
-        self._answered: dict[tuple[str, int], float] = {}  # when the last ping was sent that a node answered
+        self._members: dict[str, NodeInfo] = {}  # by endpoint
+        self._reached: set[str] = set()  # endpoints with a connection
+        # by node and epoch: when the last ping that it answered was sent
+        self._answered: dict[tuple[str, int], float] = {}
         self.lines: Lines[ToRouter] = Lines(
             new_epoch(), self._send_frame, self._receive, meets_strangers=False
         )
@@ -95,7 +97,8 @@ class NodeLinks:
         on_cache_news: Callable[[CacheNews], None],
         on_unsent: Callable[[NodeInfo, str], None],
     ) -> None:
-        """`on_unsent`: what was to leave together with others cannot be sent to the node, and why."""
+        """Begins to receive, and calls one handler for each kind of message. `on_unsent(node, why)`: a queued
+        frame could not be sent to the node."""
         self._on_tokens = on_tokens
         self._on_status = on_status
         self._on_trace = on_trace
@@ -107,7 +110,8 @@ class NodeLinks:
         self._inbox.listen()
 
     def _send_frame(self, endpoint: str, frame: bytes) -> None:
-        """Raises NodeLost where there can be no connection."""
+        """Queues a frame, or, as the first to an endpoint, sends it at once. Raises NodeLost when that send
+        fails."""
         if endpoint not in self._reached:
             self._send_together()
             self._outbox.send_frame(endpoint, frame)
@@ -123,7 +127,7 @@ class NodeLinks:
     def _send_together(self) -> None:
         leaving, self._leaving = self._leaving, []
         for endpoint, frame in leaving:
-            if endpoint not in self._reached:  # what was before it could not be sent
+            if endpoint not in self._reached:  # an earlier frame to this endpoint could not be sent
                 continue
             try:
                 self._outbox.send_frame(endpoint, frame)
@@ -163,7 +167,7 @@ class NodeLinks:
 
     @property
     def foreign(self) -> int:
-        """Letters of nodes or incarnations that are not members."""
+        """How many letters came from nodes or incarnations that are not members."""
         return self.lines.foreign
 
     @property
@@ -171,31 +175,35 @@ class NodeLinks:
         return self._inbox.handler_errors
 
     def meet(self, node: NodeInfo) -> None:
-        """It is a member from now on: what it says is heard."""
+        """Makes the node a member: its messages are taken from now on."""
         self._members[node.request_endpoint] = node
         self.lines.meet(node.request_endpoint, node.epoch)
 
     def submit(self, node: NodeInfo, submit: Submit) -> Position:
-        """Where the message stands on the line to the node. Raises NodeLost when the node has not been reading for long, and
-        Unavailable when it could not read this: its line would stand still."""
+        """Sends a request, and returns its position on the line to the node. Raises NodeLost when the node
+        has not been reading for long, and Unavailable when the node's version could not read the message,
+        which would block its line."""
         if (why := _unreadable(node, submit)) is not None:
             raise Unavailable(why)
         return self.lines.send(node.request_endpoint, submit)
 
     def has_heard(self, node: NodeInfo, message: Position) -> bool:
-        """Whether the node has acknowledged it. A message on a line that was replaced never is."""
+        """Whether the node has acknowledged the message. A message on a line that was replaced is never
+        acknowledged."""
         acknowledged = self.lines.acknowledged(node.request_endpoint)
         return acknowledged.line == message.line and acknowledged.number >= message.number
 
     def deaf_for(self, node: NodeInfo) -> float:
-        """How long the node has answered pings without acknowledging a message that was sent before them; 0 when it acknowledges.
-        Pings are compared by when they were sent: a router that is behind with reading finds no node deaf."""
+        """For how long the node has answered pings without acknowledging a message that was sent before them;
+        0 when it acknowledges. Pings count by when they were sent, so a router that is slow to read finds no
+        node deaf."""
         since = self.lines.unheard_since(node.request_endpoint)
         answered = self._answered.get((node.node_id, node.epoch))
         return max(answered - since, 0.0) if since is not None and answered is not None else 0.0
 
     def cancel(self, node: NodeInfo, request_id: str) -> None:
-        """All that is cancelled in one turn of the loop leaves in one message per node, after it."""
+        """Cancels a request. All cancels of one turn of the event loop are sent after it, in one message per
+        node."""
         if not self._cancels:
             self._loop.call_soon(self._send_cancels)
         self._cancels.setdefault(node, []).append(request_id)
@@ -209,26 +217,27 @@ class NodeLinks:
         self._try(node, Ping(self.endpoint, asked_at=time.monotonic()))
 
     def ask(self, node: NodeInfo) -> None:
-        """The node answers with Holding."""
+        """Asks the node which requests it holds. It answers with Holding."""
         self._try(node, Ask(self.endpoint))
 
     def list_cache(self, node: NodeInfo) -> None:
-        """The node answers with all that its cache holds."""
+        """Asks the node to list its whole cache. It answers with CacheNews from number 0."""
         self._try(node, ListCache(self.endpoint))
 
     def recall(self, node: NodeInfo, answer_id: str) -> None:
-        """The node answers with Recalled."""
+        """Asks the node whether it keeps this answer. It replies with Recalled."""
         self._try(node, Recall(self.endpoint, answer_id))
 
     def follow(self, node: NodeInfo, request_id: str, answer_id: str, after: int) -> None:
-        """The node answers with the answer's tokens, at once and as they come."""
+        """Asks for a kept answer's tokens from index `after` on. The node sends them at once and as they
+        come."""
         self._try(node, Follow(self.endpoint, request_id, answer_id, after))
 
     def end_answer(self, node: NodeInfo, answer_id: str, *, forget: bool) -> None:
         self._try(node, EndAnswer(self.endpoint, answer_id, forget))
 
     def turn_ended(self, node: NodeInfo, request_id: str, job_id: str, called: list[str] | None) -> None:
-        """`called`: the tools that the answer calls; None: it was not read for calls."""
+        """`called`: the tools that the answer calls; None when it was not parsed for calls."""
         self._try(node, TurnEnded(self.endpoint, request_id, job_id, called))
 
     def _try(
@@ -236,7 +245,8 @@ class NodeLinks:
         node: NodeInfo,
         message: Cancel | Ping | Ask | ListCache | Recall | Follow | EndAnswer | TurnEnded,
     ) -> None:
-        """For messages whose loss is told by other means: a node that reads none is soon silent, and lost."""
+        """Sends a message, and only logs a failure: a node that reads nothing soon falls silent, and is
+        lost."""
         if (why := _unreadable(node, message)) is not None:
             logger.debug("%s", why)
             return
@@ -246,13 +256,13 @@ class NodeLinks:
             logger.warning("%s to node %s not sent: %s", type(message).__name__, node.node_id, error)
 
     def begin_anew(self, node: NodeInfo) -> None:
-        """What was sent to the node and has not arrived is dropped. What the node says is still heard."""
+        """Drops what was sent to the node and has not arrived. The node's messages are still taken."""
         self._drop_leaving(node.request_endpoint)
         self._outbox.forget(node.request_endpoint)
         self.lines.begin_anew(node.request_endpoint)
 
     def forget(self, node: NodeInfo) -> None:
-        """It is no member any more."""
+        """Drops all that concerns a node that is no longer a member."""
         self._answered.pop((node.node_id, node.epoch), None)
         self._drop_leaving(node.request_endpoint)
         if self._members.get(node.request_endpoint) == node:
@@ -261,7 +271,7 @@ class NodeLinks:
         self.lines.forget(node.request_endpoint)
 
     async def close(self) -> None:
-        """Idempotent. What was sent just before still leaves, to nodes that read it."""
+        """Sends what is queued, to nodes that read it, and closes both sockets. Idempotent."""
         self._send_cancels()
         self._send_together()
         self._inbox.close()
@@ -269,7 +279,7 @@ class NodeLinks:
 
 
 def _unreadable(node: NodeInfo, message: msgspec.Struct) -> str | None:
-    """Why a node of an earlier version could not read the message, or None."""
+    """Returns why a node of an older version could not read the message, or None."""
     if node.wire_version >= WIRE_VERSION or node.wire_version >= (needed := needed_version(message)):
         return None
     return (

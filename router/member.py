@@ -1,7 +1,8 @@
-"""What a router knows of one incarnation of a node: as it was announced, as it reports itself, and what was sent there since.
+"""What a router knows about one incarnation of a node: its announcement, its reports, and what was sent to it
+since.
 
-Every status and every request touches it, among a thousand others, so that what it lies in counts: one object with slots, and one view
-that is written in place.
+Every status and every request touches one of a thousand members, so the memory layout matters for speed: one
+object with slots, and one view that is written in place.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from tandem.wire.requests import NodeStatus
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Member:
-    """Written by its pool alone."""
+    """One incarnation of a node. Only its pool writes it."""
 
     info: NodeInfo
     joined_at: float
     status: NodeStatus | None = None
     status_at: float = 0.0
     heard_at: float | None = None
-    lists_any: bool = False  # its status: nodes from which it takes nothing, or adapters
-    lost: str | None = None  # why
+    lists_any: bool = False  # its status lists adapters, or nodes from which it takes no KV
+    lost: str | None = None  # why it is lost; None while it is not
     accepted_at: float | None = None  # when its machine last accepted a connection for it
-    is_starved: bool = False  # silent, and neither lost nor in view
-    is_deaf: bool = False  # it speaks, and does not acknowledge what it is sent
+    is_starved: bool = False  # silent; neither lost nor in view
+    is_deaf: bool = False  # it sends messages but does not acknowledge what it is sent
     foreign: str | None = None  # why no request of this router may ever run there
     view: NodeView | None = None  # None while it gets no new requests
-    shortlist: Shortlist | None = None  # its view's, if it has an engine
+    shortlist: Shortlist | None = None  # where its view is filed, if it has an engine
     rates: NodeRates = dataclasses.field(default_factory=NodeRates)
-    # Sent, and not yet part of a status: when, tokens to be computed, blocks that it may take.
+    # By request id, sent and not yet part of a status: when, tokens to compute, blocks that it may take.
     pending: dict[str, tuple[float, int, int]] = dataclasses.field(default_factory=dict)
-    pending_tokens: int = 0  # their sums
+    pending_tokens: int = 0  # the sums over `pending`
     pending_blocks: int = 0
 
     def note_sent(self, request_id: str, at: float, tokens: int, blocks: int) -> None:
@@ -45,7 +46,7 @@ class Member:
         self.pending_blocks += blocks
 
     def note_answered(self, request_id: str) -> bool:
-        """Whether it was pending."""
+        """Returns whether the request was pending."""
         sent = self.pending.pop(request_id, None)
         if sent is None:
             return False
@@ -61,7 +62,8 @@ class Member:
             self.note_answered(request_id)
 
     def write_view(self, status: NodeStatus) -> None:
-        """With every status and every request, so only what changes of this one node is touched."""
+        """Copies the status and the pending sums to the view. Called with every status and every request, so
+        it touches only what changes."""
         view = self.view
         if view is None:
             return

@@ -1,9 +1,9 @@
-"""What the router counts of its requests: its own metrics, since it started; and, for the last ten minutes, how many requests were as fast
-as `slo` wants, how long its line was, and which were slowest, and why.
+"""The router's own metrics since it started and, for the last ten minutes, how many requests met the `slo`,
+how long the line was, and which requests were slowest, and why.
 
-Metrics' names and buckets are those that vLLM's users know, with `tandem_` in front, where the meaning is the same; the rest is named by
-the phase that it measures. Every request of the last minutes is noted once, at its end, in a few additions. What is kept has a bound
-whatever the load. On the event loop only.
+Metrics that mean the same as vLLM's have vLLM's names and buckets, with `tandem_` in front; the others are
+named after the phase that they measure. Each request is noted once, at its end, by a few additions, and
+memory is bounded at any load. Runs on the event loop only.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _HANDOVER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 
 
 class Histogram(Collector):
-    """Written and read on the event loop alone, so without locks: every token is observed here, and with the library's
-    own histogram that would cost as much as turning the token into text."""
+    """A histogram without locks, for the event loop only. Every token is observed here, and the library's own
+    histogram would cost as much as turning the token into text."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name = name
         self._text = text
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
+        self._counts = [0] * (len(bounds) + 1)  # the last one counts values above all bounds
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -64,7 +64,7 @@ class Histogram(Collector):
 
 
 class PlainCounter(Collector):
-    """As plain as Histogram, for what every token counts in."""
+    """A counter without locks, like Histogram, for counts of every token."""
 
     def __init__(self, name: str, text: str) -> None:
         self._name = name
@@ -79,7 +79,7 @@ class PlainCounter(Collector):
 
 
 class LabelledCounter(Collector):
-    """As plain, with labels: to look its child up takes the library longer than to count."""
+    """A labelled counter without locks: the library's lookup of a child takes longer than counting."""
 
     def __init__(self, name: str, text: str, *labels: str) -> None:
         self._name = name
@@ -89,7 +89,7 @@ class LabelledCounter(Collector):
         self._since: dict[tuple[str, ...], float] = {}
 
     def inc(self, *values: str) -> None:
-        """`values`: of its labels."""
+        """Counts one. `values`: those of its labels."""
         try:
             self._counts[values] += 1
         except KeyError:
@@ -104,8 +104,8 @@ class LabelledCounter(Collector):
 
 
 class _WithModel(Collector):
-    """Every sample of these with the model's name, as vLLM's have it. Added when they are read: to look a child up by its labels
-    costs more than to count."""
+    """Adds the model's name to every sample, as vLLM does, when it is read: looking up a child by its labels
+    costs more than counting."""
 
     def __init__(self, parts: Sequence[Collector], model_name: str) -> None:
         self._parts = parts
@@ -120,11 +120,11 @@ class _WithModel(Collector):
 
 
 class RouterMetrics:
-    """A registry of its own, so that several routers can live in one process."""
+    """The router's metrics, in their own registry, so that several routers can run in one process."""
 
     def __init__(self, model_name: str = "") -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        # What nodes report: every router knows the same of it.
+        # What nodes report, which every router knows alike.
         self.node_registry = CollectorRegistry(auto_describe=True)
         self._model_name = model_name
 
@@ -218,9 +218,8 @@ class RouterMetrics:
         self.http_requests = labelled(
             "tandem_http_requests", "Answers by route and status", "route", "status"
         )
-        self.answers = self.errors = (
-            0  # all of those, and those with a fault of ours: the controller asks for them
-        )
+        # All answers, and those that failed by the server's fault. The controller asks for both.
+        self.answers = self.errors = 0
         self.decisions = labelled("tandem_routing_decisions", "Where requests were sent", "kind")
         self.failovers = counter("tandem_failovers", "Requests that went on elsewhere", "reason")
         self.deadlines = counter("tandem_deadlines_exceeded", "Requests that took too long", "phase")
@@ -255,7 +254,7 @@ class RouterMetrics:
             registry=self.registry,
         )
 
-        # A reason that is counted for the first time must not look as if it had always been there.
+        # Begin at 0, so that the first count of a reason shows as an increase.
         for reason in ("queue_full", "unauthorized", "bodies", "memory"):
             self.refusals.labels(reason=reason)
         for phase in ("queue", "total", "token_idle", "failover_wait"):
@@ -268,8 +267,8 @@ class RouterMetrics:
         self.http_requests.inc(route, str(status))
 
     def render(self, of_routers: Collector | None = None) -> bytes:
-        """May be called from another thread than the loop's: a figure may be newer than the one before it, and none is torn.
-        `of_routers`: in place of this process's own."""
+        """Writes all metrics as text. May run in a thread: one figure may be newer than another, and each is
+        whole. `of_routers`: the sums of all processes, instead of this process's own."""
         return generate_latest(
             _WithModel([of_routers or self.registry, self.node_registry], self._model_name)
         )
@@ -277,20 +276,21 @@ class RouterMetrics:
 
 WINDOW_S = 600.0
 BUCKET_S = 10.0
-LATEST = 200  # requests that are shown one by one
-SLOWEST = 8  # of each bucket
+LATEST = 200  # how many requests are shown one by one
+SLOWEST = 8  # kept of each bucket
 
 
 class RequestAccount(msgspec.Struct, frozen=True):
-    """Where one request's time went, as its router saw it. The parts follow one another and add up to the whole."""
+    """Where one request's time went, as its router saw it. The parts follow one another and add up to the
+    whole."""
 
     request_id: str
     ended_at: float  # time of day
-    reading_s: float  # checked, rendered, tokenized
+    reading_s: float  # checking, rendering and tokenizing
     router_wait_s: float  # for a place
-    node_wait_s: float  # in the line of the node that read the prompt
-    prefill_s: float  # to the first token; with all that was tried before, where it moved
-    handover_s: float  # until the decode node began; tokens do not wait for all of it
+    node_wait_s: float  # in the line of the node that computes the prompt
+    prefill_s: float  # until the first token; for a request that moved, with all earlier attempts
+    handover_s: float  # until the decode node began; not every token waits for it
     decode_s: float
     prompt_tokens: int
     cached_tokens: int
@@ -321,7 +321,7 @@ class RequestAccount(msgspec.Struct, frozen=True):
 
     @property
     def token_s(self) -> float:
-        """Between two of its tokens, on average; 0 for an answer of one."""
+        """The mean time between two tokens; 0 for an answer of one token."""
         return (
             (self.handover_s + self.decode_s) / max(self.output_tokens - 1, 1)
             if self.output_tokens > 1
@@ -330,13 +330,14 @@ class RequestAccount(msgspec.Struct, frozen=True):
 
 
 class Targets(msgspec.Struct, frozen=True):
-    """What users are to feel: the cluster's `slo`."""
+    """The cluster's `slo`."""
 
     ttft_s: float
     inter_token_s: float
 
     def excess(self, account: RequestAccount) -> float:
-        """How many times as long as wanted, in what was worse. A request without a token has missed by all that it waited."""
+        """Returns how many times as long as its target the request took, by the worse of both targets. For a
+        request without a token, all of its wait counts."""
         return max(account.first_token_s / self.ttft_s, account.token_s / self.inter_token_s)
 
 
@@ -347,7 +348,7 @@ class SlowRequest(msgspec.Struct, frozen=True):
 
 
 class Moment(msgspec.Struct):
-    """Ten seconds."""
+    """The figures of ten seconds."""
 
     began: float  # time of day
     ended: int = 0
@@ -357,18 +358,20 @@ class Moment(msgspec.Struct):
     prompt_tokens: int = 0
     output_tokens: int = 0
     worst_first_s: float = 0.0
-    running: int = 0  # most at once
+    running: int = 0  # the most at once
     queued: int = 0
 
 
 class RecentRequests:
+    """The requests of the last ten minutes, summed up in moments of ten seconds."""
+
     def __init__(self, targets: Targets, time_of_day: Callable[[], float]) -> None:
         self.targets = targets
         self.now = time_of_day
         self._moments: deque[Moment] = deque(maxlen=int(WINDOW_S / BUCKET_S))
         self._slowest: deque[list[tuple[float, int, RequestAccount]]] = deque(maxlen=self._moments.maxlen)
         self._latest: deque[RequestAccount] = deque(maxlen=LATEST)
-        self._count = 0  # decides between two that are equally slow
+        self._count = 0  # breaks ties between equally slow requests
 
     def ended(self, account: RequestAccount) -> None:
         moment, targets = self._moment(), self.targets
@@ -392,13 +395,13 @@ class RecentRequests:
             heapq.heapreplace(slowest, entry)
 
     def sample(self, running: int, queued: int) -> None:
-        """How many there are now; called a few times a second."""
+        """Notes how many requests run and wait now. Called with every ping."""
         moment = self._moment()
         moment.running = max(moment.running, running)
         moment.queued = max(moment.queued, queued)
 
     def moments(self) -> list[Moment]:
-        """The last ten minutes, the oldest first. Times without any request are there, too."""
+        """Returns the last ten minutes, the oldest first, with empty moments for times without requests."""
         self._moment()
         return list(self._moments)
 
@@ -422,7 +425,7 @@ class RecentRequests:
 
 
 def parts_of(account: RequestAccount) -> Sequence[tuple[str, float]]:
-    """The names of what the time went to, in the order in which it did."""
+    """Returns the names and lengths of a request's phases, in their order."""
     return (
         ("reading the request", account.reading_s),
         ("the router's line", account.router_wait_s),
@@ -434,7 +437,7 @@ def parts_of(account: RequestAccount) -> Sequence[tuple[str, float]]:
 
 
 def cause_of(account: RequestAccount, targets: Targets) -> str:
-    """In a few words, what a slow request lost most of its time to."""
+    """Returns in a few words what took most of a slow request's time."""
     if account.failovers:
         return "it moved to another node"
     if account.preemptions:

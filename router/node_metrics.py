@@ -1,4 +1,4 @@
-"""What the nodes report of themselves, as metrics: one scrape of the router shows the whole cluster."""
+"""The nodes' reports as metrics, so that one scrape of the router shows the whole cluster."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _PER_LABEL = {
 }
 
 
-# Figures that are more than a number or numbers by a label.
+# Figures that are more than one number or numbers by label.
 _ELSEWHERE = frozenset({"step_tokens", "tokens_scheduled", "speculative_accepted_at"})  # in engine_metrics
 
 
 class LinkCollector(Collector):
-    """What the router's own parts count on the way to nodes."""
+    """What the router counts of its links to nodes."""
 
     def __init__(
         self, pool: NodePool, links: NodeLinks, supervisor: TaskSupervisor, cached: CachedBlocks
@@ -135,7 +135,7 @@ def _gauges(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
 
 
 def _tiers(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
-    """Every field of TierStatus."""
+    """Makes a metric of every field of TierStatus."""
     for field in TierStatus.__struct_fields__:
         if field == "name":
             continue
@@ -154,7 +154,7 @@ def _tiers(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
 
 
 def _counters(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
-    """Every field of NodeCounters: one that is added there appears here."""
+    """Makes a metric of every field of NodeCounters; a new field needs no code here."""
     for field in msgspec.structs.fields(NodeCounters):
         if field.name in _ELSEWHERE:
             continue
@@ -186,7 +186,7 @@ def _transfer_waits(reporting: list[tuple[Member, NodeStatus]]) -> Metric:
     bounds = [*(str(bound) for bound in WAIT_BOUNDS_S), "+Inf"]
     for member, status in reporting:
         for stage, waits in status.counters.transfer_wait_seconds.items():
-            if len(waits.counts) == len(bounds):  # else it runs other code, with other bounds
+            if len(waits.counts) == len(bounds):  # a node of another version may have other bounds
                 buckets = list(zip(bounds, itertools.accumulate(waits.counts), strict=True))
                 family.add_metric([*_labels(member), stage], buckets, waits.total_s)
     return family

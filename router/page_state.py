@@ -1,5 +1,5 @@
-"""What the page at /ui and `tandem top` are told: the whole cluster at once, as its router sees it. Of several router processes on one
-port, what all of them have together."""
+"""The data of the page at /ui and of `tandem top`: the whole cluster as its router sees it, and, with several
+router processes on one port, the sums of all."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ SLOWEST_SHOWN = 12
 
 
 class NodeRow(msgspec.Struct, frozen=True, array_like=True):
-    """A thousand of these are asked for every second: so without names."""
+    """One node. Sent as an array without names, because a page may ask for a thousand of these every
+    second."""
 
     node_id: str
     role: str
     state: str
-    why: str  # it gets no requests; "" when it does
+    why: str  # why it gets no requests; "" when it does
     running: int = 0
     waiting: int = 0
     loading: int = 0
@@ -35,11 +36,11 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int = 0
     prompt_tokens: int = 0  # computed
     step_s: float = 0.0
-    tiers: list[tuple[str, int, int]] = []  # name, bytes in use, bytes
+    tiers: list[tuple[str, int, int]] = []  # name, bytes in use, bytes in all
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """KV that moves from one node to another now."""
+    """The transfers from one node to another that are under way."""
 
     source: str
     target: str
@@ -52,7 +53,7 @@ class ProcessState(msgspec.Struct, frozen=True):
     """One of several router processes on a port."""
 
     name: str
-    answers: bool  # the others that ask it
+    answers: bool  # whether it answers the process that asks
     running: int = 0
     queued: int = 0
     unhealthy: str | None = None
@@ -72,7 +73,7 @@ class RouterState(msgspec.Struct, frozen=True):
     oldest_wait_s: float
     handover_s: float | None
     paused: list[str] = []  # pools and nodes that get no new requests
-    processes: list[ProcessState] = []  # on its port; none: it is the only one
+    processes: list[ProcessState] = []  # the processes on its port; empty when it is the only one
 
 
 class PageState(msgspec.Struct, frozen=True):
@@ -88,7 +89,8 @@ class PageState(msgspec.Struct, frozen=True):
 
 
 def together(own: PageState, name: str, others: Mapping[str, PageState], silent: Sequence[str]) -> PageState:
-    """`own`: of the process that is asked, which has this name. Nodes are as it sees them."""
+    """Adds up the pages of several processes. `own`: the page of the asked process, whose name is `name`;
+    nodes are taken from it."""
     pages = {name: own, **others}
     processes = [
         ProcessState(name, True, page.router.running, page.router.queued, page.router.unhealthy)

@@ -1,12 +1,13 @@
-"""Who is in the cluster, and how each node says it is doing. Written by the event loop alone.
+"""The members of the cluster and their last reports. Only the event loop writes them.
 
-A node is in view once it has answered a ping, for as long as it keeps talking, while it says that it is ready.
-It is lost when the controller drops its epoch, when it falls silent, or when it says that it failed: then
-`on_lost` hears it once, and its requests go on elsewhere.
+A node is in view, and gets requests, once it has answered a ping, while it sends messages and says that it is
+ready. It is lost when the controller drops its epoch, when it falls silent, or when it says that it failed.
+Then `on_lost` is called once, and its requests go on elsewhere.
 
-A process on a busy machine may get no time for seconds, and then it is silent too. Its kernel accepts connections for it
-all the same. As long as no other node could go on with its requests, it is out of view and they wait for it: to begin them
-again would be more work for nodes that have no time for what they have.
+A process on a busy machine may get no CPU time for seconds and be silent, while its kernel still accepts
+connections for it. As long as no other node could take over its requests, such a node is only out of view,
+and its requests wait for it: beginning them again would give more work to nodes that have no time for what
+they have.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from tandem.wire.versions import WIRE_VERSION, out_of_reach
 
 logger = logging.getLogger(__name__)
 
-# A status may have been written just before a Submit that we sent earlier was read.
+# A status may have been written just before the node read a Submit that this router sent earlier.
 STATUS_LAG_S = 0.15
-_READY = NodeState.READY  # looked up once, not with every status
+_READY = NodeState.READY  # looked up once instead of with every status
 
 
 class NodePool:
@@ -45,31 +46,32 @@ class NodePool:
     ) -> None:
         self._listener = listener
         self._model_name = model_name
-        self._tokenizer = tokenizer  # the SHA-256 of the router's tokenizer.json; "" when it has none
+        self._tokenizer = tokenizer  # the SHA-256 of the router's tokenizer.json; "" without one
         self._heartbeat = heartbeat
         self._wedged_s = heartbeat.wedged
         self._clock = clock
         self._on_lost = on_lost
         self._on_change = on_change
         self._members: dict[str, Member] = {}
-        # Those in view, by their model's content. There are two while a cluster goes over to another content, and a request
-        # runs on nodes of one of them.
+        # The nodes in view, by their model's content. There are two contents while a cluster moves to another
+        # one; all nodes of a request have the same content.
         self._shortlists: dict[str, Shortlist] = {}
-        self._encoders: dict[str, dict[str, NodeInfo]] = {}  # in view, by their model's content and their ids
+        # the encoder nodes in view, by their model's content and their ids
+        self._encoders: dict[str, dict[str, NodeInfo]] = {}
         self._snapshot: PoolSnapshot | None = None
         self._block_sizes: tuple[int, ...] = ()
         self._checked_at: float | None = None
         self._max_model_len: int | None = None
         self._knows_max_model_len = False
-        self._adapters: dict[str, str] | None = None  # None: to be found again
+        self._adapters: dict[str, str] | None = None  # None: must be computed again
         self.handover = Average()
         self._accusers: dict[
             str, list[str]
-        ] = {}  # decode nodes where a prefill node's KV arrived wrong, by its id
-        self.paused: frozenset[str] = frozenset()  # pools and nodes that get no new requests, by name
-        self.is_paused = False  # all that could write an answer are
-        self.oldest_version = WIRE_VERSION  # of messages, that a member speaks
-        self.foreign_messages = 0  # from a node or an epoch that is not a member
+        ] = {}  # by prefill node: the decode nodes where its KV arrived wrong
+        self.paused: frozenset[str] = frozenset()  # names of pools and nodes that get no new requests
+        self.is_paused = False  # every node that can write answers is paused
+        self.oldest_version = WIRE_VERSION  # the oldest version of Tandem's messages among the members
+        self.foreign_messages = 0  # messages from nodes or epochs that are not members
 
     @property
     def members(self) -> list[Member]:
@@ -79,7 +81,7 @@ class NodePool:
         return self._clock()
 
     def max_model_len(self) -> int | None:
-        """The shortest context of the nodes that requests may go to; of all members while there is none."""
+        """The shortest context length of the nodes in view, or of all members while none is in view."""
         if not self._knows_max_model_len:
             members = [each for each in self._members.values() if each.info.role in ENGINE_ROLES]
             infos = [member.info for member in members if member.view is not None]
@@ -89,14 +91,15 @@ class NodePool:
         return self._max_model_len
 
     def vectors(self) -> VectorModel | None:
-        """What the members' model makes vectors by: nodes that work together have one model."""
+        """How the members' model makes vectors. Nodes that work together have one model, so any node's word
+        will do."""
         views = self.snapshot().prompt_readers
         infos = [view.info for view in views] or [member.info for member in self._members.values()]
         return next((info.vectors for info in infos if info.role in ENGINE_ROLES), None)
 
     def adapters(self) -> Mapping[str, str]:
-        """The LoRA adapters that every node in view has, with the same weights: their digests by name. One that some nodes do not have
-        yet, or not any more, gets no new requests."""
+        """The digests, by name, of the LoRA adapters that every node in view has with the same weights. An
+        adapter that some nodes lack gets no new requests."""
         if self._adapters is None:
             views = self.snapshot()
             of_nodes = {view.info.node_id: view.status.adapters for view in (*views.prefill, *views.decode)}
@@ -112,7 +115,8 @@ class NodePool:
         return self._members.get(node_id)
 
     def set_members(self, infos: Iterable[NodeInfo]) -> tuple[list[NodeInfo], list[NodeInfo]]:
-        """Returns who came and who went. A node with another epoch is both."""
+        """Replaces the membership. Returns the nodes that joined and those that left; a node with a new epoch
+        is in both. Calls `on_lost` for each node that left and was not lost before."""
         wanted = {info.node_id: info for info in infos}
         gone = [m for m in self._members.values() if wanted.get(m.info.node_id) != m.info]
         for member in gone:
@@ -140,12 +144,13 @@ class NodePool:
         return came, [member.info for member in gone]
 
     def older_than(self, version: int) -> frozenset[str]:
-        """Members that speak only versions of the messages before this one."""
+        """Ids of the members whose version of Tandem's messages is older than this one."""
         return frozenset(name for name, member in self._members.items() if member.info.wire_version < version)
 
     def set_paused(self, names: Iterable[str]) -> None:
-        """Their requests go on. When all nodes that write answers are paused, all stay in view, for requests that move: then it is the
-        line that holds new ones back."""
+        """Keeps new requests from these pools and nodes; running ones go on. When every node that writes
+        answers is paused, all stay in view, for requests that must move, and admission holds new requests
+        back instead."""
         names = frozenset(names)
         if names != self.paused:
             self.paused = names
@@ -181,7 +186,7 @@ class NodePool:
         member.rates.on_status(status)
         if member.pending:
             member.forget_sent_before(now - STATUS_LAG_S - status.age_s)
-        # A node that requests go to and that goes on as it did: what nearly every status says.
+        # The common case: a node in view that is still ready.
         if member.view is not None and status.state is _READY and status.step_age_s <= self._wedged_s:
             member.write_view(status)
         else:
@@ -194,7 +199,7 @@ class NodePool:
         self._on_change()
 
     def _note_lists(self, member: Member, latest: NodeStatus) -> None:
-        """Before it is the member's status."""
+        """Compares a status with the one before. Must be called before it becomes the member's status."""
         before, member.status = member.status, latest
         member.lists_any = bool(latest.left_out or latest.adapters)
         if latest.left_out != (before.left_out if before is not None else []):
@@ -218,7 +223,7 @@ class NodePool:
             self._look_at(member)
 
     def heard(self, node_id: str, epoch: int) -> bool:
-        """Tokens came from it, so it lives. False: they are not from a member."""
+        """A message shows that the node lives. Returns False when its sender is not a member."""
         return self._heard(node_id, epoch) is not None
 
     def _heard(self, node_id: str, epoch: int) -> Member | None:
@@ -238,7 +243,7 @@ class NodePool:
         return member
 
     def _member_of(self, node_id: str, epoch: int) -> Member | None:
-        """What others say is counted, and not believed."""
+        """Returns the member with this epoch. Counts a message from any other sender; the caller drops it."""
         member = self._members.get(node_id)
         if member is None or member.info.epoch != epoch:
             self.foreign_messages += 1
@@ -251,10 +256,11 @@ class NodePool:
         self._changed(member)
 
     def check_silence(self) -> bool:
-        """To be called several times within the silence that is allowed.
+        """Marks silent nodes as lost. Must be called several times within `heartbeat.silence`.
 
-        If this was not called for long, it is the router that was away (stopped, starved, asleep), and what the
-        nodes said in that time is still in its queue: they get their whole time again, and False is returned.
+        If the last call was long ago, the router itself did not run (stopped, starved, asleep), and what
+        nodes sent in that time still waits in its queue. Then all nodes get their whole time again, and the
+        result is False.
         """
         now = self._clock()
         was_away = self._checked_at is not None and now - self._checked_at > self._heartbeat.silence / 2
@@ -293,9 +299,9 @@ class NodePool:
             self._lose(member, f"it has been silent for {silent_s:.1f} s")
 
     def _is_replaceable(self, member: Member) -> bool:
-        """Whether another node in view does the same work."""
+        """Whether another node in view could do the same work."""
         if member.info.role is Role.ENCODE:
-            return True  # nodes that read prompts encode images, too
+            return True  # nodes that compute prompts can encode images, too
         shortlist = self.shortlist_of(member.info.content)
         lane = shortlist.prefill if member.info.role is Role.PREFILL else shortlist.decode
         return len(lane.views) > (member.info.node_id in lane.views)
@@ -311,7 +317,7 @@ class NodePool:
             self._changed(member)
 
     def suspect(self, node_id: str, epoch: int, why: str) -> None:
-        """It was found gone by other means than its silence, for example by a full send queue."""
+        """Marks a node as lost for a reason other than silence, for example a full send queue."""
         member = self._members.get(node_id)
         if member is not None and member.info.epoch == epoch:
             self._lose(member, why)
@@ -333,7 +339,8 @@ class NodePool:
                 member.write_view(member.status)
 
     def answered(self, node_id: str, request_id: str) -> bool:
-        """Whether it was not yet part of a status."""
+        """Drops a request from what was sent since the node's status. Returns whether it was still
+        pending."""
         member = self._members.get(node_id)
         was_pending = member is not None and member.note_answered(request_id)
         if member is not None and was_pending and member.status is not None:
@@ -341,7 +348,7 @@ class NodePool:
         return was_pending
 
     def _look_at(self, member: Member) -> None:
-        """Whether requests go to this node may have changed."""
+        """Puts the node into view or takes it out, according to `unusable`."""
         status, info = member.status, member.info
         if status is None or self.unusable(member) is not None:
             if member.view is None:
@@ -362,8 +369,8 @@ class NodePool:
         self._adapters = None
 
     def encoders_for(self, content: str, digests: Iterable[str]) -> list[NodeInfo]:
-        """For each image an encoder node in view, always the same one as long as it is: it has the rows of an image that it met before.
-        None where there are no such nodes."""
+        """Returns an encoder node in view for each image; an empty list when there are none. The same image
+        goes to the same node while it is in view, because that node has the image's rows."""
         there = self._encoders.get(content)
         if not there:
             return []
@@ -382,11 +389,12 @@ class NodePool:
                 del self._shortlists[info.content]
 
     def shortlist_of(self, content: str) -> Shortlist:
-        """The nodes in view whose model has this content."""
+        """Returns the nodes in view whose model has this content."""
         return self._shortlists.get(content) or Shortlist()
 
     def content_for(self, turn: int, *, vector: bool) -> str:
-        """Which content a new request runs on: each as often as it has nodes that could take it."""
+        """Returns the content that a new request runs on. Contents get requests in proportion to the nodes
+        that could take them."""
         if len(self._shortlists) < 2:
             return next(iter(self._shortlists), "")
         able: list[str] = []
@@ -396,18 +404,19 @@ class NodePool:
         return able[turn % len(able)] if able else next(iter(self._shortlists))
 
     def has_room(self, tokens: int, promised: int) -> bool:
-        """Whether a node that decodes has the blocks for a sequence of `tokens`, beside so many that were promised."""
+        """Whether a decode node has the blocks for a sequence of `tokens`, after the `promised` tokens of
+        admitted sequences."""
         return any(each.room.has_room(tokens, promised) for each in self._shortlists.values())
 
     def has_room_for_vector(self, tokens: int, promised: int) -> bool:
-        """The same of the nodes that make vectors."""
+        """The same for the nodes that make vectors."""
         readers = self.snapshot().prompt_readers
         if not any(view.has_room(tokens) for view in readers):
             return False
         return promised == 0 or promised + tokens <= sum(view.room_tokens for view in readers)
 
     def line_wait_s(self) -> float:
-        """About how long a prompt that comes now waits at a node before it is begun."""
+        """About how long a prompt that arrives now waits on a node before it is begun."""
         return min((each.line_wait_s() for each in self._shortlists.values()), default=0.0)
 
     @property
@@ -416,16 +425,16 @@ class NodePool:
 
     @property
     def decode_count(self) -> int:
-        """Nodes in view that decode."""
+        """The number of decode and aggregated nodes in view."""
         return sum(len(each.decode.views) for each in self._shortlists.values())
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Those that the members have."""
+        """The members' block sizes, each once."""
         return self._block_sizes
 
     def snapshot(self) -> PoolSnapshot:
-        """Every node in view."""
+        """Returns every node in view."""
         if self._snapshot is None:
             every = [each.every_node(None) for each in self._shortlists.values()]
             self._snapshot = PoolSnapshot(
@@ -435,7 +444,7 @@ class NodePool:
         return self._snapshot
 
     def _foreign(self, member: Member) -> str | None:
-        """Why no request of this router may ever run there, or None."""
+        """Returns why no request of this router may ever run on this node, or None."""
         info = member.info
         if (why := out_of_reach(info.wire_version)) is not None:
             return why
@@ -446,7 +455,7 @@ class NodePool:
         return None
 
     def out_of_view(self) -> dict[str, str]:
-        """Why members get no new requests although no operator paused them, by their ids."""
+        """By node id: why members get no new requests although no operator paused them."""
         return {
             member.info.node_id: why
             for member in self._members.values()
@@ -456,7 +465,7 @@ class NodePool:
         }
 
     def unusable(self, member: Member) -> str | None:
-        """Why it gets no new requests, or None."""
+        """Returns why the node gets no new requests, or None."""
         if member.foreign is not None:
             return member.foreign
         if member.lost is not None:
@@ -472,14 +481,14 @@ class NodePool:
         if not self.is_paused and self._is_held_back(member):
             return "it is paused"
         accusers = self._accusers.get(member.info.node_id, ()) if self._accusers else ()
-        if len(accusers) > 1:  # one alone may have a broken network card itself
+        if len(accusers) > 1:  # a single accuser may have a broken network card itself
             return f"its KV arrived wrong at {', '.join(sorted(accusers))}"
         if member.status.step_age_s > self._heartbeat.wedged:
             return f"its engine has not completed a step for {member.status.step_age_s:.0f} s"
         return None
 
     def _changed(self, member: Member | None = None) -> None:
-        """Whether requests go to this node, or to any, may have changed."""
+        """Looks again whether requests may go to this node, or, with None, to each node."""
         if member is None:
             writers = [each for each in self._members.values() if each.info.role.writes_answers]
             self.is_paused = bool(self.paused and writers) and all(map(self._is_held_back, writers))

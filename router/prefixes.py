@@ -1,11 +1,14 @@
-"""Which nodes have a prompt's first blocks cached: what the nodes tell of their caches, and the router's own record of what it sent where.
+"""Which nodes have a prompt's first blocks cached, by their own reports and by the router's record of what it
+sent.
 
-Only for routing: a node's cache decides for itself, by its own hashes. A set of nodes is a number with one bit for each (`NodeBits`), so
-that it takes a thousand nodes no longer than ten to learn which of them have a prefix.
+Used for routing only: a node decides by its own hashes what it has. A set of nodes is a number with one bit
+for each (`NodeBits`), so finding the nodes that have a prefix takes no longer for a thousand nodes than for
+ten.
 
-A node tells block by block, of its device and of its tiers (`wire.requests.CacheNews`), in numbered messages. One that is missing leaves
-the node's part unknown until the node has listed everything again. A node that does not tell, or whose cache would not fit here, is not
-known either: then the router goes by what it sent there, which is a guess.
+A node reports each block of its device and its tiers (`wire.requests.CacheNews`) in numbered messages. After
+a missing message nothing is known of the node until it has listed everything again. For such a node, for one
+that reports nothing, and for one whose cache would not fit here, the router goes by what it sent there, which
+is a guess.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ DEFAULT_BLOCKS = 4096
 
 
 class PromptHashes:
-    """One prompt's block hashes, by block size, each computed once."""
+    """One prompt's block hashes by block size, each computed once."""
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class PromptHashes:
         return hashes
 
     def with_output(self, block_size: int, output: Sequence[int]) -> list[int]:
-        """Those of the prompt and what was answered to it."""
+        """Returns the hashes of the prompt and its answer."""
         if self._media:
             return hashes_with_media([*self._token_ids, *output], block_size, self._root, self._media)
         known = self.of(block_size)
@@ -66,7 +69,7 @@ class PromptHashes:
 
 
 class NodeBits:
-    """A bit for each node. The bit of one that went is given to the next that comes."""
+    """A bit for each node. A node that leaves gives its bit to the next one that joins."""
 
     def __init__(self) -> None:
         self._bits: dict[str, int] = {}
@@ -77,7 +80,7 @@ class NodeBits:
         return len(self._bits)
 
     def of(self, node_id: str) -> int:
-        """0 for a node that has none."""
+        """The node's bit; 0 for a node without one."""
         return self._bits.get(node_id, 0)
 
     def add(self, node_id: str) -> int:
@@ -93,7 +96,7 @@ class NodeBits:
         return bit
 
     def forget(self, node_id: str) -> None:
-        """Its bit stands in no set any more."""
+        """Frees the node's bit. The caller has removed it from all sets."""
         bit = self._bits.pop(node_id, 0)
         if bit:
             place = bit.bit_length() - 1
@@ -105,7 +108,7 @@ class NodeBits:
         return (name for name in names if get(name, 0) & nodes)
 
     def names(self, nodes: int, most: int, turn: int = 0) -> Iterator[str]:
-        """Up to `most` of a set; of a larger one others with each `turn`."""
+        """Yields up to `most` names of a set; from a larger set, different ones with each `turn`."""
         if nodes.bit_count() > most:
             later = nodes >> (turn % nodes.bit_length())
             nodes = later << (turn % nodes.bit_length()) or nodes
@@ -120,11 +123,12 @@ class NodeBits:
 
 
 Levels = list[tuple[int, int]]
-"""The longest first: so many leading blocks, and the set of nodes that have these and no more."""
+"""Pairs of a number of leading blocks and the set of nodes that have exactly these. The longest comes
+first."""
 
 
 def marked_places(blocks: int) -> list[int]:
-    """Every block up to the 16th, then eight in each doubling, up to so many blocks."""
+    """Every block up to the 16th, then eight per doubling, up to so many blocks."""
     places, step = list(range(1, 17)), 2
     while places[-1] < blocks:
         places += range(places[-1] + step, 2 * places[-1] + 1, step)
@@ -137,16 +141,18 @@ MARKED_PLACES = marked_places(1 << 20)
 
 @dataclasses.dataclass(slots=True)
 class _NodeMarks:
-    """What was sent to one node."""
+    """The marks of prompts that were sent to one node."""
 
     bit: int
     capacity: int = DEFAULT_BLOCKS
-    held: int = 0  # blocks that all marks stand for
-    blocks: dict[int, int] = dataclasses.field(default_factory=dict)  # by hash; the longest unused first
+    held: int = 0  # blocks that all its marks stand for
+    # by hash: the blocks that a mark stands for; the least recently used first
+    blocks: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 def _add_nodes(nodes_of: dict[int, int], hashes: Sequence[int], bits: int) -> None:
-    """Hashes that no other node has share one number: of a thousand nodes, it takes 150 bytes."""
+    """Adds nodes to each hash's set. New hashes share one number object, because a number for a thousand
+    nodes takes 150 bytes."""
     get = nodes_of.get
     for value in hashes:
         nodes = get(value)
@@ -163,19 +169,20 @@ def _remove_node(nodes_of: dict[int, int], hashes: Iterable[int], bit: int) -> N
 
 
 class PrefixRecord:
-    """What was sent where. Not every block is noted, but those at marked places: the length that is found is at most an eighth too
-    short, and a prompt of a hundred thousand tokens costs little more than one of a thousand.
+    """The prompts that were sent to each node. Only blocks at marked places are noted, so a found length is
+    at most an eighth too short, and a prompt of a hundred thousand tokens costs little more than one of a
+    thousand.
 
-    Each node's record holds no more blocks than the node has, and forgets the longest unused first; of one prompt, the last block
-    first, as the node's cache does.
+    A node's record holds no more blocks than the node has. It forgets the least recently used first and,
+    within a prompt, the last block first, as the node's cache does.
     """
 
     def __init__(self, bits: NodeBits | None = None, marked: Sequence[int] = MARKED_PLACES) -> None:
         self.bits = bits if bits is not None else NodeBits()
         self._marked = marked
-        # The blocks that each stands for: those since the one before it.
+        # The number of blocks since the mark before, which this mark stands for.
         self._weights = [place - before for place, before in zip(marked, (0, *marked), strict=False)]
-        self._nodes_of: dict[int, int] = {}  # hash -> the nodes that it was sent to
+        self._nodes_of: dict[int, int] = {}  # by hash: the nodes that it was sent to
         self._marks: dict[str, _NodeMarks] = {}  # by node
 
     def set_capacity(self, node_id: str, blocks: int) -> None:
@@ -189,26 +196,26 @@ class PrefixRecord:
         return marks
 
     def marks_of(self, hashes: Sequence[int]) -> list[int]:
-        """Those at marked places."""
+        """Returns the hashes at marked places."""
         return [hashes[place - 1] for place in self._marked[: bisect_right(self._marked, len(hashes))]]
 
     def sent(self, node_id: str, hashes: Sequence[int]) -> None:
         self.note([node_id], self.marks_of(hashes))
 
     def note(self, node_ids: Iterable[str], values: Sequence[int]) -> None:
-        """A prompt was sent to these nodes, whose hashes at marked places are these."""
+        """Records that a prompt with these hashes at marked places was sent to these nodes."""
         nodes, weights = [self._marks_at(node_id) for node_id in node_ids], self._weights[: len(values)]
         _add_nodes(self._nodes_of, values, reduce(or_, (marks.bit for marks in nodes), 0))
         for marks in nodes:
             blocks = marks.blocks
             marks.held += sum(weights) - sum(map(blocks.pop, values, repeat(0)))
-            # The last first: it is the first that is forgotten.
+            # In reverse, so that a prompt's last block is forgotten first.
             blocks.update(zip(reversed(values), reversed(weights), strict=True))
             if marks.held > marks.capacity:
                 self._forget_longest_unused(marks)
 
     def _forget_longest_unused(self, marks: _NodeMarks) -> None:
-        # All in one pass: each that begins at the front passes what was taken from there before.
+        # In one pass: a new iteration would have to skip all entries that were deleted at the front.
         forgotten = []
         for value, blocks in marks.blocks.items():
             forgotten.append(value)
@@ -220,7 +227,7 @@ class PrefixRecord:
         _remove_node(self._nodes_of, forgotten, marks.bit)
 
     def evicted(self, node_id: str, hashes: Iterable[int]) -> None:
-        """The node says that it has these no more."""
+        """The node reports that it has evicted these blocks."""
         marks = self._marks.get(node_id)
         if marks is None or not marks.blocks:
             return
@@ -229,7 +236,8 @@ class PrefixRecord:
         _remove_node(self._nodes_of, gone, marks.bit)
 
     def levels(self, hashes: Sequence[int]) -> Levels:
-        """Where no node has a block, none has those after it."""
+        """Returns the nodes by how many leading blocks they have. If no node has a block, none has the blocks
+        after it."""
         get, known = self._nodes_of.get, []
         for place in self._marked[: bisect_right(self._marked, len(hashes))]:
             nodes = get(hashes[place - 1])
@@ -244,12 +252,12 @@ class PrefixRecord:
         return levels
 
     def overlap(self, node_id: str, hashes: Sequence[int]) -> int:
-        """How many leading blocks that node has likely cached."""
+        """Returns how many leading blocks the node likely has cached."""
         bit = self.bits.of(node_id)
         return next((blocks for blocks, nodes in self.levels(hashes) if nodes & bit), 0)
 
     def emptied(self, node_id: str) -> None:
-        """The node has nothing any more, and goes on."""
+        """The node has emptied its cache and goes on."""
         marks = self._marks.get(node_id)
         if marks is None:
             return
@@ -264,13 +272,13 @@ class PrefixRecord:
 
 
 class Overlaps:
-    """What of one prompt each node has cached, or likely has."""
+    """How much of one prompt each node has cached, or likely has."""
 
     def __init__(self, bits: NodeBits, levels: Mapping[int, Sequence[Levels]]) -> None:
-        """`levels`: by block size, from each that knows some."""
+        """`levels`: by block size, one entry from each source of knowledge."""
         self._bits = bits
         self._levels = levels
-        self.holders = 0  # the set of those that have any of it
+        self.holders = 0  # the set of nodes that have any of it
         for known in levels.values():
             for each in known:
                 for _, nodes in each:
@@ -290,7 +298,7 @@ class Overlaps:
         return most * node.block_size
 
     def tokens_of(self, nodes: Iterable[NodeInfo]) -> dict[str, int]:
-        """By the ids of those that have any."""
+        """Tokens by node id, only for nodes that have any."""
         if not self.holders:
             return {}
         return {
@@ -298,7 +306,7 @@ class Overlaps:
         }
 
     def longest(self) -> Iterator[int]:
-        """Sets of nodes, those with most of it first."""
+        """Sets of nodes, those with the longest prefix first."""
         found = [
             (blocks * size, nodes)
             for size, known in self._levels.items()
@@ -309,14 +317,14 @@ class Overlaps:
         return (nodes for _, nodes in found)
 
     def among(self, names: Iterable[str], nodes: int) -> Iterator[str]:
-        """Those of `names` that are in a set."""
+        """Yields those of `names` that are in the set."""
         return self._bits.among(names, nodes)
 
     def names(self, nodes: int, most: int, turn: int) -> Iterator[str]:
         return self._bits.names(nodes, most, turn)
 
 
-# Nodes have a prompt cached up to different lengths. So many lengths are told apart.
+# Nodes have a prompt cached up to different lengths. At most so many lengths are told apart.
 MOST_LEVELS = 8
 
 
@@ -325,7 +333,7 @@ class _NodeCache:
     epoch: int
     bit: int
     next_number: int = 0
-    is_known: bool = True  # False: something is missing, or it did not fit
+    is_known: bool = True  # False when a message is missing, or the cache did not fit here
     media: dict[str, set[int]] = dataclasses.field(default_factory=lambda: {DEVICE_MEDIUM: set()})
 
     @property
@@ -334,31 +342,33 @@ class _NodeCache:
 
 
 class CachedBlocks:
-    """On one thread. A block that a node has in several media counts once for each."""
+    """The blocks that nodes report as cached, for one thread. A block counts once for each medium that a node
+    has it in."""
 
     def __init__(self, bits: NodeBits, most: int) -> None:
         self._bits = bits
         self._most = most
         self._caches: dict[str, _NodeCache] = {}
-        self._nodes_of: dict[int, int] = {}  # hash -> the nodes that have it in any medium
+        self._nodes_of: dict[int, int] = {}  # by hash: the nodes that have it in any medium
         self.count = 0
-        self.gaps = 0  # times that a message was missing
+        self.gaps = 0  # how often a message was missing
 
     def knows(self, node_id: str) -> bool:
         cache = self._caches.get(node_id)
         return cache is not None and cache.is_known
 
     def on_news(self, news: CacheNews) -> bool:
-        """False: something is missing, and the node is to list everything again."""
+        """Takes a node's cache news. Returns False when a message is missing; the caller then asks for the
+        whole list."""
         cache = self._caches.get(news.node_id)
         if news.number == 0:
             self.forget(news.node_id)
             cache = self._caches[news.node_id] = _NodeCache(news.epoch, self._bits.add(news.node_id))
         elif cache is None or cache.epoch != news.epoch or news.number != cache.next_number:
             if cache is not None and cache.epoch == news.epoch and news.number < cache.next_number:
-                return True  # it came twice
+                return True  # a duplicate
             if cache is not None and cache.epoch == news.epoch and cache.next_number < 0:
-                return True  # it was asked already
+                return True  # the node was asked for its list already
             self.gaps += 1
             self._lose(news)
             return False
@@ -384,7 +394,7 @@ class CachedBlocks:
         return True
 
     def _lose(self, news: CacheNews) -> None:
-        """Nothing is known of the node until it lists everything."""
+        """Forgets the node's blocks until it has listed everything."""
         self.forget(news.node_id)
         self._caches[news.node_id] = _NodeCache(news.epoch, 0, next_number=-1, is_known=False)
 
@@ -408,19 +418,20 @@ class CachedBlocks:
         cache.is_known = False
 
     def forget(self, node_id: str) -> None:
-        """It is gone, or will list everything."""
+        """Forgets the node's blocks because it is gone or will list everything."""
         cache = self._caches.pop(node_id, None)
         if cache is not None:
             self._empty(cache)
 
     def levels(self, hashes: Sequence[int]) -> Levels:
-        """A cache that has a block has those before it too: it evicts the last of them first. So lengths are found by halving."""
+        """Returns the nodes by how many leading blocks they have. A cache evicts a prefix's last block first,
+        so a node that has a block has all blocks before it, and lengths are found by halving."""
         levels: Levels = []
         if not self._nodes_of:
             return levels
         get, seen, length = self._nodes_of.get, 0, len(hashes)
         while length and len(levels) < MOST_LEVELS:
-            # The first block that none of the nodes has that are not seen yet.
+            # The first block that no node has, the nodes already seen left out.
             length = bisect_left(hashes, True, 0, length, key=lambda value: not get(value, 0) & ~seen)
             if length:
                 nodes = get(hashes[length - 1], 0)
@@ -429,7 +440,8 @@ class CachedBlocks:
         return levels
 
     def in_tier(self, node_id: str, hashes: Sequence[int]) -> tuple[int, str]:
-        """How many of these blocks the node has to load, and from which medium; (0, "") where none is known to be."""
+        """How many of these blocks the node would have to load, and from which medium; (0, "") when none is
+        known to be in one."""
         cache = self._caches.get(node_id)
         if cache is None or not cache.is_known or len(cache.media) == 1 or not hashes:
             return 0, ""
@@ -438,6 +450,6 @@ class CachedBlocks:
             (each for each, there in cache.media.items() if there is not on_device and hashes[-1] in there),
             "",
         )
-        # As with lengths: of a prefix, the device gives up the last block first.
+        # Found by halving, too: the device evicts a prefix's last block first.
         first = bisect_left(hashes, True, key=lambda value: value not in on_device)
         return (len(hashes) - first, medium) if medium and first < len(hashes) else (0, "")

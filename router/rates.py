@@ -1,4 +1,4 @@
-"""What the router has measured of the nodes: how fast they read prompts, and what a handover costs."""
+"""What the router measures: nodes' rates, the length of answers, and averages such as the handover's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import msgspec
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 
-# A window with fewer prompt tokens says more about the step's fixed cost than about the rate.
+# A window with fewer prompt tokens shows a step's fixed cost rather than the rate.
 MIN_PROMPT_TOKENS = 64
 MIN_STEPS = 4
-WEIGHT = 0.3  # of the newest observation
-_PREFILL = Role.PREFILL  # looked up once, not with every status
+WEIGHT = 0.3  # the weight of the newest observation
+_PREFILL = Role.PREFILL  # looked up once instead of with every status
 
 
 class Average:
-    """Exponentially weighted; None before the first observation."""
+    """An exponentially weighted average; None before the first observation."""
 
     __slots__ = ("value",)
 
@@ -30,13 +30,13 @@ def _mixed(average: float | None, value: float) -> float:
     return value if average is None else (1 - WEIGHT) * average + WEIGHT * value
 
 
-# Before an answer has ended here, and the least that one is expected to have.
+# The expected length before any answer has ended here, and the least expected length.
 ASSUMED_ANSWER_TOKENS = 256
 LEAST_ANSWER_TOKENS = 32
 
 
 class AnswerLengthMeter:
-    """How long answers are, as far as one can tell from those that have ended."""
+    """The expected length of an answer, from those that have ended."""
 
     def __init__(self) -> None:
         self._average = Average()
@@ -50,18 +50,20 @@ class AnswerLengthMeter:
 
 
 class NodeRates(msgspec.Struct, gc=False):
-    """Rates of one incarnation of a node, from the counters that it reports and from what requests saw. Each is None until it has been seen.
+    """Rates of one incarnation of a node, from the counters that it reports and from requests. Each is None
+    until measured.
 
-    A prefill node's steps are prompts alone, so its counters give its rate. A decode node's steps mix prompts
-    with the next token of every running request; how fast it reads prompts is only seen in requests that it prefilled itself.
+    A prefill node's steps hold only prompts, so its counters give its rate. A decode node's steps mix prompts
+    with the next tokens of running requests, so its rate is only measured by requests whose prompt it
+    computed itself.
     """
 
     prefill_tokens_per_s: float | None = None
     step_s: float | None = None
-    # Of prompts, while more of them waited, beside all else that it did.
+    # Prompt tokens per second while prompts waited, with the node's other work included.
     line_tokens_per_s: float | None = None
-    base: NodeCounters | None = None  # since when its steps are looked at
-    line_base: NodeCounters | None = None  # since when prompts have waited
+    base: NodeCounters | None = None  # where the present window of steps begins
+    line_base: NodeCounters | None = None  # where the present window with waiting prompts begins
 
     def on_status(self, status: NodeStatus) -> None:
         counters = status.counters
@@ -88,7 +90,7 @@ class NodeRates(msgspec.Struct, gc=False):
             self.base = counters
 
     def _on_line(self, counters: NodeCounters) -> None:
-        """Prompts wait there."""
+        """Measures the line's rate while prompts wait."""
         base = self.line_base
         if base is None:
             self.line_base = counters
@@ -100,6 +102,7 @@ class NodeRates(msgspec.Struct, gc=False):
             self.line_base = counters
 
     def on_local_prefill(self, tokens: int, seconds: float) -> None:
-        """A request that waited for no other was read here and gave its first token after `seconds`."""
+        """A node computed a prompt itself, with no other request waiting, and gave the first token after
+        `seconds`."""
         if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
             self.prefill_tokens_per_s = _mixed(self.prefill_tokens_per_s, tokens / seconds)

@@ -1,4 +1,4 @@
-"""The router as one thing: started, told who is in the cluster, drained, stopped. Needs no Ray."""
+"""The whole router: started, given its members, drained, left or stopped. It needs no Ray."""
 
 from __future__ import annotations
 
@@ -51,17 +51,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
-CERTIFICATE_LOOK_S = 2.0  # whether its files have changed
-# For another router to take the place of one whose process was told to end; without one, its address refuses connections.
+CERTIFICATE_LOOK_S = 2.0  # how often the certificate's files are checked for changes
+# How long a router whose process was told to end waits for a successor. Without one, its address refuses
+# connections.
 SUCCESSOR_S = 15.0
-# Until nodes have said how they are, the router before accepts connections alone; longer only if that has ended.
+# A router that succeeds another one accepts connections when its nodes are ready, or after this time. Until
+# then only the router before it accepts.
 ACCEPT_S = 30.0
-# Processes on one port tell each other what they have counted: when one comes or goes, and every so often.
+# How often sibling processes exchange their counters; they also do so when one comes or leaves.
 SIBLINGS_TELL_S = 10.0
 
 
 def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter | None:
-    """None where neither the settings nor the environment name a collector. OpenTelemetry is imported only here."""
+    """Returns None when neither the settings nor the environment name a collector. OpenTelemetry is imported
+    only here."""
     named = any(os.environ.get(f"OTEL_EXPORTER_OTLP_{what}ENDPOINT") for what in ("", "TRACES_"))
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if disabled or not (config.otlp_endpoint or named):
@@ -88,10 +91,10 @@ class RouterServer:
         self._port: int | None = None
         self._door: Door | None = None
         self._listener: Listener | None = None
-        self._former: list[Listener] = []  # of routers before, at other addresses
-        self._accepts_by = 0.0  # at the latest, by the clock
-        self.accepts = False  # connections of clients
-        self.is_ending = False  # its process was told to end
+        self._former: list[Listener] = []  # sockets of earlier routers at other addresses
+        self._accepts_by = 0.0  # when it accepts at the latest
+        self.accepts = False  # whether it accepts clients' connections
+        self.is_ending = False  # whether its process was told to end
         self._told_to_leave = asyncio.Event()
         self._siblings_changed = asyncio.Event()
         self._leaving: asyncio.Task[bool] | None = None
@@ -113,12 +116,13 @@ class RouterServer:
 
     @property
     def door(self) -> str:
-        """Where another router of this machine gets the listening socket."""
+        """The name of the door where another router of this machine gets the listening socket."""
         return self._door.name if self._door is not None else ""
 
     async def start(self, door: str = "") -> str:
-        """Returns the base URL, once it answers. `door`: of the router whose place it takes, maybe at another address. A taken port is
-        found before anything is loaded."""
+        """Starts the router and returns its base URL. `door`: the door of the router that it succeeds, which
+        may listen at another address. Raises ConfigurationError when the port is taken, before it loads
+        anything."""
         config = self._config
         self._former = await asyncio.to_thread(take_listeners, door) if door else []
         taken = next((each for each in self._former if is_at(each[0], config.host, config.port)), None)
@@ -165,7 +169,7 @@ class RouterServer:
         config, supervisor = self._config, TaskSupervisor()
         metrics = RouterMetrics(config.model_name)
         clock = time.monotonic
-        # The dispatcher and its pool call each other; these are looked up when there is something to say.
+        # The dispatcher and its pool call each other, so the pool looks the dispatcher up when it calls.
         pool = NodePool(
             config.model_name,
             config.heartbeat,
@@ -257,7 +261,7 @@ class RouterServer:
             http.begin(*self._listener, self._former, forget)
 
     def _never_accept(self) -> None:
-        """If it does not yet: the router whose socket it is accepts."""
+        """Gives up its sockets unless it accepts already: the router that they came from accepts."""
         if not self.accepts:
             for each in self._former if self._listener is None else [self._listener, *self._former]:
                 for part in each:
@@ -269,7 +273,7 @@ class RouterServer:
         return listen_beside([there for there, _ in self._former], host, port)
 
     async def _heartbeat(self) -> None:
-        """Pings every node, and notices the silent ones no later than a third of an interval after they are."""
+        """Pings every node, and checks for silent nodes three times per ping interval."""
         services, interval = self.services, self._config.heartbeat.ping_interval
         while True:
             for member in services.pool.members:
@@ -283,7 +287,8 @@ class RouterServer:
                     self._accept_if_time(self._http)
 
     async def _know_siblings(self) -> None:
-        """What each on this port has counted is known to the others soon after it came, and when it ends without a word."""
+        """Exchanges counters with siblings, regularly and soon after one comes or leaves, so that they keep
+        the counts of one that ends without a word."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._siblings_changed.wait(), SIBLINGS_TELL_S)
@@ -297,17 +302,17 @@ class RouterServer:
             self._http.look_at_certificate()
 
     def forget_prefixes(self, node_ids: Iterable[str]) -> None:
-        """These nodes have nothing cached any more."""
+        """These nodes have emptied their caches."""
         for node_id in node_ids:
             self.services.dispatcher.forget_prompts(node_id)
 
     def set_siblings(self, desks: Mapping[str, str]) -> None:
-        """All router processes on this one's port by name, itself too: where each is asked."""
+        """Sets the desks of all router processes on this port by name, this one's included."""
         self.services.siblings.tell(desks)
 
     def set_members(self, infos: list[NodeInfo], paused: Iterable[str] = ()) -> None:
-        """The whole membership, every time. Who is not in it any more is lost; a new epoch is a new node. `paused`: the pools and nodes
-        that get no new requests, by name."""
+        """Sets the whole membership. A node that is missing from it is lost; one with a new epoch is a new
+        node. `paused`: the names of pools and nodes that get no new requests."""
         services = self.services
         services.pool.set_paused(paused)
         admit(key_of(info.request_endpoint) for info in infos)
@@ -327,7 +332,8 @@ class RouterServer:
             services.dispatcher.on_node_joined(info)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new, finish what is there. False when the time was over first: the rest was failed."""
+        """Takes no new requests, and waits for those that run or are queued. After `timeout_s` it fails the
+        rest and returns False."""
         services = self.services
         services.draining = True
         deadline = time.monotonic() + timeout_s
@@ -337,8 +343,9 @@ class RouterServer:
         return idle
 
     async def leave(self, timeout_s: float) -> bool:
-        """Another router has this one's listening socket: take no new connection, finish what is there, and what still comes on the
-        connections that there are. False when the time was over first: the rest was failed. Asked twice, it leaves once."""
+        """Leaves the listening socket to another router: takes no new connections, and finishes what runs and
+        what still arrives on open connections. After `timeout_s` it fails the rest and returns False. A
+        second call waits for the first."""
         self._told_to_leave.set()
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(timeout_s), name="leave")
@@ -346,11 +353,12 @@ class RouterServer:
 
     @property
     def longest_s(self) -> float:
-        """When every request has ended that is there now."""
+        """Within how many seconds every present request has ended."""
         return self._config.timeouts.total
 
     async def until_succeeded(self) -> None:
-        """Its controller asks it to leave when another router has its listening socket. It may have no controller."""
+        """Waits, at most SUCCESSOR_S, until the controller asks it to leave because another router has its
+        listening socket. It may have no controller."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._told_to_leave.wait(), SUCCESSOR_S)
 
@@ -360,7 +368,7 @@ class RouterServer:
         if self._door is not None:
             self._door.close()
         is_quiet = self._http is None or await self._http.leave(deadline)
-        # What runs in the background has no connection.
+        # Background requests have no connection, so they are waited for apart.
         is_idle = await self.services.dispatcher.wait_idle(deadline)
         await self.services.figures.leave_behind()
         if not (is_quiet and is_idle):
@@ -369,7 +377,7 @@ class RouterServer:
         return is_quiet and is_idle
 
     async def stop(self) -> None:
-        """Idempotent. What still runs is cancelled on its nodes."""
+        """Cancels what still runs, on its nodes too, and closes everything. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
@@ -399,5 +407,5 @@ def _is_loopback(endpoint: str) -> bool:
 
 
 def _digest(file: Path) -> str:
-    """As nodes announce that of theirs; "" when there is no such file."""
+    """The file's SHA-256, as nodes announce that of theirs; "" without a file."""
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""

@@ -1,12 +1,14 @@
-"""The other router processes on this one's port: what they are asked, so that each answers for all of them, and what each tells the
-others unasked, so that they decide as one.
+"""The other router processes on this port: questions to them, so that each process answers for all of them,
+and reports to them, so that all decide alike.
 
-A question goes over a Unix socket of this machine, to a process of the same user, and has a deadline: one that does not answer is
-named, and never waited for longer. A report has no answer. All of one turn of the event loop are one datagram; a process that does not
-read misses the oldest. The controller says which there are.
+A question goes over a Unix socket to a process of the same user on this machine, and has a deadline; a
+process that does not answer in time is named in the result. A report gets no answer. The reports of one turn
+of the event loop are sent as one datagram; a process that does not read misses the oldest ones. The
+controller tells each process which siblings it has.
 
-A node says how much it has to do four times a second. Until then a process knows what it has sent itself, and with these reports what
-the others have: otherwise several send to the same node what that has cached, or has room for once.
+A node reports its work four times a second. In between, a process knows what it has sent itself, and by these
+reports what its siblings have sent. Without them, several processes would send their requests to the same
+node, because it has a prefix cached or has room for one request.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 ANSWER_S = 1.0
-# Reports to one that does not read: so many are kept, and tried again after so long, doubled each time.
+# For a sibling that does not read: how many reports are kept, and how long until the next try, doubled each
+# time.
 REPORTS_KEPT = 1000
 REPORT_AGAIN_S, REPORT_AGAIN_MOST_S = 0.002, 0.25
 _REPORTS_AT_ONCE = 32
 _REPORT_BYTES = 1 << 18
 _SIZE = struct.Struct("!Q")
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_CREDENTIALS = struct.Struct("3i")  # process, user and group id
 
 T = TypeVar("T")
 Answer = Callable[[bytes], Awaitable[object]]
@@ -52,24 +55,27 @@ class _Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Reports(msgspec.Struct, frozen=True, array_like=True):
-    desk: str  # the sender's
+    desk: str  # the sender's desk
     reports: list[tuple[str, bytes]]
 
 
 class Siblings:
-    """`answers`: what this process answers to each question, from the question's body. `hears`: what it does with each kind of report, from
-    its sender's desk and its body. `on_change`: called when others came or went. On the event loop that makes it."""
+    """This process's desk, and those of its siblings, on the event loop that makes it.
+
+    `answers`: by question, a function from the question's body to the answer. `hears`: by kind of report, a
+    function of the sender's desk and the report's body. `on_change`: called when siblings came or left.
+    """
 
     def __init__(self) -> None:
-        self.desk = f"tandem-router-{secrets.token_hex(16)}"  # where the others ask this one
-        self.name = "router"  # this one's
+        self.desk = f"tandem-router-{secrets.token_hex(16)}"  # where siblings ask this process
+        self.name = "router"  # this process's name
         self.answers: dict[str, Answer] = {}
         self.hears: dict[str, Hearing] = {}
         self.on_change: list[Callable[[], None]] = []
-        self._desks: dict[str, str] = {}  # of the others, by their names
+        self._desks: dict[str, str] = {}  # the siblings' desks, by name
         self._server: asyncio.Server | None = None
-        self._letters: socket.socket | None = None  # to which the others send reports
-        self._unsent: dict[str, deque[tuple[str, bytes]]] = {}  # reports, by desk
+        self._letters: socket.socket | None = None  # receives the siblings' reports
+        self._unsent: dict[str, deque[tuple[str, bytes]]] = {}  # reports to send, by desk
         self._sending: asyncio.Handle | None = None
         self._again_s = REPORT_AGAIN_S
 
@@ -79,7 +85,7 @@ class Siblings:
 
     @property
     def desks(self) -> list[str]:
-        """Of the others."""
+        """The siblings' desks."""
         return list(self._desks.values())
 
     @property
@@ -87,7 +93,7 @@ class Siblings:
         return not self._desks
 
     def tell(self, desks: Mapping[str, str]) -> None:
-        """All processes on this port, by name, this one too: where each is asked."""
+        """Sets the desks of all processes on this port by name, this one's included."""
         self.name = next((name for name, desk in desks.items() if desk == self.desk), self.name)
         before, self._desks = self._desks, {name: desk for name, desk in desks.items() if desk != self.desk}
         for desk in [desk for desk in self._unsent if desk not in self._desks.values()]:
@@ -97,7 +103,8 @@ class Siblings:
                 call()
 
     async def ask(self, what: str, answer: type[T], body: object = None) -> tuple[dict[str, T], list[str]]:
-        """What the others answer, by name, and the names of those that did not in time."""
+        """Asks all siblings. Returns their answers by name, and the names of those that did not answer within
+        ANSWER_S."""
         desks = dict(self._desks)
         if not desks:
             return {}, []
@@ -120,7 +127,8 @@ class Siblings:
             guest = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 guest.setblocking(False)
-                guest.connect(f"\0{desk}")  # at once, or never: its line is full
+                # never waits: it connects at once, or fails because the sibling's backlog is full
+                guest.connect(f"\0{desk}")
                 reader, writer = await asyncio.open_unix_connection(sock=guest)
             except BaseException:
                 guest.close()
@@ -152,14 +160,14 @@ class Siblings:
             self._again_s = REPORT_AGAIN_S
 
     def _send_to(self, desk: str, unsent: deque[tuple[str, bytes]]) -> bool:
-        """False: its line is full."""
+        """Sends the queued reports to one sibling. Returns False when its socket is full."""
         while unsent and self._letters is not None:
             some = list(islice(unsent, _REPORTS_AT_ONCE))
             try:
                 self._letters.sendto(msgspec.msgpack.encode(_Reports(self.desk, some)), _address(desk))
             except BlockingIOError:
                 return False
-            except OSError as error:  # it has ended
+            except OSError as error:  # the sibling has ended
                 logger.debug("%s is told nothing: %r", desk, error)
                 unsent.clear()
                 return True
@@ -188,7 +196,7 @@ class Siblings:
         try:
             told = msgspec.msgpack.decode(letter, type=_Reports)
             if told.desk not in self._desks.values():
-                return  # one that this process does not know yet, or not any more
+                return  # a sibling that this process does not know yet, or no longer has
             for what, body in told.reports:
                 self.hears[what](told.desk, body)
         except (msgspec.DecodeError, LookupError) as error:
@@ -198,12 +206,13 @@ class Siblings:
 
     async def listen(self) -> None:
         desk = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Abstract: it is no file, and gone with the process.
+        # An abstract address is no file, and ends with the process.
         desk.bind(f"\0{self.desk}")
         self._server = await asyncio.start_unix_server(self._serve, sock=desk)
         self._letters = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._letters.setblocking(False)
-        self._letters.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # the kernel says who sent each
+        # the kernel adds each sender's credentials
+        self._letters.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._letters.bind(_address(self.desk))
         asyncio.get_running_loop().add_reader(self._letters, self._read_reports)
 
@@ -235,7 +244,7 @@ class Siblings:
 
 
 def _address(desk: str) -> str:
-    """Where reports are sent to. Abstract, as the desk."""
+    """The abstract address of a desk's report socket."""
     return f"\0{desk}/reports"
 
 
@@ -260,9 +269,9 @@ class _Sent(msgspec.Struct, frozen=True, array_like=True):
     node_id: str
     epoch: int
     request_id: str
-    tokens: int  # to be computed there
-    blocks: int  # that it may take
-    marks: list[int]  # of its prompt's hashes
+    tokens: int  # prompt tokens to compute there
+    blocks: int  # blocks that it may take
+    marks: list[int]  # the prompt's hashes at marked places
 
 
 class _Answered(msgspec.Struct, frozen=True, array_like=True):
@@ -271,7 +280,8 @@ class _Answered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SentReports:
-    """On the event loop only."""
+    """Tells siblings what this process sends to nodes, and counts what they send. Runs on the event loop
+    only."""
 
     def __init__(self, siblings: Siblings, pool: NodePool, chooser: Chooser) -> None:
         self._siblings = siblings
@@ -289,12 +299,12 @@ class SentReports:
         member = self._pool.member(sent.node_id)
         if member is None or member.info.epoch != sent.epoch or member.lost is not None:
             return
-        # Its node's next status counts it, and this is forgotten then.
+        # Counted here until the node's next status counts it.
         self._pool.sent(sent.node_id, sent.request_id, sent.tokens, sent.blocks)
         self._chooser.sent_elsewhere(sent.node_id, sent.marks)
 
     def tell_answered(self, node_id: str, request_id: str) -> None:
-        """It was answered before a status counted it."""
+        """Tells siblings that a node answered a request before its status counted it."""
         self._siblings.report(_ANSWERED, _Answered(node_id, request_id))
 
     def _on_answered(self, desk: str, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Background tasks that cannot die unnoticed."""
+"""Runs background tasks, and notices when one ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ RESTART_WINDOW_S = 60.0
 
 
 class TaskSupervisor:
-    """Runs named tasks for as long as the router lives.
+    """Runs named tasks for as long as the router runs.
 
-    One that ends by itself is a fault: it is logged, counted, and started again. More than MAX_RESTARTS times
-    within RESTART_WINDOW_S it stays down, and `failed` names it, which makes /health answer 503.
+    A task that ends by itself is a fault: it is logged, counted, and started again. After more than
+    MAX_RESTARTS ends within RESTART_WINDOW_S it stays down, and `failed` names it, which makes /health answer
+    503.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,8 @@ class TaskSupervisor:
                 return
             self.restarts[name] += 1
             logger.warning("task %s is started again: %s", name, reason)
-            await asyncio.sleep(0.05 * len(ends))  # a fault that repeats at once must not take the whole loop
+            # a fault that repeats at once must not take the whole event loop
+            await asyncio.sleep(0.05 * len(ends))
 
     async def stop(self) -> None:
         tasks = list(self._tasks.values())

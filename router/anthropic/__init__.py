@@ -1,5 +1,5 @@
-"""Anthropic's API, as another way to ask for a chat: what it says is turned into our own request and back.
+"""Anthropic's API: its requests become chats, and its answers are made from a chat's.
 
-messages_request   POST /v1/messages: the request, and the chat that it is
-messages_answer    the answer, whole or as a stream of events; answer_types: its shapes, for the API's document
+messages_request   the request of POST /v1/messages, and the chat made from it
+messages_answer    the answer, whole or as a stream of events; answer_types: its shapes, for the API document
 """

@@ -1,4 +1,4 @@
-"""The answers' shapes, for the API's document."""
+"""The answers' shapes, for the API document."""
 
 from __future__ import annotations
 

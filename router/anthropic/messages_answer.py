@@ -1,4 +1,4 @@
-"""POST /v1/messages: the answer, in one piece or as a stream of events."""
+"""The answer of POST /v1/messages, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _usage(plan: GenerationPlan, choice: Choice) -> dict[str, int]:
 
 
 class _Blocks:
-    """Pieces as blocks: text, thinking and tool_use. White space by itself between others is no block."""
+    """Turns pieces into blocks: text, thinking and tool_use. White space alone between blocks is no block."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -71,7 +71,7 @@ class _Blocks:
         self._space = ""
 
     def add(self, piece: Piece) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """The block that begins with it, and what it adds to the last one."""
+        """Returns the block that begins with the piece, and what the piece adds to the current block."""
         match piece:
             case CallBegins(call_id, name):
                 self.called = True
@@ -115,7 +115,7 @@ def _whole_blocks(blocks: _Blocks, pieces: Sequence[Piece]) -> list[dict[str, An
 
 
 def _closed(block: dict[str, Any], written: str) -> dict[str, Any]:
-    """A call's input is an object. What is left of one that was cut off stands in it as text."""
+    """Returns a finished block. A call's input must be an object, so a cut one is kept in it as text."""
     if block["type"] != "tool_use":
         return {**block, block["type"]: written}
     try:

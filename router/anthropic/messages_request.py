@@ -1,4 +1,4 @@
-"""POST /v1/messages: the request, and the chat that it is."""
+"""The request of POST /v1/messages, and the chat that is made from it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def as_chat(request: CountRequest) -> ChatRequest:
-    """Raises InvalidRequest, naming the field, for what no chat here can have."""
+    """Makes the chat of a request. Raises InvalidRequest, naming the field, for what a chat cannot have."""
     messages = [one for at, message in enumerate(request.messages) for one in _chat_messages(message, at)]
     if request.system is not None:
         messages.insert(0, ChatMessage("system", _text(request.system, "system")))
@@ -140,7 +140,7 @@ def as_chat(request: CountRequest) -> ChatRequest:
         enable_thinking=None if request.thinking is None else request.thinking.type != "disabled",
         reasoning_effort=config.effort,
         response_format=None if config.format is None else _format(config.format),
-        # An assistant's message at the end is the answer's beginning.
+        # A last message of the assistant is the beginning of the answer.
         continue_final_message=(last.role == "assistant" and messages[-1].role == "assistant") or None,
         **fields,
     )
@@ -171,7 +171,7 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
 
 
 def _chat_messages(message: Message, at: int) -> Iterable[ChatMessage]:
-    """A tool's results are messages of their own, before what the user says besides."""
+    """Yields a message's chat messages. Tool results are messages of their own, before the user's text."""
     where = f"messages[{at}].content"
     if isinstance(message.content, str):
         yield ChatMessage(message.role, message.content)

@@ -1,11 +1,12 @@
-"""A request's whole life: a place in the queue, both nodes told, tokens merged, deadlines, failover, the one end.
+"""A request's whole life: its place in the queue, its submission to both nodes, its tokens, its deadlines,
+its failover, and its one end.
 
-admission    how many at once, who waits, whose turn is next
-ledger       tokens by index from two nodes, merged into one sequence, with their log-probabilities; when each thing happened to it, and the metrics of it
-life         from the first submission to the one end, across attempts
-placement    what is asked for, once checked, and one try of it on one pair of nodes: which, what they are told, and who runs where
-dispatcher   starts lives, and finds the life that a message belongs to
-recall       background answers that other routers began, found on the nodes that keep them
+admission    how many sequences run at once, which requests wait, and which one is next
+ledger       a request's tokens, merged by index from two nodes, with log-probabilities; its timings and metrics
+life         one request from its first submission to its one end, across attempts
+placement    the checked request (`SequenceSpec`), one attempt on one pair of nodes, and the tables of which request runs where
+dispatcher   starts lives, and finds the life that a node's message belongs to
+recall       background answers that other routers began, read from the nodes that keep them
 generation   the lives of one HTTP request, as its handler reads them
 """
 

@@ -1,8 +1,9 @@
-"""How many sequences run at once, who waits, and whose turn is next.
+"""Which sequences may run, which wait, and which one is next.
 
-A sequence is let in when a decode node has the blocks that it may take, and there are fewer than `inflight_per_node` for each node: a node
-is given work by what it can hold. Those that wait here hold nothing anywhere. When the wait would be too long, here and in nodes' lines, the
-answer is 503 with the time after which it is worth trying again.
+A sequence is admitted when a decode node has the blocks that it may take, and while fewer than
+`inflight_per_node` sequences per node run, so nodes get as much work as they can hold. A waiting sequence
+holds nothing on any node. When the expected wait, here and in nodes' lines, is too long, the answer is 503
+with Retry-After.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_RETRY_AFTER_S = 60
 
 
 class QueueFull(Overloaded):
-    """Carries what the client is told: when it is worth trying again."""
+    """A refusal with the time after which the client should try again."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -30,24 +31,26 @@ class QueueFull(Overloaded):
 
 
 class Slots:
-    """One HTTP request's places. Each of its sequences needs one; they come one at a time, in the tenant's turns."""
+    """The places of one HTTP request. Each of its sequences needs one; they come one at a time, in the
+    tenant's turns."""
 
     def __init__(self, admission: Admission, tenant: str, wanted: int, tokens: int, priority: int) -> None:
         self._admission = admission
         self._on_place: Callable[[], None] | None = None
         self._on_refused: Callable[[TandemError], None] | None = None
         self.tenant = tenant
-        self.wanted = wanted  # that it is still in line for
-        self.tokens = tokens  # whose blocks one of its sequences may take
+        self.wanted = wanted  # places that it still waits for
+        # The expected length of its longest sequence, which decides how many blocks it needs.
+        self.tokens = tokens
         self.priority = priority  # lower goes first
-        self.came = 0.0  # when it stood in line first
+        self.came = 0.0  # when it joined the line
         self.held = 0
-        self.passed = 0  # how often others were let in before it because their blocks were free
-        self.unbegun = 0  # of those held: places on which no sequence has begun
-        self.first: asyncio.Future[None] | None = None  # the place that `acquire` waits for
+        self.passed = 0  # how often others were admitted before it because their blocks were free
+        self.unbegun = 0  # held places on which no sequence has begun
+        self.first: asyncio.Future[None] | None = None  # set with the first place; `acquire` waits for it
 
     def listen(self, on_place: Callable[[], None], on_refused: Callable[[TandemError], None]) -> None:
-        """`on_place` is called for each place that will come, `on_refused` when no more come."""
+        """Sets the callbacks: `on_place` for each further place, `on_refused` when no more will come."""
         self._on_place, self._on_refused = on_place, on_refused
 
     def unlisten(self) -> None:
@@ -71,19 +74,19 @@ class Slots:
             self._on_refused(error)
 
     def begin_one(self) -> None:
-        """A sequence begins on a place that it has: from here on its nodes know what it takes."""
+        """A sequence begins on a held place. From here on its nodes' statuses count its blocks."""
         if self.unbegun > 0:
             self.unbegun -= 1
             self._admission.promised -= self.tokens
 
     def release_one(self) -> None:
-        """A sequence that had a place has ended."""
+        """A sequence that had begun has ended."""
         if self.held > 0:
             self.held -= 1
             self._admission.give_back(1)
 
     def drop_one(self) -> None:
-        """A sequence has ended that had not begun."""
+        """A sequence has ended without having begun."""
         if self.wanted > 0:
             self._admission.leave(self, 1)
         else:
@@ -100,15 +103,15 @@ class Slots:
 
 
 class Admission:
-    """Fair between tenants: the next place goes to the tenant whose last turn is longest ago, and within the tenant to
-    the request whose last turn is longest ago.
+    """Gives out places, fairly between tenants: the next place goes to the tenant that has waited longest
+    since its last one, and within the tenant to the request that has waited longest since its last one.
 
-    A place is one sequence's. A request for many begins with the first place that it gets, and goes to the end of its
-    tenant's line for the next: it keeps no place empty while it waits for others, no request waits for all of its sequences,
-    and it is not overtaken by more than the line's length before each of them.
+    A place is for one sequence. A request with several sequences begins with its first place and goes to the
+    end of its tenant's line for the next. So it keeps no place empty while it waits for others, no request
+    waits for all of its places, and no more requests than the line is long overtake it before each of them.
 
-    Where nodes schedule by priority, the line does, too: what is said of turns holds among requests of one priority, and others wait for
-    those with a lower number.
+    If nodes schedule by priority, the line does too: turns are taken among requests of one priority, and a
+    request waits for all those with a lower number.
     """
 
     def __init__(
@@ -126,9 +129,14 @@ class Admission:
         admit_within_s: float | None = None,
         wait_at_nodes: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`has_room`: whether a node has the blocks for a sequence of so many tokens, beside so many that were promised. `is_paused`:
-        an operator holds all of them back; then there is no place. `admit_within_s`: what would wait for longer before its prompt is begun
-        is refused; `wait_at_nodes` is how long that is from when it has a place."""
+        """`has_room(tokens, promised)`: whether a node has the blocks for a sequence of `tokens`, after the
+        `promised` tokens of admitted sequences that have not begun.
+
+        `is_paused`: an operator holds all requests back, so there is no place.
+
+        `admit_within_s`: a request is refused if it would wait longer than this until its prompt is begun.
+        `wait_at_nodes`: the part of that wait that a request spends in a node's line.
+        """
         self._capacity = capacity
         self._max_queued = max_queued
         self._timeout_s = timeout_s
@@ -140,18 +148,20 @@ class Admission:
         self._by_priority = by_priority
         self._admit_within_s = admit_within_s
         self._wait_at_nodes = wait_at_nodes
-        self._queues: OrderedDict[str, deque[Slots]] = OrderedDict()  # in the order of their turns
+        # By tenant, in the order of their turns.
+        self._queues: OrderedDict[str, deque[Slots]] = OrderedDict()
         self._between_ends = Average()
         self._last_end: float | None = None
         self.held = 0
         self.queued = 0  # sequences
-        self.promised = 0  # tokens' blocks of sequences that have a place and have not begun
+        self.promised = 0  # tokens of sequences that have a place and have not begun
 
     async def acquire(
         self, tenant: str, count: int, deadline: float, tokens: int = 0, priority: int = 0
     ) -> Slots:
-        """Returns with the first of `count` places; the others may come later. `tokens`: whose blocks each of them may take. Raises
-        QueueFull, DeadlineExceeded."""
+        """Returns when the first of `count` places is there; the others may come later. `tokens`: the length
+        that each sequence is expected to reach, which decides how many blocks it needs. Waits until
+        `deadline` or for `timeout_s`, whichever ends first. Raises QueueFull or DeadlineExceeded."""
         self._refuse_a_long_wait()
         slots = Slots(self, tenant, count, tokens, priority if self._by_priority else 0)
         at_once = 0
@@ -161,7 +171,7 @@ class Admission:
             slots.grant(1)
         rest = count - at_once
         if rest and (why := self._why_refused(rest, at_once)) is not None:
-            slots.wanted = 0  # it is in no line
+            slots.wanted = 0  # it never joined the line
             slots.release_all()
             self._metrics.refusals.labels(reason="queue_full").inc()
             raise QueueFull(why, self.retry_after_s())
@@ -193,7 +203,8 @@ class Admission:
         return slots
 
     def _refuse_a_long_wait(self) -> None:
-        """Work that would come too late for its client keeps others waiting, and is then thrown away."""
+        """Raises QueueFull when the request would begin too late: its work would delay others and then be
+        thrown away."""
         if self._admit_within_s is None:
             return
         wait = self._wait_at_nodes() + (self._expected_wait_s() if self.queued else 0.0)
@@ -205,7 +216,7 @@ class Admission:
             )
 
     def oldest_wait_s(self) -> float:
-        """How long the one that came first of those in line has waited."""
+        """How long the oldest request in line has waited."""
         now = self._clock()
         return max((now - slots.came for queue in self._queues.values() for slots in queue), default=0.0)
 
@@ -225,7 +236,7 @@ class Admission:
         return None
 
     def leave(self, slots: Slots, count: int) -> None:
-        """`count` of its sequences are no longer in line."""
+        """Takes `count` of its sequences out of the line."""
         if count == 0:
             return
         slots.wanted -= count
@@ -240,7 +251,7 @@ class Admission:
     def give_back(self, count: int) -> None:
         self.held -= count
         now = self._clock()
-        # Ends say how fast the line moves only while there is one.
+        # The time between two ends says how fast the line moves, but only while there is a line.
         if self._last_end is not None and self.queued:
             self._between_ends.observe((now - self._last_end) / count)
         self._last_end = now if self.queued else None
@@ -248,13 +259,13 @@ class Admission:
         self._on_release()
 
     def refuse_all(self, error: TandemError) -> None:
-        """Those in line get no place any more."""
+        """Refuses all requests in line."""
         for queue in list(self._queues.values()):
             for slots in list(queue):
                 slots.refuse(error)
 
     def pump(self) -> None:
-        """Gives out what is free. Called when a place or a node appears."""
+        """Gives out the free places. Called when a place is given back or a pool changes."""
         while (tenant := self._next_tenant()) is not None:
             queue = self._queues[tenant]
             slots = queue.popleft()
@@ -270,12 +281,11 @@ class Admission:
             slots.grant(1)
 
     def _next_tenant(self) -> str | None:
-        """The one whose turn it is. A request for which no node has the blocks is passed over, so that it does not close the line
-        for others, but only so often: then the line waits until its blocks are free."""
+        """Returns the tenant whose turn it is, or None. A request whose blocks no node has is passed over, so
+        that others can go on. After MOST_PASSED_OVER times the whole line waits for its blocks."""
         if not self._queues or self.held >= self._capacity():
-            return (
-                None  # the first is asked first: with every status of every node the pools would be counted
-            )
+            # Checked first, because counting a pool's room is costly and every status of every node calls this.
+            return None
         passed: list[Slots] = []
         turns: Iterable[tuple[str, deque[Slots]]] = self._queues.items()
         if self._by_priority:
@@ -292,7 +302,8 @@ class Admission:
         return None
 
     def retry_after_s(self) -> int:
-        """About when the queue as it is now will be through."""
+        """About how long the present queue takes, in whole seconds from MIN_RETRY_AFTER_S to
+        MAX_RETRY_AFTER_S."""
         return _in_bounds(self._expected_wait_s())
 
     def _expected_wait_s(self) -> float:
@@ -304,7 +315,7 @@ def _in_bounds(retry_after_s: float) -> int:
 
 
 def _stand_in(queue: deque[Slots], slots: Slots) -> None:
-    """At the end of those with its priority."""
+    """Inserts at the end of the requests with the same priority."""
     place = len(queue)
     while place and queue[place - 1].priority > slots.priority:
         place -= 1

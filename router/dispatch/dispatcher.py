@@ -1,4 +1,4 @@
-"""Starts lives, and finds the life that a message belongs to."""
+"""Starts the lives of requests, and passes each message of a node to the life that it belongs to."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tandem.wire.tracing import TracePhase
 logger = logging.getLogger(__name__)
 
 
-# A longer prompt takes more than a tenth of a millisecond to hash, and is worth a hop to a thread.
+# Hashing a longer prompt takes more than a tenth of a millisecond, so a thread does it.
 HASHED_INLINE_TOKENS = 4096
 
 _Prompt = tuple[int, str | None, str | None]
 
 
 def _prompt_of(spec: SequenceSpec) -> _Prompt:
-    """The choices of one request share one list."""
+    """Identifies a prompt. The choices of one request share one token list, so its id is enough."""
     return id(spec.prompt_token_ids), spec.cache_salt, spec.lora
 
 
 class Dispatcher:
-    """On the event loop only."""
+    """Runs on the event loop only."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class Dispatcher:
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: as everywhere here not the event loop's own, which may count milliseconds."""
+        """`clock` is not the event loop's own clock, whose resolution may be a millisecond. All of dispatch
+        uses it."""
         self.config = config
         self.metrics = metrics
         self._links = links
@@ -58,9 +59,8 @@ class Dispatcher:
         self._placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics, clock)
         self._clock = clock
         self.recalls = Recalls(config, links, pool)
-        self._idle: asyncio.Event | None = (
-            None  # set when everything has ended; None while no drain waits for that
-        )
+        # Set when the last request has ended. None until `wait_idle` is called.
+        self._idle: asyncio.Event | None = None
         self.admission = Admission(
             self._capacity,
             config.limits.queued,
@@ -74,7 +74,8 @@ class Dispatcher:
             admit_within_s=config.admit_within,
             wait_at_nodes=pool.line_wait_s,
         )
-        # Vectors wait for other nodes than answers do, so in a line of their own: neither keeps the other waiting.
+        # Vectors wait for other nodes than answers do, so they have a line of their own, and neither line
+        # delays the other.
         self.vectors = Admission(
             self._vector_capacity,
             config.limits.queued,
@@ -90,7 +91,8 @@ class Dispatcher:
         )
 
     def report_to_siblings(self, reports: SentReports | None) -> None:
-        """What is sent to nodes is told there. None: no other process shares the port."""
+        """Reports every Submit and its answer to the sibling processes. None when no other process shares the
+        port."""
         self._placement.sent_reports = reports
 
     def _capacity(self) -> int:
@@ -105,7 +107,7 @@ class Dispatcher:
 
     @property
     def queued(self) -> int:
-        """Sequences in line, for an answer or a vector."""
+        """The number of sequences in line, for an answer or a vector."""
         return self.admission.queued + self.vectors.queued
 
     @property
@@ -123,7 +125,8 @@ class Dispatcher:
         return self._placement.recent
 
     def moving(self) -> list[tuple[str, str, float, int]]:
-        """KV under way: from which node, to which, for how many seconds, of how many tokens."""
+        """Lists the transfers under way: prefill node, decode node, seconds since submission, prompt
+        tokens."""
         now = self._clock()
         return [
             (
@@ -140,10 +143,11 @@ class Dispatcher:
         ]
 
     async def generate(self, specs: list[SequenceSpec], tenant: str, *, eager: bool) -> Generation:
-        """Wait for a place for all of them, then start them. Raises Overloaded, Unavailable, DeadlineExceeded. They are one request's: of one
-        deadline and one priority.
+        """Waits for the first place, then starts the sequences; the later ones start as their places come.
+        All specs belong to one HTTP request and share its deadline and priority. Raises Overloaded,
+        Unavailable or DeadlineExceeded.
 
-        `eager`: its reader wants tokens as they come, not only the end.
+        `eager`: the reader wants tokens as they come, not only the end.
         """
         makes_vectors = specs[0].pooling is not None
         if makes_vectors and not self._pool.snapshot().prompt_readers:
@@ -186,7 +190,8 @@ class Dispatcher:
         self.metrics.request_longest_answer.observe(max(len(life.ledger.tokens) for life in lives))
 
     async def _hashed(self, specs: list[SequenceSpec]) -> dict[_Prompt, PromptHashes]:
-        """A prompt is hashed once for all of its choices; a long one does not hold up other streams."""
+        """Hashes each prompt once for all of its choices. A long prompt is hashed in a thread, so that other
+        streams go on."""
         hashes: dict[_Prompt, PromptHashes] = {}
         for spec in specs:
             prompt = _prompt_of(spec)
@@ -203,7 +208,8 @@ class Dispatcher:
         return f"no {role} node is ready" + (f" ({'; '.join(sorted(reasons))})" if reasons else "")
 
     async def wait_idle(self, deadline: float) -> bool:
-        """Whether everything that is running or queued ended before the deadline."""
+        """Waits until nothing runs or is queued. Returns False when the deadline (on the event loop's clock)
+        came first."""
         self._idle = asyncio.Event()
         self._tell_if_idle()
         try:
@@ -221,7 +227,8 @@ class Dispatcher:
         self._placement.forget_prompts(node_id)
 
     def fail_all(self, error: TandemError) -> None:
-        """This router ends. Nodes go on with the answers that they keep."""
+        """Ends all requests because this router ends. Nodes go on with background answers, and other routers
+        find them."""
         self.admission.refuse_all(error)
         self.vectors.refuse_all(error)
         for life in self._placement.lives():
@@ -245,12 +252,13 @@ class Dispatcher:
                 self._on_stray(node_id, chunk.request_id, ended=chunk.finish is not None)
 
     def _on_bug(self, life: RequestLife, error: Exception) -> None:
-        """One request fails, and the others in the same message go on."""
+        """Fails this one request, so that the other requests of the same message go on."""
         logger.exception("%s: handling it failed", life.spec.label)
         life.fail(InternalError(f"the router failed to handle it: {type(error).__name__}"))
 
     def _on_stray(self, node_id: str, request_id: str, *, ended: bool) -> None:
-        """A node works on what is not wanted here: it missed the Cancel, perhaps because it was stopped for a while."""
+        """The node works on a request that this router does not have. It missed the Cancel, perhaps because
+        it was stopped for a while, so the Cancel is sent again, at most once a second."""
         self.metrics.stray_chunks.inc()
         member = self._pool.member(node_id)
         if ended or member is None or self._placement.ended_just_now(request_id):
@@ -269,7 +277,9 @@ class Dispatcher:
             self._links.list_cache(member.info)
 
     def on_holding(self, holding: Holding) -> None:
-        """Sent where messages may have been lost, and to an Ask: both sides' accounts are made equal."""
+        """The node lists the requests that it holds, as the answer to an Ask or after a gap in its messages.
+        Requests that only the node has are cancelled there; lives that the node lacks, or whose tokens were
+        lost, go on elsewhere."""
         if not self._pool.heard(holding.node_id, holding.epoch):
             return
         member = self._pool.member(holding.node_id)
@@ -291,8 +301,8 @@ class Dispatcher:
                 self._on_bug(life, error)
 
     def check_nodes(self) -> None:
-        """Nodes that are silent are lost; requests that a node has not received go elsewhere. To be called several times within the
-        silence that is allowed."""
+        """Marks silent nodes as lost, and moves requests whose Submit a node has not received. Must be called
+        several times within `heartbeat.silence`."""
         if not self._pool.check_silence():
             return
         for member in self._pool.members:
@@ -308,11 +318,13 @@ class Dispatcher:
         self._placement.forget_prefixes(node)
         self._tell(self._placement.lives_on(node), lambda life: life.on_node_lost(node, why))
         self.recalls.on_node_lost(node, why)
-        # What is still queued for it was sent before it was lost; its successor must not find it.
+        # Messages that are still queued for the node are older than its loss. A successor at this endpoint
+        # must not get them.
         self._links.begin_anew(node)
 
     def on_node_left(self, node: NodeInfo) -> None:
-        """It is no member any more, lost before or not: nothing of it is kept."""
+        """The node is no longer a member, whether it was lost before or not. The router drops all that it
+        knows of it."""
         self._placement.forget_prefixes(node)
         self.recalls.on_node_lost(node, "it left")
         self._links.forget(node)

@@ -23,7 +23,7 @@ _LifeFactory = Callable[
 
 
 class ReadableLife(Protocol):
-    """One answer, as a choice reads it: a request's life, or a background answer that is followed."""
+    """One answer, as a choice reads it: either a request's life or a background answer that is followed."""
 
     spec: SequenceSpec
     ledger: TokenLedger
@@ -45,12 +45,13 @@ class ReadableLives(Protocol):
     def cancel(self) -> None: ...
 
 
-# Starting a sequence may mean to send a long prompt: others on the loop get their turn in between.
+# Starting a sequence may send a long prompt. After this time the rest of the event loop gets its turn.
 START_TURN_S = 0.002
 
 
 class Generation:
-    """One reader. Tokens that arrive while it is busy wait in the lives' ledgers and are read together."""
+    """The lives of one HTTP request, for one reader. Tokens that arrive while the reader is busy wait in the
+    lives' ledgers, and it reads them together."""
 
     def __init__(
         self,
@@ -71,13 +72,14 @@ class Generation:
         self.lives = [make_life(spec, self._on_news, self._on_end) for spec in specs]
         self._on_all_ended = on_all_ended
         self._running = len(self.lives)
-        self._unplaced = dict.fromkeys(self.lives)  # that have not begun, because no place has come for them
-        self._places = 0  # that have come, and that no life has begun on
+        self._unplaced = dict.fromkeys(self.lives)  # lives without a place, which have not begun
+        self._places = 0  # places on which no life has begun
         self._starting: asyncio.Handle | None = None
         self._late: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Raises what the first that cannot start raises: then none has begun. Others begin as their places come."""
+        """Starts the first life, and the others as their places come. Raises the first life's error; then
+        none has begun and all places are given back."""
         self._places = self._slots.held
         self._slots.listen(self._on_place, self._on_refused)
         started = False
@@ -95,7 +97,7 @@ class Generation:
             self._late = self._loop.call_at(deadline, self._on_late)
 
     def _next(self) -> RequestLife:
-        """The next that begins. A place is there."""
+        """Takes the next life to begin, and one of the free places for it."""
         life = next(iter(self._unplaced))
         del self._unplaced[life]
         self._places -= 1
@@ -134,7 +136,8 @@ class Generation:
     def _on_news(self, life: RequestLife) -> None:
         if not self._eager and not life.ended:
             return
-        # Only while the reader waits, and has everything: what comes later must not overtake what it holds.
+        # Only while the reader waits and has read everything, so that these tokens cannot overtake earlier
+        # ones.
         if self._wake is not None and not self._news and self._shown(life):
             return
         self._news[life] = None
@@ -148,7 +151,7 @@ class Generation:
             return self._show(life)
         except (
             Exception
-        ) as error:  # it is the reader's, who must hear of it; the inbox has nothing to do with it
+        ) as error:  # the error is the reader's own: `news` raises it there, and the inbox goes on
             self._broken = error
             return False
 
@@ -167,12 +170,14 @@ class Generation:
             self._on_all_ended(self.lives)
 
     def show_with(self, show: Callable[[RequestLife], bool] | None) -> None:
-        """While the reader waits for news, `show` gets them first, where they arrive: waking up a task costs a lone
-        token as much as all else that is done with it. True: the reader need not hear of it. None: nothing does any more."""
+        """Sets a function that gets a life's news at once, in the inbox's handler, while the reader waits.
+        Waking a task costs as much as everything else that is done with a lone token. `show` returns True
+        when the reader need not wake up. None removes it."""
         self._show = show
 
     async def news(self) -> list[RequestLife]:
-        """The lives that have something new, waiting until there is one. Each life's deadlines bound the wait."""
+        """Waits for news, and returns the lives that have some. Each life's own deadlines bound the wait.
+        Raises the error of `show`, if it failed."""
         if not self._news:
             self._wake = asyncio.get_running_loop().create_future()
             try:
@@ -186,11 +191,12 @@ class Generation:
         return lives
 
     def turn_ended(self, called: list[str] | None) -> None:
-        """After the end. `called`: the tools that the answer calls; None: it was not read for calls."""
+        """Called after the end. `called`: the tools that the answer calls, or None when it was not parsed for
+        calls."""
         for life in self.lives:
             life.turn_ended(called)
 
     def cancel(self) -> None:
-        """Idempotent; lives that have ended keep their end."""
+        """Cancels all lives. Idempotent; lives that have ended keep their end."""
         for life in self.lives:
             life.cancel()

@@ -1,7 +1,7 @@
-"""What nodes have reported of one request: its tokens, merged by index from whichever of them report it, and when each thing happened, with the
-router's metrics of it.
+"""What nodes have reported about one request: its tokens, merged by index from either node, its timings, and
+the router's metrics of it.
 
-Log-probabilities are kept as numbers in arrays: a twelfth of what objects would take.
+Log-probabilities are kept as numbers in arrays, which take a twelfth of the memory of objects.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ _FORGET_AT_ONCE = 1024
 
 
 class LogprobStore(Sequence[TokenLogprobs]):
-    """Each token's row: the token that stands there, then its alternatives. Indices are the output's, whatever has
-    been forgotten of its beginning."""
+    """One row per output token: the token itself, then its alternatives. Indices count from the output's
+    first token, even after the first rows were forgotten."""
 
     def __init__(self, rows: Iterable[TokenLogprobs] = ()) -> None:
         self._ids = array("q")
         self._values = array("d")
         self._ranks = array("q")
-        self._ends = array("q")  # of each row, in ids and values, counted from the first row ever
+        # Where each row ends in ids and values, counted from the first row ever stored.
+        self._ends = array("q")
         self._forgotten = 0  # rows
-        self._base = 0  # where the first row that is kept begins
+        self._base = 0  # where the first kept row begins
         self.extend(rows)
 
     def extend(self, rows: Iterable[TokenLogprobs]) -> None:
@@ -63,7 +64,7 @@ class LogprobStore(Sequence[TokenLogprobs]):
         return TokenLogprobs(ids[0], values[0], self._ranks[at - self._forgotten], top)
 
     def row(self, index: int) -> tuple[Sequence[int], Sequence[float]]:
-        """Ids and log-probabilities of one token and its alternatives."""
+        """Returns the ids and log-probabilities of one token and its alternatives."""
         at = index - self._forgotten
         if at < 0:
             raise IndexError(f"token {index} has been forgotten")
@@ -72,12 +73,13 @@ class LogprobStore(Sequence[TokenLogprobs]):
         return self._ids[begin:end], self._values[begin:end]
 
     def mean(self, count: int) -> float:
-        """The mean of the first `count` tokens' own log-probabilities."""
+        """Returns the mean of the first `count` tokens' own log-probabilities."""
         begins = [self._base, *self._ends[: max(0, count - 1)]][:count]
         return sum(self._values[begin - self._base] for begin in begins) / max(1, len(begins))
 
     def forget(self, before: int) -> None:
-        """Rows before this index will not be asked for again."""
+        """Frees the rows before this index, in batches of at least _FORGET_AT_ONCE. The caller must not read
+        them again."""
         before = min(before, len(self))
         count = before - self._forgotten
         if count < _FORGET_AT_ONCE:
@@ -94,26 +96,31 @@ class LogprobStore(Sequence[TokenLogprobs]):
         return 8 * (len(self._ids) + len(self._values) + len(self._ranks) + len(self._ends))
 
 
-_NO_LOGPROBS = LogprobStore()  # of all that want none, and nothing is added to it
+# Shared by all requests without log-probabilities; nothing is ever added to it.
+_NO_LOGPROBS = LogprobStore()
 
 
 class MergedChunk(enum.Enum):
-    NEWS = enum.auto()  # tokens, or the end, or nothing that was not known: it is in
-    HELD = enum.auto()  # it waits for a report that comes before it
-    DIFFERS = enum.auto()  # it contradicts a token that is known: it was dropped
+    NEWS = enum.auto()  # merged: it brought tokens, the end, or nothing new
+    HELD = enum.auto()  # held until the report before it has come
+    DIFFERS = enum.auto()  # dropped: it contradicts a known token
 
 
-# Every token passes here, and a member of an enumeration takes longer to look up than to compare.
+# Looked up once: every token passes here, and looking up a member of an enumeration takes longer than
+# comparing it.
 _NEWS, _HELD, _DIFFERS = MergedChunk
 
 
 class TokenLedger:
-    """Invariant: `tokens` is a gapless prefix of the output; with logprobs wanted, `logprobs` is as long.
+    """Merges the reports of two nodes. Invariant: `tokens` is a gapless prefix of the output; `logprobs` is
+    as long, if log-probabilities are wanted.
 
-    A chunk that leaves a gap, or lacks logprobs for tokens that are new, is held until another fills in what is
-    missing: the decode node may report the first token, without logprobs, before the prefill node's report comes.
+    A chunk that would leave a gap, or lacks log-probabilities for new tokens, is held until another chunk
+    brings what is missing: the decode node may report the first token, without log-probabilities, before the
+    prefill node's report arrives.
 
-    The first report of a token counts. It may have been shown already, so a later one that differs changes nothing.
+    The first report of a token counts. It may have been shown already, so a later, different report changes
+    nothing.
     """
 
     def __init__(self, *, wants_logprobs: bool) -> None:
@@ -125,7 +132,8 @@ class TokenLedger:
         self._held: list[TokenChunk] = []
 
     def accept(self, chunk: TokenChunk, *, may_differ: bool = False) -> MergedChunk:
-        """`may_differ`: take what is new of a chunk even if it repeats known tokens differently."""
+        """Merges a chunk or holds it. `may_differ`: take a chunk's new tokens even if its known tokens differ
+        from ours."""
         merged = self._merge(chunk, may_differ)
         if merged is _HELD:
             self._held.append(chunk)
@@ -169,12 +177,12 @@ class TokenLedger:
 
     @property
     def waiting(self) -> bool:
-        """Something was reported that cannot be merged yet."""
+        """Whether a chunk is held that cannot be merged yet."""
         return bool(self._held)
 
     @property
     def reported(self) -> int:
-        """How many tokens were reported without a gap, merged or held."""
+        """The number of tokens that were reported without a gap, merged or held."""
         have = len(self.tokens)
         for chunk in sorted(self._held, key=lambda chunk: chunk.start):
             if chunk.start <= have:
@@ -182,29 +190,31 @@ class TokenLedger:
         return have
 
     def drop_held(self) -> None:
-        """Another attempt begins: it reports everything again from the last token that is here."""
+        """Drops held chunks because another attempt begins, which reports everything from the last merged
+        token on."""
         self._held.clear()
 
 
 class RequestTimings:
-    """A part of a prompt that is read ahead has no answer, so it counts in none of the figures of answers."""
+    """When each thing happened to a request, and the metrics made of it. A prompt's part that is read ahead
+    has no answer, so it counts in no metric of answers."""
 
     def __init__(
         self, metrics: RouterMetrics, clock: Callable[[], float], spec: SequenceSpec, came: float | None
     ) -> None:
-        """`came`: when it began to wait for a place."""
+        """`came`: when the request began to wait for a place."""
         self._metrics = metrics
         self._clock = clock
         self._spec = spec
         self.started_at = clock()
         self._came = self.started_at if came is None else came
         self._arrived_at = self.started_at if spec.arrived is None else spec.arrived
-        self._submitted_at: float | None = None  # the first time
+        self._submitted_at: float | None = None  # of the first attempt
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
         self._longest_gap_s = 0.0  # between two reports of its tokens
         self._router_wait_s = 0.0  # for a place
-        self.node_wait_s = 0.0  # in the line of the node that read the prompt
+        self.node_wait_s = 0.0  # in the line of the node that computes the prompt
         self.handover_s = 0.0
         self.cached_tokens: int | None = None  # of the prompt
         self.preemptions = 0
@@ -215,7 +225,7 @@ class RequestTimings:
             self._router_wait_s = max(at - self._came, 0.0)
 
     def tokens(self, count: int) -> float:
-        """So many more have come. Returns the time."""
+        """Notes that `count` more tokens have arrived. Returns the time."""
         now = self._clock()
         if self._spec.reads_ahead:
             self._first_token_at = self._last_token_at = now
@@ -261,7 +271,7 @@ class RequestTimings:
         decision: RoutingDecision | None,
         failovers: int,
     ) -> RequestAccount:
-        """Of a request that has just ended; `decision` is its last."""
+        """Sums up a request that has just ended. `decision`: its last routing decision."""
         now, spec = self._clock(), self._spec
         submitted = now if self._submitted_at is None else self._submitted_at
         first = now if self._first_token_at is None else self._first_token_at

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class LeftBehind(Unavailable):
-    """The nodes go on with it without this router."""
+    """This router ends while the nodes go on with the answer, which another router can find."""
 
 
-# Looked up once, and not with every token.
+# Looked up once instead of with every token.
 _NEWS, _DIFFERS, _DECODE = MergedChunk.NEWS, MergedChunk.DIFFERS, TokenSource.DECODE
 
 
@@ -39,9 +39,10 @@ def _hears_nothing(life: RequestLife) -> None:
 
 
 class RequestLife:
-    """Everything here runs on the event loop; nothing awaits. `ended` becomes true exactly once.
+    """Runs on the event loop, and nothing here awaits. `ended` becomes true exactly once.
 
-    `on_news` is called when there are tokens to read or it has ended, `on_end` once, when it has.
+    `on_news` is called when there are tokens to read and once more at the end; `on_end` is called once, at
+    the end.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class RequestLife:
         on_end: Callable[[RequestLife], None],
         came: float | None = None,
     ) -> None:
-        """`came`: when it began to wait for a place."""
+        """`came`: when the request began to wait for a place."""
         self._placement = placement
         self._metrics = placement.metrics
         self._timeouts = placement.config.timeouts
@@ -65,7 +66,8 @@ class RequestLife:
         self.ledger = TokenLedger(wants_logprobs=spec.sampling.logprobs is not None)
         self.timings = RequestTimings(placement.metrics, placement.clock, spec, came)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.vector: bytes | None = None  # where `spec.pooling` asks for one, once it has ended well
+        # The result when `spec.pooling` asks for one; None until the request has ended well.
+        self.vector: bytes | None = None
         self.attempt: Attempt | None = None
         self.decisions: list[RoutingDecision] = []
         self.request_ids: list[str] = []  # its names on the nodes, one per attempt
@@ -74,43 +76,44 @@ class RequestLife:
         self.error: TandemError | None = None
         self.ended = False
         self._avoid: set[str] = set()
-        self._content: str | None = None  # of the model on the nodes that have it, or had it last
-        self._mirror: NodeInfo | None = None  # of the decode node that failed it last
-        self._waiting_since: float | None = None  # for a node to appear
+        self._content: str | None = None  # identity of the model on the nodes of the last attempt
+        self._mirror: NodeInfo | None = None  # the mirror of the decode node that failed last
+        self._waiting_since: float | None = None  # since when it has had no node
         self._last_failure: TandemError | None = None
         self._broke_a_node = False
-        self._alarms: set[Ring] = set()  # those that are due when its own is
+        self._alarms: set[Ring] = set()  # the alarms of its tick, its own among them
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of its prompt; None: no node has said."""
+        """How many prompt tokens were found in a cache. None until a node has said."""
         return self.timings.cached_tokens
 
     # --- its course -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Raises Unavailable when no node can take it now: then it never began."""
+        """Submits the first attempt. Raises Unavailable when no node can take it; then it never began."""
         self._attempt(self._choose())
 
     def cancel(self) -> None:
-        """Its owner no longer wants it. Idempotent."""
+        """The owner no longer wants the answer. Idempotent."""
         self._end(FinishReason.ABORT, Cancelled("the client went away"))
 
     def stop(self) -> None:
-        """Its owner has all it wants: a stop string is complete."""
+        """The owner has all that it wants: a stop string is complete."""
         self._end(FinishReason.STOP, None)
 
     def fail(self, error: TandemError) -> None:
         self._end(FinishReason.ERROR, error)
 
     def turn_ended(self, called: list[str] | None) -> None:
-        """Its answer was read to the end, and calls these tools. Nothing to say of one that is no turn of a job, or ended badly."""
+        """Tells the pinning nodes which tools the answer of this turn called. Does nothing for a request that
+        is not a turn of a job, is the job's last step, or ended badly."""
         spec, well = self.spec, self.finish in (FinishReason.STOP, FinishReason.LENGTH)
         if spec.job_id is not None and not spec.is_last_step and well and self.decisions:
             self._placement.turn_ended(self.decisions[-1], self.request_ids[-1], spec.job_id, called)
 
     def leave(self, error: TandemError) -> None:
-        """This router ends. An answer that nodes keep goes on there, and other routers find it."""
+        """This router ends. If nodes keep the answer, they go on, and other routers find it."""
         if self.spec.keep is None:
             self.fail(error)
         else:
@@ -147,8 +150,10 @@ class RequestLife:
             self._on_news(self)
 
     def _on_difference(self, attempt: Attempt, source: TokenSource) -> None:
-        """Two nodes computed the first token of an attempt, and their numbers differ a little. The first one stays. A decode node
-        that went on from another one is stopped, and the answer goes on from the token that is known."""
+        """Both nodes computed the attempt's first token, and rounding made them differ. The first report
+        stays. If the late report is the decode node's, its answer continues from a token that was not shown:
+        the request fails over and continues from the known one or, when no failover is left, accepts the
+        difference."""
         self._metrics.token_mismatches.inc()
         logger.warning("%s: two nodes differ in a token (%s)", self.spec.label, attempt.decision.node_names)
         if source is TokenSource.PREFILL:
@@ -160,7 +165,7 @@ class RequestLife:
             attempt.may_differ = True
 
     def _note_report(self, attempt: Attempt, source: TokenSource, chunk: TokenChunk) -> None:
-        """Once per node and attempt; afterwards two tests and nothing more."""
+        """Acts on the first report of each node of the attempt. Every later token costs two tests here."""
         if source is _DECODE:
             if not attempt.decode_started:
                 attempt.decode_started = True
@@ -171,7 +176,8 @@ class RequestLife:
         self.timings.preemptions += chunk.preemptions
         if chunk.cached_tokens is None and chunk.prompt_logprobs is None:
             return
-        # After a handover the decode node has none of the prompt's log-probabilities, and its cache tells nothing.
+        # A decode node that received the KV knows neither the prompt's log-probabilities nor how much of it
+        # was cached.
         if self.prompt_logprobs is None:
             self.prompt_logprobs = chunk.prompt_logprobs
         if source is TokenSource.PREFILL or attempt.prefill is None or attempt.prefill_gave_up:
@@ -203,13 +209,13 @@ class RequestLife:
         self._fail_over(NodeLost(f"node {node.node_id} is lost: {why}"), {node.node_id})
 
     def on_unheard(self, node: NodeInfo) -> None:
-        """The node speaks, and has not acknowledged for long what it was sent. What it has begun goes on."""
+        """The node sends messages but acknowledges none. A request that it did receive stays there."""
         attempt = self.attempt
         if attempt is not None and not self._placement.has_heard(node, attempt):
             self.on_node_lost(node, "it does not receive what it is sent")
 
     def on_holding(self, node: NodeInfo, holding: Holding) -> None:
-        """The node lists what it has. A request that is not there, or of which tokens are missing here, goes on elsewhere."""
+        """The node lists what it holds. If this request, or tokens of it, are missing, it fails over."""
         attempt = self.attempt
         sent = attempt.sent.get(node) if attempt is not None else None
         if attempt is None or sent is None or self.ended:
@@ -218,7 +224,7 @@ class RequestLife:
         is_prefill = node == attempt.prefill
         if reported is None:
             if sent > (holding.line, holding.number):
-                return  # the node had not read it
+                return  # the node listed its requests before it read this Submit
             if is_prefill and (self._handed_over(attempt) or attempt.prefill_reported):
                 return
             self._fail_over(NodeLost(f"node {node.node_id} no longer has the request"), ())
@@ -230,7 +236,8 @@ class RequestLife:
                 attempt.alive_at = self._clock()
 
     def _handed_over(self, attempt: Attempt) -> bool:
-        """The decode node has all that it needs, and so have we: the prefill node no longer matters."""
+        """Whether the decode node has all the KV and this router has every token reported so far: the prefill
+        node no longer matters then."""
         return attempt.prefill is not None and attempt.decode_started and not self.ledger.waiting
 
     def _on_node_error(self, attempt: Attempt, source: TokenSource, chunk: TokenChunk) -> None:
@@ -238,7 +245,7 @@ class RequestLife:
             logger.info("%s: after the handover, the prefill node reports %s", self.spec.label, chunk.error)
             return
         if source is TokenSource.PREFILL and chunk.finish is FinishReason.ABORT:
-            # Its decode node told it that the prompt is no longer wanted, and reads it itself.
+            # The decode node told the prefill node that it computes the prompt itself.
             attempt.prefill_reported = attempt.prefill_gave_up = True
             self._take_cached(attempt.decode_cached)
             return
@@ -256,8 +263,8 @@ class RequestLife:
             and chunk.finish is FinishReason.ERROR
             and peer is not None
         ):
-            # The reporter lost its peer. The one of the pair to avoid is the prefill node: without it
-            # the decode node can do everything by itself.
+            # The reporting node lost its peer. Avoid the prefill node, whichever of the two reported: the
+            # decode node can do everything by itself.
             avoid = {attempt.prefill.node_id} if attempt.prefill is not None else avoid
         if self._worth_another_try(error):
             self._fail_over(error, avoid)
@@ -265,8 +272,8 @@ class RequestLife:
             self.fail(error)
 
     def _worth_another_try(self, error: TandemError) -> bool:
-        """A node that breaks under a request may have been broken, or may have been broken by it: one more node
-        finds out, and not a third."""
+        """An internal error may be the node's fault or the request's. One more node is tried to find out, and
+        no third one."""
         if isinstance(error, InternalError) and not self._broke_a_node:
             self._broke_a_node = True
             return True
@@ -280,7 +287,7 @@ class RequestLife:
         self._avoid.update(avoid)
         self._last_failure = error
         if len(self.ledger.tokens) >= self.spec.sampling.max_tokens:
-            self._end(FinishReason.LENGTH, None)  # only the word that it had finished was lost
+            self._end(FinishReason.LENGTH, None)  # all tokens are here; only the report of the end was lost
             return
         if self.failovers >= self._placement.config.max_failovers:
             self.fail(error)
@@ -298,8 +305,9 @@ class RequestLife:
             self._on_refusal(error)
 
     def _on_refusal(self, error: TandemError) -> None:
-        """The node lives, and cannot take it now. Another node is asked at once; the same one only later, and only for a
-        request that has begun: one that has not is better told so."""
+        """The node lives but cannot take the request now. Another node is tried at once. If there is none, a
+        request with tokens waits for a pool to change; one without fails with the node's error, which may say
+        when to retry."""
         try:
             decision = self._placement.choose(self._routing(frozenset(self._avoid)), self._hashes)
         except Unavailable:
@@ -311,7 +319,8 @@ class RequestLife:
         self._attempt(decision)
 
     def try_again(self) -> None:
-        """After a failure, and again whenever the pools change, until there is a node to go to."""
+        """Submits the request unless it runs or has ended. Without a node it waits, and pool changes call
+        this again."""
         if self.ended or self.attempt is not None:
             return
         try:
@@ -333,7 +342,8 @@ class RequestLife:
         except Unavailable:
             if not self._avoid:
                 raise
-            # Better the decode node that failed it before than none; never again the same prefill node.
+            # A decode node that failed this request before is better than none. A prefill node that failed it
+            # stays avoided.
             avoid = self._placement.prefill_ids & self._avoid
             return self._placement.choose(self._routing(avoid), self._hashes)
 
@@ -346,7 +356,8 @@ class RequestLife:
             home=self._placement.home_of(self.spec.job_id),
             avoid=avoid,
             mirror=self._mirror,
-            # What was shown came of one content, and goes on with that. Before that any will do.
+            # Tokens that were shown came from one model content, and the answer must continue with it. Before
+            # the first token any content will do.
             content=self._content if done else None,
             makes_vector=self.spec.pooling is not None,
             needs_version=self._placement.version_for(self.spec),
@@ -378,14 +389,14 @@ class RequestLife:
     # --- deadlines --------------------------------------------------------------------------------------------
 
     def _next_deadline(self) -> tuple[float, str]:
-        """The earliest of those that hold in the phase it is in, and what it is called."""
+        """Returns the earliest deadline of the current phase, and its name."""
         deadlines = [(self.spec.deadline, "total")]
         attempt = self.attempt
         if attempt is None:
             since = self._waiting_since or self.timings.started_at
             deadlines.append((since + self._timeouts.failover_wait, "failover_wait"))
         else:
-            # First the nodes are asked whether they still have it. A request that waits in a node's line is listed.
+            # First the nodes are asked what they hold. A request in a node's line is listed, and stays.
             asked = attempt.asked_at if attempt.asked_at is not None else -math.inf
             if asked <= attempt.alive_at:
                 deadlines.append((attempt.alive_at + self._timeouts.token_idle / 2, "ask"))
@@ -394,7 +405,8 @@ class RequestLife:
         return min(deadlines)
 
     def _arm(self) -> None:
-        """One alarm, set for the earliest deadline and set again when it rings early: tokens don't touch it."""
+        """Sets the one alarm for the earliest deadline. An arriving token does not move the alarm; an alarm
+        that rings early is set again."""
         self._alarms.discard(self._on_alarm)
         self._alarms = self._placement.alarms.set(self._next_deadline()[0], self._on_alarm)
 
@@ -416,7 +428,7 @@ class RequestLife:
             self.fail(DeadlineExceeded(f"the request took longer than router.timeouts.{name} allows"))
 
     def _working(self, attempt: Attempt) -> list[NodeInfo]:
-        """Those of its nodes that it still needs."""
+        """The nodes of the attempt that still have something to do for it."""
         if self._handed_over(attempt):
             return [node for node in (attempt.decode,) if node is not None]
         return [node for node in attempt.nodes if node != attempt.prefill or not attempt.prefill_reported]
@@ -429,8 +441,9 @@ class RequestLife:
         self._arm()
 
     def _on_no_answer(self, attempt: Attempt) -> None:
-        """Silence proves nothing about a node that is in the middle of a long step: it answers after it. One that is in none, or in one
-        for too long, is left."""
+        """No answer came to an Ask. A node in the middle of a long step answers after the step, so it is
+        asked again. The request leaves a node that is in no step, or in one for longer than
+        `heartbeat.wedged`."""
         silent = [
             node
             for node in self._working(attempt)
@@ -467,7 +480,8 @@ class RequestLife:
         self._placement.on_ended(last, self.spec, self._hashes, self.ledger.tokens)
         self._note_end(finish)
         on_end, on_news = self._on_end, self._on_news
-        # Its owner knows it: what both have is freed with the last reference, and not when garbage is looked for.
+        # The owner refers to this life. Dropping the callbacks breaks that cycle, so that both are freed with
+        # the last reference instead of by the garbage collector.
         self._on_end = self._on_news = _hears_nothing
         on_end(self)
         on_news(self)

@@ -1,8 +1,10 @@
-"""A request's tries: what is asked for, once checked (`SequenceSpec`), and each try of it on one pair of nodes, or on one node, under a request
-id and a transfer id of its own; choosing those nodes, telling them, withdrawing. Keeps the tables of who runs where.
+"""A request's attempts: the checked request (`SequenceSpec`), and each attempt on one pair of nodes, or on
+one node, under its own request id and transfer id. `Placement` chooses nodes, sends, withdraws, and knows
+which request runs where.
 
-Calls go one way: the dispatcher hears the nodes and calls lives, a life calls its placement. A placement calls neither, but for one
-case: when a node's queue is full, the pool says that the node is lost, and the dispatcher tells every life there.
+Calls go one way: the dispatcher hears the nodes and calls lives, and a life calls its placement. One
+exception: when a node's send queue is full, the placement tells the pool that it is lost, and the dispatcher
+tells every life there.
 """
 
 from __future__ import annotations
@@ -48,31 +50,31 @@ from tandem.wire.versions import WIRE_VERSION, needed_version
 
 
 class KeptAnswer(msgspec.Struct, frozen=True):
-    """Its answer is kept by the node that decodes it, for any router that asks for it by this id."""
+    """The decode node keeps the answer, for any router that asks for it by this id."""
 
     answer_id: str
-    note: bytes  # what such a router needs to make the answer of the tokens
+    note: bytes  # what such a router needs to turn the tokens into the answer
 
 
 class SequenceSpec(msgspec.Struct, frozen=True):
     label: str  # the HTTP request's id, for logs
     prompt_token_ids: list[int]
-    sampling: SamplingParams  # its seed is drawn: any node goes on exactly where another stopped
-    deadline: float  # on the event loop's clock
+    sampling: SamplingParams  # with a drawn seed: any node continues exactly where another stopped
+    deadline: float  # by the dispatcher's clock
     priority: int = 0
     cache_salt: str | None = None
     lora: str | None = None  # the adapter's identity: wire.adapters
-    media: list[MediaFeature] = []  # where images stand in the prompt; or its `embeds`
-    images: list[bytes] = []  # their files
-    embeds: PromptEmbeds | None = None  # in the place of the whole prompt's tokens
+    media: list[MediaFeature] = []  # where images, or the rows of `embeds`, stand in the prompt
+    images: list[bytes] = []  # the images' files
+    embeds: PromptEmbeds | None = None  # replaces all of the prompt's tokens
     session: str | None = None
-    job_id: str | None = None  # the agent's work that it is a turn of, unlike that of any other tenant
-    is_last_step: bool = False  # of that job
+    job_id: str | None = None  # the agent's job that this is a turn of, made distinct by tenant
+    is_last_step: bool = False  # this is the job's last turn
     trace: RequestTrace | None = None
-    arrived: float | None = None  # when the HTTP request came; None: now
+    arrived: float | None = None  # when the HTTP request arrived; None means now
     keep: KeptAnswer | None = None
-    reads_ahead: bool = False  # the beginning of a prompt that still arrives: its one token is dropped
-    pooling: Pooling | None = None  # a vector of the prompt is wanted, and no token
+    reads_ahead: bool = False  # the first part of an arriving prompt; its one token is dropped
+    pooling: Pooling | None = None  # the result is a vector of the prompt instead of tokens
 
 
 class TokenSource(enum.Enum):
@@ -80,41 +82,37 @@ class TokenSource(enum.Enum):
     DECODE = "decode"
 
 
-# Looked up once, and not with every token.
+# Looked up once instead of with every token.
 _PREFILL, _DECODE = TokenSource
 
 
 class Attempt:
-    """A new request id for each attempt: a late message about an abandoned one can never be taken for this one's."""
+    """One try, under a new request id, so that an abandoned one's late messages are never taken for it."""
 
     def __init__(self, decision: RoutingDecision, base: int, submitted_at: float, number: int = 1) -> None:
         self.decision = decision
         self.prefill, self.decode = decision.prefill, decision.decode
         self.nodes = [node for node in (self.prefill, self.decode) if node is not None]
-        self.number = number  # of the request's attempts
+        self.number = number  # its number among the request's attempts
         self.request_id = f"req-{new_id()}"
-        self.base = base  # output tokens that it began with
+        self.base = base  # output tokens that were known when it began
         self.submitted_at = submitted_at
-        self.sent: dict[NodeInfo, Position] = {}  # where its Submits stand on the lines to its nodes
-        self.alive_at = (
-            submitted_at  # it last reported a token then, or its nodes said that they have the request
-        )
-        self.prefill_reported = (
-            False  # the prefill node's first token is here, or it said that it will send none
-        )
-        self.prefill_gave_up = False  # it will send none: the decode node reads the prompt itself
+        self.sent: dict[NodeInfo, Position] = {}  # positions of its Submits on the lines to its nodes
+        self.alive_at = submitted_at  # when a token, or its nodes' answer to an Ask, last came
+        self.prefill_reported = False  # the prefill node's first token has come, or it will send none
+        self.prefill_gave_up = False  # it will send none: the decode node computes the prompt itself
         self.decode_cached: int | None = None  # prompt tokens that the decode node had in its own cache
         self.decode_started = False  # the decode node has reported: it has the KV, or computed it
         self.first_token_at: float | None = None
         self.asked_at: float | None = None  # when its nodes were last asked whether they have it
-        self.unanswered: set[NodeInfo] = set()  # those that were asked, until they say that they do
-        self.may_differ = False  # the decode node may repeat tokens that are known, differently
+        self.unanswered: set[NodeInfo] = set()  # nodes that were asked and have not answered
+        self.may_differ = False  # the decode node's report of known tokens may differ from them
 
     def node(self, source: TokenSource) -> NodeInfo | None:
         return self.decode if source is TokenSource.DECODE else self.prefill
 
     def source(self, node_id: str, epoch: int) -> TokenSource | None:
-        """Which of its nodes speaks; None when neither does."""
+        """Which of its nodes this incarnation is; None when it is neither."""
         decode, prefill = self.decode, self.prefill
         if decode is not None and decode.node_id == node_id and decode.epoch == epoch:
             return _DECODE
@@ -130,8 +128,8 @@ class Attempt:
         timeout_s: float,
         encoders: Sequence[NodeInfo] = (),
     ) -> list[tuple[NodeInfo, Submit]]:
-        """The decode node's first: it reserves and registers while the prefill node's message is on its way. `encoders`: for each image,
-        told to the node that reads the prompt."""
+        """Makes the Submits, the decode node's first, so that it reserves and registers blocks early.
+        `encoders`: one encoder node for each image, told to the node that computes the prompt."""
         prefill, decode = self.prefill, self.decode
         source, mirror = _tier(self.decision.source), _tier(self.decision.mirror)
         cache_peers = CachePeers(source, mirror) if source or mirror else None
@@ -141,7 +139,7 @@ class Attempt:
         def submit(transfer: KVTransferParams | None) -> Submit:
             keep = None
             if spec.keep is not None:
-                # The prefill node of two only has to go on without this router.
+                # A pair's prefill node needs no note: it only has to go on without this router.
                 is_sent_away = transfer is not None and transfer.role is TransferRole.PRODUCE
                 note = b"" if is_sent_away else spec.keep.note
                 keep = KeepAnswer(spec.keep.answer_id, self.number, note)
@@ -185,7 +183,7 @@ def submit_of(
     cache_peers: CachePeers | None = None,
     encoders: Sequence[PeerAddress] = (),
 ) -> Submit:
-    """What a node is told of the request; with the defaults, what is the same for every attempt and node."""
+    """Makes a Submit. With only `spec`, it holds what is the same for every attempt and node."""
     return Submit(
         request_id=request_id,
         reply_to=reply_to,
@@ -214,21 +212,22 @@ def _tier(node: NodeInfo | None) -> PeerAddress | None:
     return None if node is None else PeerAddress(node.node_id, node.epoch, node.tier_endpoint)
 
 
-# How much later than it was set for an alarm may ring.
+# How much later than its time an alarm may ring.
 TICK_S = 0.02
 
 Ring = Callable[[], None]
 
 
 class Alarms:
-    """For the deadlines of all requests. One timer of the event loop serves all that are due in one tick: nearly every request ends before
-    its alarm rings, and a timer for each would cost several times as much as setting and stopping it."""
+    """The deadlines of all requests. One timer of the event loop serves all alarms of a tick, because nearly
+    every request ends before its alarm rings, and a timer for each would cost several times as much."""
 
     def __init__(self) -> None:
         self._due: dict[int, set[Ring]] = {}  # by tick
 
     def set(self, when: float, ring: Ring) -> set[Ring]:
-        """All that are due then; one that is taken out does not ring."""
+        """Sets `ring` to be called at the end of `when`'s tick. Returns the set of that tick's alarms; the
+        caller cancels its alarm by removing it from the set."""
         tick = int(when / TICK_S) + 1
         due = self._due.get(tick)
         if due is None:
@@ -240,19 +239,20 @@ class Alarms:
     def _ring(self, tick: int) -> None:
         loop = asyncio.get_running_loop()
         for ring in self._due.pop(tick):
-            loop.call_soon(ring)  # by itself: what one raises keeps no other from ringing
+            # In a call of its own, so that an exception in one does not stop the others.
+            loop.call_soon(ring)
 
 
-L = TypeVar("L")  # a request's life: here, only the owner of an attempt
+L = TypeVar("L")  # A request's life. This module only stores it as the owner of an attempt.
 
-# Chunks of a request that ended here are under way for a moment; after that the node has missed the Cancel.
+# How long chunks of an ended request may arrive. A node that sends later missed the Cancel.
 LATE_CHUNK_S = 1.0
 REMEMBERED_ENDS = 8192
 REMEMBERED_JOBS = 16384
 
 
 class Placement(Generic[L]):
-    """On the event loop only."""
+    """Chooses nodes, sends to them, and knows which life runs where. Runs on the event loop only."""
 
     def __init__(
         self,
@@ -271,13 +271,14 @@ class Placement(Generic[L]):
         self._links = links
         self._pool = pool
         self._chooser = chooser
-        self.sent_reports: SentReports | None = None  # there while other processes share the port
+        self.sent_reports: SentReports | None = None  # None when no other process shares the port
         self.alarms = Alarms()
         self._answers = AnswerLengthMeter()
         self._by_request_id: dict[str, L] = {}
         self._by_node: dict[NodeInfo, set[L]] = {}
-        self._waiting: dict[L, None] = {}  # for a node to appear
-        self._homes: OrderedDict[str, tuple[frozenset[str], float]] = OrderedDict()  # of jobs, and until when
+        self._waiting: dict[L, None] = {}  # lives that wait for a node
+        # By job: the nodes that pin its last turn, and until when.
+        self._homes: OrderedDict[str, tuple[frozenset[str], float]] = OrderedDict()
         self._ends: OrderedDict[str, float] = OrderedDict()  # request ids of attempts that are over
 
     # --- who is where
@@ -288,7 +289,7 @@ class Placement(Generic[L]):
 
     @property
     def waiting(self) -> list[L]:
-        """Those that have no node, in the order in which they lost theirs."""
+        """The lives without a node, in the order in which they lost theirs."""
         return list(self._waiting)
 
     def life_of(self, request_id: str) -> L | None:
@@ -319,19 +320,19 @@ class Placement(Generic[L]):
         return decision
 
     def version_for(self, spec: SequenceSpec) -> int:
-        """Of Tandem's messages: nodes of one before could not read this request."""
+        """The version of Tandem's messages that this request needs; 0 when all nodes speak the newest one."""
         return 0 if self._pool.oldest_version >= WIRE_VERSION else needed_version(submit_of(spec))
 
     def alternatives(
         self, request: RoutingRequest, hashes: PromptHashes, decision: RoutingDecision
     ) -> list[Alternative]:
-        """For a traced request, just after it was decided."""
+        """For a traced request, just after its decision: the best nodes that were not chosen, too."""
         return self._chooser.alternatives(request, hashes, decision)
 
     def submit(
         self, life: L, attempt: Attempt, spec: SequenceSpec, hashes: PromptHashes, tokens: list[int]
     ) -> TandemError | None:
-        """Returns why it could not, when a node does not read, or could not read this."""
+        """Sends the attempt to its nodes. Returns the error when a node does not or cannot read this."""
         self._by_request_id[attempt.request_id] = life
         for node in attempt.nodes:
             self._by_node.setdefault(node, set()).add(life)
@@ -349,7 +350,7 @@ class Placement(Generic[L]):
             try:
                 attempt.sent[node] = self._links.submit(node, message)
             except NodeLost as error:
-                # Tells every life on that node, this one too, which then moves to another attempt.
+                # The pool tells every life on that node, this one too, which then begins another attempt.
                 self._pool.suspect(node.node_id, node.epoch, str(error))
                 return error
             except Unavailable as error:
@@ -363,8 +364,8 @@ class Placement(Generic[L]):
         return None
 
     def withdraw(self, life: L, attempt: Attempt, ended_at: NodeInfo | None, *, leaves: bool = False) -> None:
-        """The attempt is over. Both nodes are told, except one that said so itself (`ended_at`); a node that is done with it
-        ignores it. `leaves`: they go on, and none is told."""
+        """Ends the attempt, and sends a Cancel to each node but `ended_at`, which reported the end; a node
+        that has finished the request ignores it. `leaves`: the nodes go on, and get no Cancel."""
         if self._by_request_id.pop(attempt.request_id, None) is None:
             return
         self.remember_end(attempt.request_id)
@@ -394,7 +395,7 @@ class Placement(Generic[L]):
     # --- what is known of the nodes' work
 
     def expected_tokens(self, spec: SequenceSpec) -> int:
-        """How many tokens' blocks a sequence may take on its decode node, or where its vector is made."""
+        """How many tokens a sequence is expected to have on its decode node, or where its vector is made."""
         if spec.pooling is not None:
             return len(spec.prompt_token_ids)
         return len(spec.prompt_token_ids) + self._answers.expected(spec.sampling.max_tokens)
@@ -405,11 +406,11 @@ class Placement(Generic[L]):
         return sent is not None and self._links.has_heard(node, sent)
 
     def ask(self, node: NodeInfo) -> None:
-        """The node answers with what it holds, between two steps."""
+        """Asks the node what it holds. It answers between two steps."""
         self._links.ask(node)
 
     def is_in_a_step(self, node: NodeInfo) -> bool:
-        """Whether the node, by its last status, is in a step that may well be a long one."""
+        """Whether the node's last status shows it in a step that has not yet lasted `heartbeat.wedged`."""
         member = self._pool.member(node.node_id)
         status = member.status if member is not None and member.info == node else None
         return status is not None and 0 < status.step_age_s < self.config.heartbeat.wedged
@@ -425,8 +426,9 @@ class Placement(Generic[L]):
             self._answered(attempt.prefill.node_id, attempt.request_id)
 
     def on_decode_started(self, attempt: Attempt) -> float:
-        """The prefill node has reported too, unless the decode node read the prompt itself: then it need not go on. Returns how
-        long the handover took."""
+        """Notes the decode node's first report. Returns how long the handover took, or 0 if there was none to
+        measure. The prefill node gets a Cancel if its first token has not come by now, because it is no
+        longer needed."""
         if attempt.decode is not None:
             self._answered(attempt.decode.node_id, attempt.request_id)
         if attempt.prefill is None:
@@ -440,7 +442,7 @@ class Placement(Generic[L]):
         return waited
 
     def on_first_token(self, attempt: Attempt, computed: int, queue_s: float) -> None:
-        """`computed`: how many tokens were read for it, those in a prefix cache left out. `queue_s`: in the node's line."""
+        """`computed`: prompt tokens that were not cached. `queue_s`: the time in the node's line."""
         took = self.clock() - attempt.submitted_at
         self.metrics.prefill_time.observe(max(took - queue_s, 0.0))
         if attempt.prefill is not None or attempt.decode is None:
@@ -468,7 +470,7 @@ class Placement(Generic[L]):
                 self._homes.popitem(last=False)
 
     def home_of(self, job_id: str | None) -> frozenset[str]:
-        """The nodes where the job's last turn is pinned, if it ended here just now."""
+        """The nodes that pin the job's last turn; empty when no pin is known or it has ended."""
         nodes, until = (
             self._homes.get(job_id, (frozenset(), 0.0)) if job_id is not None else (frozenset(), 0.0)
         )
@@ -477,7 +479,7 @@ class Placement(Generic[L]):
     def turn_ended(
         self, decision: RoutingDecision, request_id: str, job_id: str, called: list[str] | None
     ) -> None:
-        """The nodes that pinned the turn hear which tools its answer called."""
+        """Tells the nodes that pin the turn which tools its answer called."""
         for node in (decision.prefill, decision.decode):
             if node is not None and node.pin_seconds:
                 member = self._pool.member(node.node_id)

@@ -1,8 +1,8 @@
-"""Background answers that another router began: found on the node that keeps them, and read from there.
+"""Background answers that another router began, read from the node that keeps them.
 
-A router asks every node for an answer's id. Nodes that have it say so, and send its tokens from any index on, as long as they
-come. When the node is lost, or its attempt has failed, the nodes are asked again: the router that began the answer may have
-moved it.
+A router asks every node for an answer's id. A node that has the answer says so, and then sends its tokens
+from any index on, as they come. When that node is lost or its attempt fails, the router asks all nodes again,
+because the router that began the answer may have moved it to another node.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import KeepAnswer, Recalled, TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs
 
-# An answer that failed on its node is looked for again: its router may be moving it.
+# How often an answer that failed on its node is looked for again: the router that began it may be moving it.
 LOOKS = 3
 BETWEEN_LOOKS_S = 0.5
 
 
-# Ids that are looked for at once. Each is a message to every node, and the id may be made up.
+# How many ids are looked for at once. Each costs one message to every node, and a client can make ids up.
 MOST_QUESTIONS = 64
 
 
 class FoundAnswer(msgspec.Struct, frozen=True):
+    """A node's reply that it keeps an answer."""
+
     node: NodeInfo
     keep: KeepAnswer
-    broken: bool  # its last attempt ended before its end
+    broken: bool  # its last attempt failed on this node
 
 
 class _Question:
@@ -46,7 +48,8 @@ class _Question:
 
 
 class FollowedAnswer:
-    """Read as the lives of a request are: one sequence, whose tokens come from the node that keeps them."""
+    """A background answer, read like a request's lives: one sequence, whose tokens come from the node that
+    keeps it."""
 
     def __init__(self, recalls: Recalls, found: FoundAnswer, spec: SequenceSpec) -> None:
         self.spec = spec
@@ -60,7 +63,7 @@ class FollowedAnswer:
         self.request_id = f"follow-{secrets.token_hex(16)}"
         self._recalls = recalls
         self._lost: TandemError | None = None
-        self._looks = 0  # since it last heard something
+        self._looks = 0  # searches since the last token
         self._news = asyncio.Event()
         recalls.follow(self)
 
@@ -69,7 +72,8 @@ class FollowedAnswer:
         return [self]
 
     async def news(self) -> None:
-        """Until there is more to read, or it has ended. Asks again for what it waits for, and then for who has it."""
+        """Waits until there is more to read or the answer has ended. After `patience_s` without news it sends
+        Follow again; after another `patience_s` it looks for the answer on all nodes."""
         patience = self._recalls.patience_s
         asked = 0
         while not self._news.is_set():
@@ -88,7 +92,7 @@ class FollowedAnswer:
         self._news.clear()
 
     def on_chunk(self, chunk: TokenChunk) -> None:
-        """It is the node's word that it follows, too."""
+        """Any chunk also shows that the node has received the Follow."""
         if chunk.cached_tokens is not None:
             self.cached_tokens = chunk.cached_tokens
         if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.ABORT:
@@ -109,14 +113,16 @@ class FollowedAnswer:
         self._lose(NodeLost(f"node {self.found.node.node_id}, which keeps the answer, is lost: {why}"))
 
     def _lose(self, error: TandemError) -> None:
-        """The reader looks, finds no news, and waits for more: then the nodes are asked again."""
+        """Wakes the reader. It finds nothing new, calls `news` again, and `news` looks for the answer on all
+        nodes."""
         if not self.ended:
             self._lost = error
             self._recalls.drop(self)
             self._news.set()
 
     async def _find_again(self, error: TandemError) -> None:
-        """Who began it may just be moving it, so not only once. What failed for good is told as its node told it."""
+        """Looks for the answer on all nodes, up to LOOKS times, because its router may be moving it just now.
+        After the last search the answer ends with `error`, the error that its node reported."""
         self._looks += 1
         if self._looks > LOOKS:
             self._end(FinishReason.ERROR, error)
@@ -136,7 +142,7 @@ class FollowedAnswer:
         self._end(FinishReason.ERROR, error)
 
     def cancel(self) -> None:
-        """This router reads no more of it."""
+        """Ends the reading here. The answer itself goes on at its node."""
         self._end(FinishReason.ABORT, Cancelled("it is not read here"))
 
     def _end(self, finish: FinishReason, error: TandemError | None) -> None:
@@ -147,7 +153,7 @@ class FollowedAnswer:
 
 
 class Recalls:
-    """On the event loop only."""
+    """Asks nodes for kept answers and passes their replies to readers. Runs on the event loop only."""
 
     def __init__(self, config: RouterConfig, links: Links, pool: NodePool) -> None:
         self.patience_s = config.timeouts.token_idle / 2
@@ -158,8 +164,9 @@ class Recalls:
         self._followed: dict[str, FollowedAnswer] = {}
 
     async def find(self, answer_id: str) -> FoundAnswer | None:
-        """Asks every node. A node between two steps answers at once; one that is silent for `heartbeat.silence` is not waited for.
-        Raises Overloaded."""
+        """Asks every node for the answer and returns the best reply, or None. A node replies between two
+        steps. The search waits no longer than `heartbeat.silence`. Raises Overloaded when too many ids are
+        looked for at once."""
         question = self._questions.get(answer_id)
         if question is None:
             if len(self._questions) >= MOST_QUESTIONS:
@@ -210,18 +217,19 @@ class Recalls:
                 self._links.cancel(node, answer.request_id)
 
     def end(self, answer_id: str, *, forget: bool) -> None:
-        """On whatever nodes keep it."""
+        """Ends the answer on every node that keeps it; with `forget` the nodes drop it as well."""
         for member in self._pool.members:
             if member.lost is None:
                 self._links.end_answer(member.info, answer_id, forget=forget)
 
     def leave_all(self, error: TandemError) -> None:
-        """This router ends."""
+        """Ends all readers because this router ends; their clients may go on at another router."""
         for answer in list(self._followed.values()):
             answer.fail(LeftBehind(str(error)))
 
     def on_chunk(self, node_id: str, epoch: int, chunk: TokenChunk) -> bool:
-        """Whether it is of an answer that is followed."""
+        """Returns whether the chunk belongs to a reader of this router. A chunk for a reader that has gone is
+        dropped."""
         answer = self._followed.get(chunk.request_id)
         if answer is None or (answer.found.node.node_id, answer.found.node.epoch) != (node_id, epoch):
             return chunk.request_id.startswith("follow-")
@@ -229,7 +237,8 @@ class Recalls:
         return True
 
     def on_line_broken(self, node: NodeInfo) -> None:
-        """Messages of the node may be missing: it sends again what is not known here."""
+        """The node's messages may have been lost. Follows again, from the first token that is missing
+        here."""
         for answer in [one for one in self._followed.values() if one.found.node == node]:
             self.follow(answer)
 

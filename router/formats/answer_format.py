@@ -1,4 +1,4 @@
-"""How one model writes answers: its calls, its reasoning, and who reads them."""
+"""How one model writes answers: the formats of its calls and its reasoning, and the readers of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tandem.router.text.tokenizer import Tokenizer
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
-    """`harmony` takes the place of both others: there the two are messages of one kind."""
+    """A model's formats. `harmony` replaces both others: there calls and reasoning are messages of one
+    kind."""
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -33,14 +34,15 @@ class AnswerFormat(msgspec.Struct, frozen=True):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What a reader must see of an answer although it may be a special token."""
+        """The texts that a reader must see even though they may be special tokens."""
         if self.harmony is not None:
             return self.harmony.layout.marks
         reasoning = (self.reasoning.begin.strip(), self.reasoning.end) if self.reasoning is not None else ()
         return (*(self.calls.layout.marks if self.calls is not None else ()), *reasoning)
 
     def reader(self, prompt: str, tools: ToolSchemas | None) -> AnswerReader | None:
-        """`tools` is None where the model may not call. None: the answer is text and nothing else."""
+        """Returns a reader of an answer, or None when the answer is only text. `tools`: None when the model
+        may not call."""
         if self.harmony is not None:
             return HarmonyReader(calls=tools is not None)
         calls = CallReader(self.calls, tools) if self.calls is not None and tools is not None else None
@@ -50,13 +52,13 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         return calls if start is ReasoningStart.CLOSED else ReasoningReader(self.reasoning, start, calls)
 
     def answer_grammar(self, grammar: str, tokenizer: Tokenizer) -> str:
-        """The grammar of an answer that is no call, with the marks that it has to have."""
+        """Returns the grammar of an answer without calls, with the marks that it must have."""
         if self.harmony is None:
             return grammar
         return on_final_channel(grammar, LarkWriter(tokenizer, self.marks))
 
     def after_reasoning(self, grammar: str, prompt: str, tokenizer: Tokenizer) -> str:
-        """A grammar that holds from the reasoning's end on."""
+        """Returns a grammar that holds from the reasoning's end on."""
         writer = LarkWriter(tokenizer, self.marks)
         if self.harmony is not None:
             return after_analysis(grammar, writer)
@@ -65,7 +67,7 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         return self.reasoning.grammar(grammar, self.reasoning.start(prompt), writer)
 
     def reasoning_tokens(self, token_ids: Sequence[int], prompt: str, tokenizer: Tokenizer) -> int | None:
-        """None: nothing is known of how the model reasons."""
+        """Counts an answer's reasoning tokens; None when the model's reasoning format is unknown."""
         if self.harmony is not None:
             return analysis_tokens(token_ids, tokenizer)
         if self.reasoning is None:

@@ -1,4 +1,4 @@
-"""Arguments between commas: where each ends, and the grammar of such a list."""
+"""Comma-separated arguments: where each ends, and the grammar of such a list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class ArgumentScan:
-    """The end of one argument: a comma or the closing bracket, outside of brackets and quoted text."""
+    """Finds the end of one argument: a comma or the closing bracket, outside of brackets and quotes."""
 
     def __init__(self, quotes: Sequence[str], close: str, *, escapes: bool) -> None:
         self._marks = re.compile(
@@ -20,11 +20,12 @@ class ArgumentScan:
         self._at = 0
 
     def find(self, text: str, *, ended: bool) -> int | None:
-        """`text` begins with the argument and has only grown since it was last asked. None: there is no end yet."""
+        """Returns the end's position, or None while there is none. `text` begins with the argument, and may
+        only grow between calls."""
         longest = max(map(len, self._quotes), default=1)
         while (found := self._marks.search(text, self._at)) is not None:
             if not ended and found.start() > len(text) - longest and longest > 1:
-                return None  # it might be the beginning of a quote
+                return None  # this may be the beginning of a quote
             mark, self._at = found.group(), found.end()
             if mark == "\\":
                 if self._at >= len(text) and not ended:
@@ -47,8 +48,8 @@ class ArgumentScan:
 
 
 def list_rules(rule: str, items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """Items in their order, those that are not required may be missing, with separators only between. `rule`_f0 is
-    the list."""
+    """Returns rules for items in their order, optional ones possibly missing, separated. The list is the rule
+    `rule`_f0."""
     if not items:
         return [f'{rule}_f0: ""']
     rules: list[str] = []

@@ -1,4 +1,4 @@
-"""Calls as Gemma writes them: call:weather{city:<escape>Paris<escape>,days:2}."""
+"""Reads and writes Gemma's calls: call:weather{city:<escape>Paris<escape>,days:2}."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class BracedCalls(msgspec.Struct, frozen=True):
             cursor.take(1)
 
     def _json(self, written: str) -> str:
-        """An array, an object with bare keys, a number or a word, in which texts stand between quotes."""
+        """Converts an array, an object with bare keys, a number or a word, whose texts are between quotes, to
+        JSON."""
         parts = written.split(self.quote)
         for at in range(1, len(parts), 2):
             parts[at] = json_text(parts[at])

@@ -1,4 +1,4 @@
-"""Calls that a model must make, or must make right, written as it was taught: the grammar of such an answer."""
+"""The grammar of answers with calls that a model must make, or must write correctly, in its own format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OfferedTool(msgspec.Struct, frozen=True):
 
 
 class CallGrammar:
-    """`once`: one call and no more."""
+    """Makes grammars of calls to the given tools. `once`: at most one call."""
 
     def __init__(
         self, calls: CallWriting, tools: Sequence[OfferedTool], tokenizer: Tokenizer, *, once: bool
@@ -38,12 +38,13 @@ class CallGrammar:
         return self._with_calls(["start: calls", f"calls: {self._begun('')}"])
 
     def call_or(self, answer: str) -> str:
-        """Calls, or else an answer by that grammar."""
+        """Returns a grammar of either calls or an answer by the given grammar."""
         rules = ["start: calls | answer", f"answer: {nested(answer)}", f"calls: {self._begun('')}"]
         return self._with_calls(rules)
 
     def text_with_calls(self) -> str:
-        """Text as the model likes, which ends where it begins a call as the reader of calls would find it."""
+        """Returns a grammar of free text in which a call may begin anywhere that the reader of calls would
+        find it. From there on, the call's grammar holds."""
         opening = self._calls.opening
         text = rf"TEXT: {ANY_TEXT}" if opening is None else rf"TEXT: /\s*([^\s{_in_class(opening)}](.|\n)*)?/"
         written = self._layout.begin + self._layout.call_begin
@@ -55,11 +56,11 @@ class CallGrammar:
                 [f"start: called | TEXT{unmarked}", f"called: lead {self._begun(mark)}", lead, text]
             )
         start = "start: called | TEXT" if self._most == 1 else "start: called* TEXT"
-        most = self._most if self._layout.begin else 1  # calls that one mark begins
+        most = self._most if self._layout.begin else 1  # how many calls one mark begins
         return self._with_calls([start, f"called: lead {self._begun(mark, most)}", lead, text])
 
     def _begun(self, mark: str, most: int | None = None) -> str:
-        """Calls from after this mark on, which they begin with."""
+        """Returns a rule for calls after their opening mark."""
         layout, literal = self._layout, self._writer.literal
         most = self._most if most is None else most
         begin = literal((layout.begin + layout.call_begin).removeprefix(mark))
@@ -83,5 +84,5 @@ class CallGrammar:
 
 
 def _in_class(character: str) -> str:
-    """Within the brackets of an expression's class of characters."""
+    """Escapes a character for a character class of a regular expression."""
     return f"\\{character}" if character in "[]^\\-" else character

@@ -1,4 +1,4 @@
-"""Calls in an answer's text: the contract of a format, and the reader that is the same for all of them."""
+"""Calls in an answer's text: the contract of a call format, and the reader that all of them share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Text, Too
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What a model writes around its calls. `marks` are those that may be tokens of their own."""
+    """What a model writes around its calls. `marks`: the texts of these that may be special tokens."""
 
     begin: str = ""
     call_begin: str = ""
@@ -20,21 +20,21 @@ class Layout(msgspec.Struct, frozen=True):
     between: str = ""
     end: str = ""
     marks: tuple[str, ...] = ()
-    most: int = 16  # calls that one answer may be made to have
-    last: bool = False  # calls go on to the end of the answer
+    most: int = 16  # the most calls that a grammar allows in one answer
+    last: bool = False  # calls go on to the answer's end
 
 
 class CallWriting(Protocol):
-    """How one family of models writes calls. Without state: one serves all requests."""
+    """How one family of models writes calls. It has no state, so one object serves all requests."""
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The marks that calls begin with."""
+        """The marks that begin calls."""
         ...
 
     @property
     def opening(self) -> str | None:
-        """An answer that begins so is a call even without a mark."""
+        """An answer that begins with this is a call even without a mark."""
         ...
 
     @property
@@ -43,18 +43,20 @@ class CallWriting(Protocol):
     def rules(
         self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool
     ) -> list[str]:
-        """The grammar of one call, without the layout's marks. Rules of its own begin with the rule's name."""
+        """Returns the grammar of one call without the layout's marks. The names of all further rules begin
+        with `rule`."""
         ...
 
 
 class CallFormat(CallWriting, Protocol):
     def read(self, cursor: Cursor, sink: CallSink, tools: ToolSchemas) -> Steps[None]:
-        """From after a mark to the end of the calls that it began. If the sink was told of none, there was none."""
+        """Reads from after a mark to the end of the calls that it begins. If it tells the sink of no call,
+        the text has none."""
         ...
 
 
 class CallSink:
-    """Where formats tell what they find. With the first call what was taken of the text is taken for good."""
+    """Takes what a format finds. With the first call, the text read so far can no longer be given back."""
 
     def __init__(self, cursor: Cursor, pieces: list[Piece]) -> None:
         self._cursor = cursor
@@ -72,12 +74,15 @@ class CallSink:
 
 
 class CallReader:
+    """Reads calls in one format; all other text passes through."""
+
     def __init__(self, calls: CallFormat, tools: ToolSchemas) -> None:
         self._calls = calls
         self._tools = tools
         self._cursor = Cursor()
         self._pieces: list[Piece] = []
-        self._space: str | None = ""  # around calls, until it is known what follows. None: text has begun
+        # White space around calls, until it is known what follows. None: text has begun.
+        self._space: str | None = ""
         self._found = False
         self._steps = self._read()
 
@@ -110,7 +115,8 @@ class CallReader:
             yield from self._read_calls(mark)
 
     def _read_calls(self, mark: str) -> Steps[None]:
-        """White space on both sides belongs to the format; a mark without a call is text."""
+        """Reads the calls after a mark. White space around them belongs to the format; a mark without a call
+        is text."""
         cursor = self._cursor
         cursor.keep()
         sink = CallSink(cursor, self._pieces)

@@ -1,4 +1,5 @@
-"""A place in a text that is still being written, for readers in plain style: they wait where they need more of it."""
+"""A position in a text that is still being written. Readers are generators that wait where they need more
+text."""
 
 from __future__ import annotations
 
@@ -6,24 +7,25 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-# A name with the marks around it is shorter; what is longer is no call's beginning.
+# The most text held back as a possible beginning of a call. A name with its marks is shorter.
 MOST_HELD = 1_000
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A reader at work. Each `yield` waits until more text has come, or the end."""
+"""A running reader. Each `yield` waits until more text has arrived, or the end."""
 
 
 class Cursor:
-    """`rest` is what has come and was not taken yet. `ended`: nothing more comes."""
+    """A position in a growing text. `rest`: text that has arrived and was not taken. `ended`: no more will
+    arrive."""
 
     def __init__(self) -> None:
         self.rest = ""
         self.ended = False
-        self._kept: list[str] | None = None  # what was taken since `keep`
+        self._kept: list[str] | None = None  # text taken since `keep`
 
     def keep(self) -> None:
-        """From here on what is taken can be given back."""
+        """From here on, taken text can be given back."""
         self._kept = []
 
     def let_go(self) -> None:
@@ -40,7 +42,7 @@ class Cursor:
         return taken
 
     def skip_space(self) -> Steps[None]:
-        """To the next character that is none, or the end."""
+        """Skips white space, up to the next other character or the end."""
         while True:
             self.take(len(self.rest) - len(self.rest.lstrip()))
             if self.rest or self.ended:
@@ -48,15 +50,16 @@ class Cursor:
             yield
 
     def until(self, marks: Sequence[str], say: Callable[[str], None]) -> Steps[str | None]:
-        """Says what stands before the first of the marks, and takes that. None: the text ended without one.
+        """Passes the text before the first mark to `say`, takes the mark and returns it; None if the text
+        ended without one.
 
-        What may become a mark is held back until it is decided.
+        Text that may become a mark is held back until that is decided.
         """
         while True:
             found = [(at, -len(mark), mark) for mark in marks if (at := self.rest.find(mark)) >= 0]
             if found:
                 at, _, mark = min(found)
-                # A longer mark may begin earlier, or at the same place, and need more text.
+                # A longer mark may begin earlier, or here, and need more text.
                 if self.ended or possible_start(self.rest, marks) >= at + len(mark):
                     if at:
                         say(self.take(at))
@@ -74,8 +77,8 @@ class Cursor:
     def match(
         self, pattern: re.Pattern[str], possible: re.Pattern[str] | None = None
     ) -> Steps[re.Match[str] | None]:
-        """Takes what the pattern matches here. It is tried again with more text, as long as what there is may be
-        possible and is short."""
+        """Takes and returns the pattern's match at this position, or returns None. It waits for more text
+        while `rest` is short and `possible` matches it."""
         while (found := pattern.match(self.rest)) is None:
             if self.ended or len(self.rest) >= MOST_HELD:
                 return None
@@ -92,7 +95,7 @@ class Cursor:
 
 
 def possible_start(text: str, marks: Sequence[str]) -> int:
-    """Where one of the marks might be beginning, incomplete, at the text's end; its length if nowhere."""
+    """Returns where an incomplete mark may begin at the text's end; the text's length if nowhere."""
     longest = max(map(len, marks), default=1) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         tail = text[at:]

@@ -1,4 +1,4 @@
-"""Which format a model has: proved by a call that its own chat template writes, where the template writes one."""
+"""Finds a model's format, from a call that its own chat template writes, if it writes one."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "abcdefghi", "name": 
 def format_of(
     tool_format: ToolFormat, reasoning_format: ReasoningName, template: ChatTemplate | None
 ) -> AnswerFormat:
-    """What the operator named, and for AUTO what the template shows. Tools that no known format fits, and tools of a
-    template that knows none, are called as Hermes does."""
+    """Returns the formats that the operator named or, for AUTO, those that the template shows. A template
+    without tools, and one whose tools fit no known format, gets Hermes's."""
     if tool_format is ToolFormat.AUTO:
         tool_format = detected_calls(template)
     if reasoning_format is ReasoningName.AUTO:
@@ -72,7 +72,8 @@ def detected_calls(template: ChatTemplate | None) -> ToolFormat:
 
 
 def _written_call(template: ChatTemplate) -> str | None:
-    """How the template writes an assistant's call, from where the model would begin to write it."""
+    """Returns how the template writes an assistant's call, from where the model would begin to write it, or
+    None."""
     for history in ([_ASK, _CALL], [_ASK, _CALL, _RESULT]):
         try:
             asked = template.render([_ASK], tools=[_TOOL])
@@ -102,7 +103,8 @@ def _reads(calls: CallFormat | None, written: str) -> bool:
 
 
 def _is_written(calls: CallFormat, written: str) -> bool:
-    """What it would make a model write is what the template writes: several formats may read it."""
+    """Whether the template's call has the opening marks that this format's grammar writes. Several formats
+    may read the same call."""
     begin = calls.layout.begin + calls.layout.call_begin
     return "".join(begin.split()) in "".join(written.split())
 
@@ -119,5 +121,5 @@ def _detected_reasoning(template: ChatTemplate | None, calls: ToolFormat) -> Rea
 
 
 def _is_common(row: tuple[ReasoningName, ReasoningFormat]) -> bool:
-    """<think> is asked for last: templates of other families mention it, too."""
+    """Sorts <think> last, because other families' templates mention it, too."""
     return row[0] is ReasoningName.THINK

@@ -1,6 +1,7 @@
-"""gpt-oss's answers: messages on channels, each with a header that says where it goes.
+"""gpt-oss's answers: messages on channels, each with a header that names its channel.
 
-`analysis` is reasoning, `final` the answer, `commentary` to a function its call. Text without a header is the answer.
+`analysis` is reasoning, `final` the answer, `commentary` to a function a call. Text without a header is the
+answer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _FUNCTION = re.compile(r"to=functions\.([\w.\-]+)")
 
 
 class HarmonyCalls(msgspec.Struct, frozen=True):
-    """A call ends the answer: its end mark is an end-of-sequence token, which no grammar needs to name."""
+    """Calls in harmony. A call ends the answer: its end mark is an end-of-sequence token, so no grammar has
+    to name it."""
 
     begins: tuple[str, ...] = ("<|channel|>commentary to=functions.",)
     opening: str | None = None
@@ -43,7 +45,7 @@ def on_final_channel(answer: str, writer: LarkWriter) -> str:
 
 
 def after_analysis(grammar: str, writer: LarkWriter) -> str:
-    """A message's grammar, and whatever the model may think before it."""
+    """Returns a message's grammar with any reasoning before it."""
     analysis = (
         f"{writer.literal('<|channel|>analysis<|message|>')} {ANY_TEXT} {writer.literal('<|end|><|start|>')}"
     )
@@ -58,7 +60,7 @@ def after_analysis(grammar: str, writer: LarkWriter) -> str:
 
 
 def analysis_tokens(token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """The tokens of an answer's reasoning messages, with their headers and end marks."""
+    """Counts the tokens of an answer's reasoning messages, with their headers and end marks."""
     message = tokenizer.token_id("<|message|>")
     ends = {tokenizer.token_id(mark) for mark in _ENDS}
     count, begin, header_end = 0, 0, -1
@@ -101,7 +103,7 @@ class HarmonyReader:
     def _read(self) -> Steps[None]:
         cursor = self._cursor
         sink = CallSink(cursor, self._pieces)
-        # The prompt ends within a header, which may go on with where the message goes to.
+        # The prompt ends within a header, which may continue with the message's recipient.
         yield from cursor.skip_space()
         mark: str | None = ""
         if not (yield from cursor.starts_with("to=")):

@@ -1,4 +1,4 @@
-"""Calls as objects of a name and its arguments: {"name": "weather", "arguments": {"city": "Paris"}}."""
+"""Reads and writes calls as JSON objects: {"name": "weather", "arguments": {"city": "Paris"}}."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.router.formats.json_scan import EndSearch, JsonScan, objects
 from tandem.router.formats.lark import LarkWriter, json_schema, quoted
 from tandem.router.formats.pieces import ToolSchemas, json_text, json_value
 
-# An object of a name and its arguments, in the order in which models are taught to write them.
+# The beginning of such an object, with name and arguments in the order that models are taught.
 _HEAD = re.compile(r'[\s,;\[]*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _BETWEEN = " \t\r\n,;[]"
 
@@ -22,12 +22,13 @@ _BETWEEN = " \t\r\n,;[]"
 class JsonCalls(msgspec.Struct, frozen=True):
     begins: tuple[str, ...]
     layout: Layout
-    end: str | None = None  # None: calls last to the end of the answer
-    key: str = "arguments"  # under which they are written; the other one is read, too
+    end: str | None = None  # None: calls go on to the answer's end
+    key: str = "arguments"  # the key for writing arguments; the other one is read, too
     opening: str | None = None
 
     def read(self, cursor: Cursor, sink: CallSink, tools: ToolSchemas) -> Steps[None]:
-        """A call is told from where its arguments begin. What does not begin as calls do is held to its end."""
+        """Reads calls. A call is told once its arguments begin. Text that does not begin like a call is held
+        to its end."""
         search = EndSearch(self.end) if self.end is not None else None
         while (head := _HEAD.match(cursor.rest)) is None:
             at = search.find(cursor.rest) if search is not None else -1
@@ -44,7 +45,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
             head = yield from self._next(cursor)
 
     def _next(self, cursor: Cursor) -> Steps[re.Match[str] | None]:
-        """Nothing but another call or the end mark is wanted after a call."""
+        """Waits for another call, the end mark, or the answer's end. Text before the end mark is dropped."""
         while (head := _HEAD.match(cursor.rest)) is None:
             at = cursor.rest.find(self.end) if self.end is not None else -1
             if at >= 0 and self.end is not None:
@@ -67,7 +68,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
 
 
 def _read_object(cursor: Cursor, sink: CallSink) -> Steps[None]:
-    """The arguments, and what is left of the object around them."""
+    """Reads the arguments and the rest of the object around them."""
     scan = JsonScan(depth=1)
     while (end := scan.until(cursor.rest, 0, 1)) is None:
         sink.arguments(cursor.take(len(cursor.rest)))
@@ -94,7 +95,7 @@ def _tell_whole(cursor: Cursor, sink: CallSink, inner: str, end: str | None) -> 
 
 
 def _calls_in(text: str) -> list[tuple[str, str]] | None:
-    """One object, a list of them, or several one after the other. None: it is no call."""
+    """Returns the calls of one object, a list, or several objects in a row; None when the text is no call."""
     whole = json_value(text)
     if whole is not None:
         return _all_calls(whole if isinstance(whole, list) else [whole])

@@ -1,4 +1,4 @@
-"""JSON in pieces of any size: where an object ends, and where a mark stands outside of its strings."""
+"""Scans JSON in pieces of any size: finds an object's end, and marks outside of strings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MARKS = re.compile(r'["\\{}\[\]]')
 
 
 class JsonScan:
-    """Text that is meant to be JSON: how deep in brackets it is, and whether in a string."""
+    """Scans text that should be JSON, and tracks the depth in brackets and whether it is in a string."""
 
     def __init__(self, depth: int = 0) -> None:
         self.in_string = False
@@ -16,7 +16,8 @@ class JsonScan:
         self._escaped = False
 
     def until(self, text: str, at: int, depth: int | None) -> int | None:
-        """From `at` on: the place after the bracket that closes down to `depth`. None: all of the text was read."""
+        """Scans from `at` to the bracket that closes down to `depth`. Returns the position after it, or None
+        when all of the text was scanned."""
         while at < len(text):
             if self._escaped:
                 self._escaped = False
@@ -38,7 +39,7 @@ class JsonScan:
                 self.in_string = False
             return False
         if mark == '"':
-            self.in_string = self._depth > 0  # outside of all brackets it is not JSON's
+            self.in_string = self._depth > 0  # outside of all brackets a quote is not JSON's
         elif mark in "{[":
             self._depth += 1
         elif mark in "}]":
@@ -48,7 +49,7 @@ class JsonScan:
 
 
 class EndSearch:
-    """Looks for the mark that ends a call. In a string of the call it is part of what the model says."""
+    """Finds the mark that ends a call. Inside one of the call's strings the mark is part of the value."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -56,7 +57,8 @@ class EndSearch:
         self._at = 0
 
     def find(self, text: str) -> int:
-        """`text` begins with the call, and has only grown since it was last asked. -1: it is not there."""
+        """Returns the mark's position, or -1. `text` begins with the call, and may only grow between calls of
+        this method."""
         while (found := text.find(self._mark, self._at)) >= 0:
             self._scan.until(text[self._at : found], 0, None)
             if not self._scan.in_string:
@@ -68,7 +70,7 @@ class EndSearch:
 
 
 def objects(text: str) -> list[str]:
-    """Between white space, commas and semicolons, each up to the bracket that closes it."""
+    """Splits a text into objects that are separated by white space, commas or semicolons."""
     found: list[str] = []
     end: int | None = 0
     while end is not None and end < len(text):

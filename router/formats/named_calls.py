@@ -1,4 +1,4 @@
-"""Calls as a name and an object of arguments after it, with marks between: weather<mark>{"city": "Paris"}."""
+"""Reads and writes calls as a name followed by an object of arguments: weather<mark>{"city": "Paris"}."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tandem.router.formats.pieces import ToolSchemas
 class NamedCalls(msgspec.Struct, frozen=True):
     begins: tuple[str, ...]
     layout: Layout
-    head: str  # what stands before a call's arguments: an expression with the groups name and, if it has one, id
-    written_head: str  # the same as it is to be written; {} is the name
+    # a regular expression for what precedes the arguments, with the group name and perhaps the group id
+    head: str
+    written_head: str  # the same, for writing; {} is the name
     call_begin: str = ""
     call_end: str = ""
     end: str = ""

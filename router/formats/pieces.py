@@ -1,4 +1,4 @@
-"""What an answer's text means, piece by piece, and the contract of everything that reads it."""
+"""The meanings of an answer's text, piece by piece, and the contract of its readers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 ToolSchemas = Mapping[str, Mapping[str, Any]]
-"""The parameters of each function that the model may call: some formats write values without saying their type."""
+"""By function: the schema of its parameters. Some formats write values without their types."""
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -21,12 +21,12 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class CallBegins(msgspec.Struct, frozen=True):
-    id: str | None  # None: the format has none, and the answer makes one
+    id: str | None  # None: the format has no ids, and the answer makes one
     name: str
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """More of the last call's arguments, which together are JSON."""
+    """More of the last call's arguments. Together they are JSON."""
 
     text: str
 
@@ -35,21 +35,23 @@ Piece = Text | Reasoning | CallBegins | Arguments
 
 
 class AnswerReader(Protocol):
-    """Text in, pieces out. However the text is cut, the pieces joined say the same.
+    """Turns text into pieces. However the text is cut, the joined pieces are the same.
 
-    What turns out to be no call is text, as it was written. A call is told as soon as it is known to be one, and its
-    arguments as they are written; what does not begin as calls do is held until it is complete.
+    Text that turns out to be no call is told as it was written. A call is told as soon as it is known to be
+    one, and its arguments as they are written. Text that may be a call but does not begin like one is held
+    until it is complete.
     """
 
     def push(self, text: str) -> list[Piece]: ...
 
     def finish(self) -> list[Piece]:
-        """The end of the answer. A call without its end mark counts, if it is one: the mark may be the stop token."""
+        """Ends the answer. A call without its end mark counts if it is complete, because the mark may be the
+        stop token."""
         ...
 
 
 class NotesCalls:
-    """A reader that notes the names of the calls in `called`."""
+    """Wraps a reader, and adds the names of its calls to `called`."""
 
     def __init__(self, reader: AnswerReader, called: list[str]) -> None:
         self._reader = reader
@@ -75,7 +77,7 @@ def json_text(value: Any) -> str:
 
 
 def json_value(text: str) -> Any:
-    """None for what is not JSON, which is not told apart from null: neither is a call."""
+    """Parses JSON. Returns None for invalid text and for null: neither is a call."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

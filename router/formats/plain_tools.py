@@ -1,4 +1,5 @@
-"""Tools for a model whose chat template knows none: told in words, called and answered as Hermes does."""
+"""Tools for a model whose chat template has none: described in words, called and answered in Hermes's
+format."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def told_in_words(messages: Messages, tools: Sequence[Mapping[str, Any]], *, has_system: bool) -> Messages:
-    """`has_system`: the template takes a system message. Otherwise the first of the user's begins with the words."""
+    """Adds the tools' description to the messages. `has_system`: the template takes a system message;
+    otherwise the first user message begins with the description."""
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     words = _TOLD.format(functions=functions)
     plain = _without_calls(messages)
@@ -33,7 +35,8 @@ def told_in_words(messages: Messages, tools: Sequence[Mapping[str, Any]], *, has
 
 
 def _without_calls(messages: Messages) -> list[Mapping[str, Any]]:
-    """Calls as the assistant's text, and results as the user's: the answers to several calls in one message."""
+    """Turns calls into assistant text and results into user text; the results of several calls become one
+    message."""
     plain: list[Mapping[str, Any]] = []
     after_result = False
     for message in messages:

@@ -1,4 +1,4 @@
-"""Calls as Python writes them: [weather(city="Paris"), now()]."""
+"""Reads and writes calls as Python expressions: [weather(city="Paris"), now()]."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class PythonicCalls(msgspec.Struct, frozen=True):
 
 
 def _read_arguments(cursor: Cursor, sink: CallSink) -> Steps[None]:
-    """One after the other, each when it is complete. An argument without a name gets its place for one."""
+    """Reads arguments one by one, each when it is complete. An argument without a name gets its position as a
+    name."""
     count, closed = 0, False
     while not closed:
         scan = ArgumentScan(('"', "'"), ")", escapes=True)

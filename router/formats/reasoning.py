@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer."""
+"""Tells a model's reasoning apart from its answer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tandem.router.formats.lark import SOME_SPACE, LarkWriter, nested
 from tandem.router.formats.pieces import AnswerReader, Piece, Reasoning, Text
 from tandem.router.text.tokenizer import Tokenizer
 
-_MARK_TOKENS = 16  # no begin mark has more
+_MARK_TOKENS = 16  # the most tokens of a begin mark
 
 
 class ReasoningStart(enum.Enum):
-    """Where the prompt leaves the model."""
+    """Where the prompt ends, relative to the reasoning."""
 
-    OPEN = enum.auto()  # within its reasoning: the template wrote the begin mark
-    FREE = enum.auto()  # the model may begin with it
-    CLOSED = enum.auto()  # after it: the template wrote that there is none
+    OPEN = enum.auto()  # within the reasoning: the template wrote the begin mark
+    FREE = enum.auto()  # before the answer: the model may begin with reasoning
+    CLOSED = enum.auto()  # after the reasoning: the template wrote that there is none
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         return ReasoningStart.CLOSED if tail.endswith(self.end.rstrip()) else ReasoningStart.FREE
 
     def tokens(self, token_ids: Sequence[int], start: ReasoningStart, tokenizer: Tokenizer) -> int:
-        """How many of an answer's tokens are reasoning, with its marks."""
+        """Counts an answer's reasoning tokens, marks included."""
         if start is ReasoningStart.CLOSED:
             return 0
         if start is ReasoningStart.FREE:
@@ -48,7 +48,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         return len(tokenizer.encode(before + found, special=False)) if found else len(token_ids)
 
     def grammar(self, answer: str, start: ReasoningStart, writer: LarkWriter) -> str:
-        """The answer's grammar holds from the reasoning's end on."""
+        """Returns a grammar of free reasoning followed by an answer by the given grammar."""
         if start is ReasoningStart.CLOSED:
             return answer
         thought = "thought" if start is ReasoningStart.OPEN else f"({writer.literal(self.begin)} thought)?"
@@ -62,7 +62,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
 
 
 class ReasoningReader:
-    """White space around the reasoning belongs to the format. `after` reads the answer; None: it is text."""
+    """Reads reasoning. White space around it belongs to the format. `after` reads the answer; None: the
+    answer is text."""
 
     def __init__(self, marks: ReasoningFormat, start: ReasoningStart, after: AnswerReader | None) -> None:
         self._marks = marks
@@ -70,7 +71,7 @@ class ReasoningReader:
         self._after = after
         self._cursor = Cursor()
         self._pieces: list[Piece] = []
-        self._space = ""  # of the reasoning, until more of it follows
+        self._space = ""  # white space of the reasoning, held until more reasoning follows
         self._in_answer = False
         self._steps = self._read()
 

@@ -1,4 +1,4 @@
-"""The formats that are known: one row for each way in which models write calls, and one for each kind of reasoning."""
+"""The table of known formats: one row for each way to write calls, and one for each kind of reasoning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
 
 def _mistral(layout: Layout, *, as_list: bool) -> NamedCalls:
-    """Older models write a list of objects, newer ones names and arguments. Both are read."""
+    """Mistral's calls. Older models write a list of objects, newer ones names and arguments; both are
+    read."""
     return NamedCalls(
         ("[TOOL_CALLS]",),
         layout,
@@ -246,7 +247,8 @@ CALLS: Mapping[ToolFormat, CallFormat] = {
     ),
 }
 
-# What a template must mention of itself for a format, where it shows no call that one wrote. The first that fits.
+# Texts that a template must contain for a format, when it writes no call to learn from. The first row that
+# fits counts.
 MENTIONED: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
     (ToolFormat.HARMONY, ("<|channel|>", "to=functions.")),
     (ToolFormat.DEEPSEEK_V32, (f"{_DSML}invoke",)),

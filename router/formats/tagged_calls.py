@@ -1,4 +1,5 @@
-"""Calls whose parameters stand between tags, each value as it is: <parameter=city>Paris</parameter>."""
+"""Reads and writes calls whose parameters are between tags, as plain values:
+<parameter=city>Paris</parameter>."""
 
 from __future__ import annotations
 
@@ -25,15 +26,15 @@ from tandem.router.formats.typed_values import (
 class TaggedCalls(msgspec.Struct, frozen=True):
     begins: tuple[str, ...]
     layout: Layout
-    end: str  # of all calls that one mark begins
-    call_open: str  # an expression with the group name
-    call_close: str  # "" where the end mark closes the one call
-    value_open: str  # an expression with the group key
+    end: str  # ends all calls that one mark begins
+    call_open: str  # a regular expression with the group name
+    call_close: str  # "" when the end mark closes the only call
+    value_open: str  # a regular expression with the group key
     value_close: str
     written_call: str  # {} is the name
-    written_value: str  # {} is the key; a second one says whether the value is text
-    written_close: str  # after a value
-    newlines: bool = False  # a value has a line of its own
+    written_value: str  # {} is the key; a second {} says whether the value is text
+    written_close: str  # follows a value
+    newlines: bool = False  # each value is on its own line
     opening: str | None = None
 
     def read(self, cursor: Cursor, sink: CallSink, tools: ToolSchemas) -> Steps[None]:
@@ -53,7 +54,8 @@ class TaggedCalls(msgspec.Struct, frozen=True):
                 return
 
     def _read_values(self, cursor: Cursor, sink: CallSink, tools: ToolSchemas, name: str) -> Steps[bool]:
-        """True: these were the last of what the mark began."""
+        """Reads a call's values. Returns True when no further call can follow: after the end mark, or where
+        the text is no longer in this format."""
         value_open = re.compile(self.value_open)
         before = "{"
         while True:
@@ -76,7 +78,7 @@ class TaggedCalls(msgspec.Struct, frozen=True):
         if self.newlines:
             closes = ("\n" + self.value_close, self.value_close)
             if (yield from cursor.starts_with("\n" + self.value_close)):
-                pass  # an empty value: its line's end is the closing tag's
+                pass  # an empty value: its line break belongs to the closing tag
             elif (yield from cursor.starts_with("\n")):
                 cursor.take(1)
         if textual:

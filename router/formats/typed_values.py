@@ -1,4 +1,4 @@
-"""Values in calls that are not written as JSON, and the grammars of those that a model is made to write."""
+"""Values of calls that are not written as JSON, and the grammars for writing them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def schema_of(tools: ToolSchemas, name: str, key: str) -> Mapping[str, Any]:
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
-    """A value that is nothing but text stands for itself, without quotes."""
+    """Whether a schema allows only text. Such a value is written as it is, without quotes."""
     kinds = schema.get("type")
     if kinds is None and (options := schema.get("anyOf") or schema.get("oneOf")):
         return all(_is_text_or_null(option) for option in options) and any(map(_has_text, options))
@@ -47,12 +47,13 @@ def _has_text(schema: Any) -> bool:
 
 
 def escaped(text: str) -> str:
-    """As it stands within a JSON string."""
+    """Returns the text as it is written within a JSON string."""
     return json_text(text)[1:-1]
 
 
 def as_json(text: str) -> str:
-    """A value that is no text by its schema, or has none: JSON, or a literal of Python's; otherwise text after all."""
+    """Converts a value that is not text by its schema, or has no schema: JSON or a Python literal, otherwise
+    text."""
     text = text.strip()
     if text in _WORDS:
         return json_text(_WORDS[text])
@@ -82,7 +83,7 @@ def _plain(node: ast.expr) -> Any:
 
 
 def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:
-    """The parameters in their order: name, schema, whether it must be there."""
+    """Returns the parameters in their order: name, schema, whether it is required."""
     properties = schema.get("properties")
     required = schema.get("required")
     if not isinstance(properties, Mapping):
@@ -95,7 +96,7 @@ def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], 
 
 
 def value_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """One parameter's schema by itself: what it refers to stands in the whole."""
+    """Returns one parameter's schema together with the definitions that it may refer to."""
     definitions = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
     return {**definitions, **schema}
 

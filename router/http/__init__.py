@@ -1,16 +1,16 @@
-"""The application: routes, limits, keys, error bodies, and server-sent events.
+"""The router's HTTP server and application: routes, limits, keys, error bodies, and server-sent events.
 
-app            which path leads where
+app            which path leads to which handler
 generate_routes, vector_routes, responses_routes, text_routes, status_routes, admin_routes, try_page, api_document
-               what is there, each route a function; ui_routes: the cluster's page (ui.html), and what it shows; services: what all of them work with
-other_models   requests for other deployments' models, passed on
-realtime_routes   a conversation over a WebSocket, read ahead while it arrives; websocket: its messages, pings and end
-sibling_desk   what router processes on one port tell each other of requests
-response_desk  what is done with responses: begun, written, found on the nodes, cancelled
-serving        the server's socket, who takes a connection from it, and its end; certificate: its TLS; door: the socket goes to other routers
-protocol       one connection: its requests one after the other, its limits and its timers
-call           one request, from its head on, and its answer there; chunked: a body in pieces
-exchange       one request and its answer, until its client goes away; the gate that each passes on its way in and out, and how it finds its route
-body, json_body    a request's body, from bytes to a checked type; what all of them take together
-event_stream   an answer in one piece or as a stream; errors: as an error
+               the paths, each handler a function; ui_routes: the cluster's page (ui.html) and its data; services: what all handlers work with
+other_models   requests for other deployments' models, passed on to these
+realtime_routes   a conversation over a WebSocket, read ahead while it arrives; websocket: its messages, pings and close
+sibling_desk   what router processes on one port ask each other about requests
+response_desk  responses: begun, written, found on nodes, cancelled, forgotten
+serving        the listening socket, which process accepts a connection, and the server's end; certificate: TLS; door: hands the socket to other routers
+protocol       one connection: its requests in order, its limits and timers
+call           one request on a connection, and its answer; chunked: a chunked body
+exchange       one request and its answer, as handlers and the log see them; the gate that each passes; the lookup of its route
+body, json_body    a request's body, from bytes to a checked type; limits on the memory of all requests together
+event_stream   sends an answer, whole or as a stream; errors: every error's body, status and headers
 """

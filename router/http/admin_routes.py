@@ -1,4 +1,5 @@
-"""POST /admin/..., and vLLM's two for adapters: what an operator does to the cluster. The router is only the door: what an action means, the cluster knows."""
+"""POST /admin/..., and vLLM's two paths for adapters: what an operator does to the cluster. The router passes
+actions on; the controller knows what they mean."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class UnknownAdapter(RequestError):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True):
-    """As vLLM's clients send it."""
+    """The body that vLLM's clients send."""
 
     lora_name: str
     lora_path: str
@@ -41,7 +42,7 @@ async def admin(services: Services, exchange: HttpExchange) -> None:
 
 
 async def load_adapter(services: Services, exchange: HttpExchange) -> None:
-    """vLLM's way to the action `adapters`. There, an adapter's folder stands for its content."""
+    """The action `adapters` in vLLM's form, in which an adapter's folder stands for its content."""
     control, body = await _asked(services, exchange, "/v1/load_lora_adapter")
     asked = _decoded(body, LoadAdapter)
     known = _places(await control.act("adapters", b""))
@@ -73,7 +74,8 @@ async def unload_adapter(services: Services, exchange: HttpExchange) -> None:
 
 
 async def _asked(services: Services, exchange: HttpExchange, door: str) -> tuple[ClusterControl, bytes]:
-    """For operators' keys alone, also where no key is set: then there is none, and the cluster is changed from its own machines."""
+    """Checks that an operator asks. Where no key is set, nothing is allowed: the cluster is then changed from
+    its own machines."""
     if not services.keys.required:
         raise Forbidden(
             f"{door} needs an operator's key, and this router has no keys: set one in router.api_keys"

@@ -1,4 +1,5 @@
-"""The OpenAPI document, made from the very types that requests are checked with, and a page to try it on."""
+"""The OpenAPI document, made from the types that requests are checked with, and the handler of the page to
+try it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application: which path leads where."""
+"""The application: which path leads to which handler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Handler = Callable[[Services, HttpExchange], Awaitable[None]]
 
 
 async def _answer_from_elsewhere(services: Services, exchange: HttpExchange, error: TandemError) -> bool:
-    """What this deployment lacks another one may have. False: it is not to be asked."""
+    """Asks another deployment for a model or response that this one lacks. Returns False when that does not
+    apply."""
     if isinstance(error, ModelElsewhere):
         with services.kept.share(len(exchange.body)):
             await services.others.pass_on(exchange, error)
@@ -43,7 +44,7 @@ async def _answer_from_elsewhere(services: Services, exchange: HttpExchange, err
 
 
 def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
-    """Before the gate: a browser asks for permission without showing its key."""
+    """Outside the gate, because a browser's preflight request carries no key."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -100,6 +101,7 @@ def make_app(services: Services) -> ASGIApp:
         Route(path, HttpRoute(path, partial(handler, services), elsewhere), methods=methods)
         for path, handler, methods in table
     ]
-    # Without Starlette's application around them: its layers turn errors into answers, which is what the gate is for.
+    # Without Starlette's application around the routes: its layers turn errors into answers, which the gate
+    # does here.
     gate = HttpGate(HttpRoutes(routes), services.keys, services.metrics)
     return _with_cors(gate, services.config.cors_origins)

@@ -1,6 +1,7 @@
-"""A request's body: of the right type, not too large, not too slow; then parsed and checked.
+"""Reads a request's body within limits of type, size and time, then parses and checks it.
 
-What all requests may take together is bounded, too: their bodies while they are read, and until their end what is kept of them.
+The memory of all requests together is bounded, too: their bodies while they are read, and what is kept of
+each until its end.
 """
 
 from __future__ import annotations
@@ -22,32 +23,34 @@ from tandem.router.openai.fields import StreamOptions
 from tandem.router.openai.plan import GenerationPlan
 from tandem.wire.errors import Cancelled, InvalidRequest, Overloaded, TandemError
 
-# What Python takes, as measured with sys.getsizeof: a token in a list, an entry of a dict of numbers, all that belongs to
-# one sequence beside its tokens.
+# Bytes that Python needs, measured with sys.getsizeof: for a token in a list, for an entry of a dict of
+# numbers, and for all that belongs to one sequence besides its tokens.
 TOKEN_BYTES = 36
 ENTRY_BYTES = 100
 SEQUENCE_BYTES = 8 << 10
 LONG_TEXT = 256
-# A body up to this size is kept as it is to the request's end; a larger one is dropped once its plan is made.
+# A body up to this size is kept until the request's end; a larger one is dropped once its plan is made.
 SMALL_BODY = 4 << 10
-PARSED_TIMES = 8  # what its objects take, against its bytes
+PARSED_TIMES = 8  # how much more memory a parsed body takes than its bytes
 LOGPROB_BYTES = 16  # an id and a number, in arrays
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 
 class BodyBudget:
-    """Bytes as they have come, not as they were announced: an announcement takes no memory from other requests."""
+    """Limits the bytes of all bodies that are being read. Only bytes that have arrived count, so announcing a
+    large body takes no room from other requests."""
 
     def __init__(self, limit: int, on_refused: Callable[[], None]) -> None:
         self._limit = limit
         self._on_refused = on_refused
         self.held = 0
-        # Large bodies are parsed one by one: so many threads would leave the event loop little of the interpreter.
+        # Large bodies are parsed one at a time: several threads would leave the event loop little of the
+        # interpreter.
         self.parsing = asyncio.Semaphore(1)
 
     def share(self) -> BodyShare:
-        """One request's. Whatever it took is given back at the end of the block, however that is reached."""
+        """Returns one request's share, a context manager that gives back all that it took."""
         return BodyShare(self)
 
     def take(self, size: int) -> None:
@@ -61,6 +64,8 @@ class BodyBudget:
 
 
 class BodyShare:
+    """One request's share of a BodyBudget."""
+
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.size = 0
@@ -76,14 +81,15 @@ class BodyShare:
         return self._budget.parsing
 
     def take(self, size: int) -> None:
-        """Raises Overloaded when there is no room for it."""
+        """Counts more bytes. Raises Overloaded when there is no room for them."""
         self._budget.take(size)
         self.size += size
 
 
 class KeptMemory:
-    """What running and waiting requests keep. A request is let in when what it is known to keep fits. What answers
-    grow by is measured now and then: it keeps others out, and if it is too much, the request that has most is ended."""
+    """Limits the memory that running and waiting requests keep. A request is admitted if what it is known to
+    keep fits. The answers' growth is measured regularly: it keeps new requests out, and beyond the limit the
+    largest request is ended."""
 
     def __init__(self, limit: int, on_refused: Callable[[], None]) -> None:
         self._limit = limit
@@ -92,7 +98,8 @@ class KeptMemory:
         self.held = 0
 
     def share(self, size: int) -> KeptShare:
-        """One request's, to the end of the block that begins with it. Raises InvalidRequest for one that could never fit, else Overloaded."""
+        """Returns one request's share, a context manager that holds it. Raises InvalidRequest for a request
+        that could never fit, and Overloaded for one that does not fit now."""
         if size > self._limit:
             self._on_refused()
             raise InvalidRequest(
@@ -130,7 +137,7 @@ class KeptMemory:
 
 
 class KeptShare:
-    """One request's: what it was let in with, or what its answer has grown to if that is more."""
+    """One request's memory: what it was admitted with, or what its answer has grown to, if that is more."""
 
     def __init__(self, memory: KeptMemory, size: int) -> None:
         self._memory = memory
@@ -147,7 +154,7 @@ class KeptShare:
         self._memory.remove(self)
 
     def grows_with(self, generation: ReadableLives, inputs: int) -> None:
-        """`inputs` are what it keeps besides its answer."""
+        """Measures this request's answer from now on. `inputs`: what it keeps besides."""
         self._generation, self._inputs = generation, inputs
 
     def measure(self) -> None:
@@ -165,7 +172,7 @@ class KeptShare:
 
 
 def inputs_size(plan: GenerationPlan) -> int:
-    """What a request keeps from its plan to its end, whatever is answered."""
+    """What a request keeps until its end, besides its answer."""
     sampling = plan.specs[0].sampling
     return (
         TOKEN_BYTES * plan.prompt_tokens
@@ -184,7 +191,8 @@ def inputs_size(plan: GenerationPlan) -> int:
 
 
 def answer_size(plan: GenerationPlan, *, streams: bool) -> int:
-    """What is known beforehand of what its answer keeps: log-probabilities that are shown all at once, at the end."""
+    """The part of the answer's size that is known beforehand: log-probabilities that are shown only at the
+    end."""
     size = 0
     for spec in plan.specs:
         sampling = spec.sampling
@@ -196,8 +204,8 @@ def answer_size(plan: GenerationPlan, *, streams: bool) -> int:
 
 
 def without_payload(request: R) -> R:
-    """The request without what its plan was made of: lists, objects and long texts, of whatever size. What an answer
-    needs of them is in the plan."""
+    """Returns the request without its lists, objects and long texts. The plan holds what the answer needs of
+    them."""
     emptied: dict[str, Any] = {}
     for name in request.__struct_fields__:
         value = getattr(request, name)
@@ -208,7 +216,7 @@ def without_payload(request: R) -> R:
     return msgspec.structs.replace(request, **emptied)
 
 
-# Parsing more than this takes a millisecond or more.
+# Parsing a larger body takes at least a millisecond, so a thread does it.
 INLINE_BYTES = 64 << 10
 
 
@@ -229,7 +237,7 @@ async def read_body(
 
 
 async def read_bytes(exchange: HttpExchange, config: RouterConfig, share: BodyShare) -> bytes | bytearray:
-    """A body of JSON that is parsed elsewhere."""
+    """Reads a JSON body that the caller parses itself."""
     _check_type(exchange)
     return await _read(exchange, config.limits, config.timeouts, share)
 
@@ -265,7 +273,7 @@ async def _read(
         if not declared.isdigit():
             raise InvalidRequest("content-length: must be a number")
         raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limits.body_bytes} are read")
-    # What came together with its head is here already, as most bodies are: no wait, so no timer.
+    # Most bodies arrive together with their head, and need no wait and no timer.
     whole = exchange.connection.whole_body()
     if whole is not None:
         if len(whole) > limits.body_bytes:

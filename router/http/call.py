@@ -1,6 +1,8 @@
-"""One request and its answer on a connection, as an ASGI application sees them: its head, HTTP/1.1 framing, and nothing of other requests.
+"""One request and its answer on a connection, as an ASGI application sees them: the head, HTTP/1.1 framing,
+and nothing of other requests.
 
-httptools (llhttp) reads the head, and what it lets pass but two readers could end differently is refused.
+httptools (llhttp) reads the head. What it accepts although two readers could disagree about where the request
+ends is refused here.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 END_OF_HEAD = re.compile(rb"\n\r?\n")
 _BOTH = "Transfer-Encoding and Content-Length together; send one of them"
-_BETTER = {  # llhttp's messages that do not say what would be right
+_BETTER = {  # replaces messages of llhttp that do not say what would be right
     "Transfer-Encoding can't be present with Content-Length": _BOTH,
     "Content-Length can't be present with Transfer-Encoding": _BOTH,
 }
 _LENGTH = re.compile(rb"[0-9]{1,18}")
-# Bytes of a body that its reader has not taken yet; beyond them the client has to wait.
+# Body bytes that the application has not read yet. Beyond this the connection stops reading.
 UNREAD_BYTES = 64 << 10
 STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
@@ -37,7 +39,7 @@ _EMPTY: frozenset[int] = frozenset({204, 304})
 
 
 class RequestHead:
-    """What the first lines of a request say. Raises FramingError for what is none."""
+    """A request's head, parsed and checked. Raises FramingError when it is not one that HTTP/1.1 allows."""
 
     def __init__(self, data: bytes | bytearray) -> None:
         self.url = b""
@@ -50,7 +52,8 @@ class RequestHead:
         try:
             parser.feed_data(_with_one_length(data))
         except httptools.HttpParserUpgrade:
-            pass  # nothing here is upgraded to, and one that offers it takes an answer in HTTP/1.1
+            # the only upgrade, to a WebSocket, is made by its route; any other offer is answered in HTTP/1.1
+            pass
         except httptools.HttpParserError as error:
             raise FramingError(_BETTER.get(str(error), str(error))) from None
         if not self._complete:
@@ -103,7 +106,7 @@ class RequestHead:
 
     @property
     def target(self) -> tuple[str, bytes, bytes]:
-        """The decoded path, the path as it came, and the query."""
+        """Returns the decoded path, the path as it was sent, and the query."""
         url = self.url
         if not url.startswith(b"/"):
             url = _path_of(url)
@@ -113,7 +116,8 @@ class RequestHead:
 
 
 def _with_one_length(data: bytes | bytearray) -> bytes | bytearray:
-    """llhttp refuses a length that is said twice, also where both are the same: there it is in no doubt."""
+    """Drops repeated Content-Length headers with the same value: llhttp refuses them, though the length is
+    not in doubt."""
     if data.lower().count(b"\ncontent-length:") < 2:
         return data
     lines = bytes(data).split(b"\r\n")
@@ -130,7 +134,8 @@ def _with_one_length(data: bytes | bytearray) -> bytes | bytearray:
 
 
 def _path_of(url: bytes) -> bytes:
-    """The path of a target that also names the host, as a proxy is asked, or that is no path."""
+    """Returns the path of a request target that also names the host, as for a proxy, or the target itself if
+    it has none."""
     try:
         parsed = httptools.parse_url(url)
     except httptools.HttpParserError:
@@ -148,7 +153,7 @@ class Carrier(Protocol):
 
     @property
     def stopping(self) -> bool:
-        """No further request is taken."""
+        """Whether the server takes no further request."""
         ...
 
     def date(self) -> bytes: ...
@@ -167,7 +172,7 @@ class Carrier(Protocol):
 
 
 class LengthBody:
-    """A body that says its length, or none."""
+    """A body with a Content-Length, or without a body: length 0."""
 
     def __init__(self, length: int) -> None:
         self._left = length
@@ -182,7 +187,7 @@ class LengthBody:
 
 
 class EndlessBody:
-    """All that comes once the connection speaks another protocol, until the router wants no more of it."""
+    """Everything that arrives after an upgrade, until the router wants no more of it."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -202,7 +207,8 @@ class HttpCall:
         self._unread = bytearray()
         self._news: asyncio.Future[None] | None = None
         self._answer_head = (
-            b""  # held back until something of its body comes: one packet, and one system call
+            # held back until the first part of the body, so that both leave in one system call and one packet
+            b""
         )
         self._chunked = False
         self._has_body = True
@@ -210,10 +216,10 @@ class HttpCall:
         self._read_to_end = False
         self.body: LengthBody | ChunkedBody | EndlessBody = body
         self.keep_alive = head.keep_alive
-        self.answering = False  # the status is known
-        self.complete = False  # the answer is sent
+        self.answering = False  # the application has sent the status
+        self.complete = False  # the whole answer was written
         self.disconnected = False
-        self._request_id = "-"  # of one that is over
+        self._request_id = "-"  # kept for the time after the exchange is gone
         path, raw_path, query = head.target
         self.scope: Scope = {
             "type": "http",
@@ -240,11 +246,12 @@ class HttpCall:
         try:
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
-            pass  # the server ends it, and the client learns it from the connection's end
+            pass  # the server cancels it; the client sees the connection's end
         except Exception:
             logger.exception("%s: the application failed", self.request_id)
         finally:
-            # The exchange knows this call: together they would keep all of the request until garbage is looked for.
+            # The exchange and this call refer to each other. Without this, both would stay until the garbage
+            # collector runs.
             self._request_id = self.request_id
             self.scope.pop("exchange", None)
             if not self.complete and not self.disconnected:
@@ -253,7 +260,8 @@ class HttpCall:
     # --- the request
 
     def take(self, buffer: bytearray) -> bool:
-        """What of its body has come; after the answer it is dropped. Whether that was the body's end."""
+        """Takes the body's bytes from the buffer, and drops them after the answer. Returns whether the body
+        is complete."""
         data = self.body.take(buffer)
         if not self.complete and not self.disconnected:
             self._unread += data
@@ -267,7 +275,8 @@ class HttpCall:
         self._wake()
 
     def end_upgraded(self) -> None:
-        """Where it speaks another protocol: nothing more is read, and its application says goodbye."""
+        """On an upgraded connection, tells the application that nothing more is read, so that it says
+        goodbye."""
         if isinstance(self.body, EndlessBody):
             self.body.complete = True
             self._wake()
@@ -294,7 +303,8 @@ class HttpCall:
         return {"type": "http.request", "body": body, "more_body": not self._read_to_end}
 
     def whole_body(self) -> bytes | None:
-        """The body, if all of it is here and nothing of it was read: then reading needs no wait and no timer."""
+        """Returns the body if it is complete and unread, otherwise None. Reading it needs no wait and no
+        timer."""
         if not self.body.complete or self._read_to_end or self.disconnected or self.complete:
             return None
         self._read_to_end = True
@@ -369,7 +379,8 @@ class HttpCall:
             self._connection.on_answered(self)
 
     def try_write_chunk(self, data: bytes) -> bool:
-        """A piece of a chunked body that has begun. False when it must wait."""
+        """Writes a piece of a chunked body at once. Returns False when the head is not written yet or the
+        client is behind."""
         if self._answer_head or self._connection.write_paused:
             return False
         if not self.disconnected and data:

@@ -1,4 +1,5 @@
-"""The router's TLS: one context for all connections, into which a new certificate is loaded while it serves."""
+"""The router's TLS: one context for all connections, which loads a new certificate while the router
+serves."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Certificate:
-    """Files in PEM: the certificate with its chain, and its key without a passphrase. Raises ConfigurationError where they do not
-    make a pair."""
+    """A certificate with its chain, and its key without a passphrase, both in PEM files. Raises
+    ConfigurationError when they are not a pair."""
 
     def __init__(self, certificate_file: str, key_file: str) -> None:
         self._files = certificate_file, key_file
@@ -24,14 +25,15 @@ class Certificate:
         self._load_into(self.context)
 
     def reload_if_changed(self) -> None:
-        """Connections from now on get the new one, those that stand keep theirs. A pair that is not right, or not written to its end,
-        is said, and the old one goes on; it is tried again when a file changes again."""
+        """Loads changed files for new connections; open ones keep the old certificate. Files that are wrong
+        or incomplete are logged, and the old certificate stays until a file changes again."""
         try:
             stamp = self._look()
             if stamp == self._stamp:
                 return
             self._stamp = stamp
-            self._load_into(_context())  # a pair that does not fit would leave half of itself in the context
+            # tried on a new context first: a pair that does not fit would leave half of itself in the context
+            self._load_into(_context())
             self._load_into(self.context)
         except ConfigurationError as error:
             logger.error("the certificate is not renewed, the one before is still used: %s", error)
@@ -39,7 +41,8 @@ class Certificate:
             logger.info("the certificate in %s was loaded", self._files[0])
 
     def _look(self) -> _Stamp:
-        """What every new version of a file has of its own: also where a link is set to another folder, as Kubernetes does with Secrets."""
+        """What changes with every new version of a file, also when a link is pointed at another folder, as
+        Kubernetes does with Secrets."""
         try:
             found = [os.stat(file) for file in self._files]
         except OSError as error:
@@ -49,7 +52,7 @@ class Certificate:
     def _load_into(self, context: ssl.SSLContext) -> None:
         certificate, key = self._files
         try:
-            # A key with a passphrase would be asked for on a terminal.
+            # Without a password function, OpenSSL would ask for a key's passphrase on the terminal.
             context.load_cert_chain(certificate, key, password=lambda: "")
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise ConfigurationError(

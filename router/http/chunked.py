@@ -1,5 +1,5 @@
-"""A chunked body (RFC 9112, 7.1), without I/O: what is not exactly one is refused, because readers could differ about
-where it ends."""
+"""A chunked body (RFC 9112, 7.1), without I/O. Anything that is not exactly one is refused, because two
+readers could disagree about where it ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TRAILER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]
 
 
 class FramingError(Exception):
-    """What came is not what HTTP/1.1 allows, and where the request ends cannot be said."""
+    """The bytes are not what HTTP/1.1 allows, so the request's end is unknown."""
 
 
 class _State(enum.Enum):
@@ -23,12 +23,12 @@ class _State(enum.Enum):
 
 
 class ChunkedBody:
-    """Takes its bytes from the front of a buffer that holds what has come."""
+    """Takes a chunked body's bytes from the front of a buffer."""
 
     def __init__(self, most_line_bytes: int) -> None:
-        self._most_line_bytes = most_line_bytes  # of one size line, and of all trailers together
+        self._most_line_bytes = most_line_bytes  # limits each size line, and all trailers together
         self._state = _State.SIZE
-        self._left = 0  # of the chunk
+        self._left = 0  # bytes left of the current chunk
         self._trailer_bytes = 0
 
     @property
@@ -36,7 +36,8 @@ class ChunkedBody:
         return self._state is _State.COMPLETE
 
     def take(self, buffer: bytearray) -> bytes:
-        """What of the body is in it. Raises FramingError."""
+        """Takes the body's next bytes from the buffer and returns them without framing. Raises
+        FramingError."""
         data = bytearray()
         at = 0
         while not self.complete:
@@ -57,7 +58,7 @@ class ChunkedBody:
         return bytes(data)
 
     def _line(self, buffer: bytearray, at: int) -> bytearray | None:
-        """The next, without its end; None until it is here."""
+        """Returns the next line without its end, or None until it is complete."""
         most = 0 if self._state is _State.DATA_END else self._most_line_bytes - self._trailer_bytes
         end = buffer.find(b"\n", at, at + most + 2)
         if end < 0:
@@ -76,7 +77,7 @@ class ChunkedBody:
             self._left = int(found[1], 16)
             self._state = _State.DATA if self._left else _State.TRAILER
         elif self._state is _State.DATA_END:
-            self._state = _State.SIZE  # the line is empty: it may have no bytes
+            self._state = _State.SIZE  # the line is empty: `_line` allows it no bytes
         elif not line:
             self._state = _State.COMPLETE
         else:

@@ -1,9 +1,10 @@
-"""A router's listening sockets, handed to the router that takes its place, or serves beside it.
+"""Hands a router's listening sockets to its successor, or to another process on its port.
 
-Its own one comes first, then those of addresses that it has given up and answers at for a while. Both routers have the same sockets
-then, and the same lines of connections that nothing has accepted yet. So no connection is refused or reset when one of them goes, or is
-killed: closing one of several sockets of a port (SO_REUSEPORT) resets those in its own line. The tally of connections goes with each
-socket (`accepting`).
+The router's own socket comes first, then those of addresses that it has given up and still serves for a
+while. Both routers then share the sockets and their lines of connections that are not accepted yet, so no
+connection is refused or reset when one router goes or is killed. With several sockets on one port
+(SO_REUSEPORT), closing one would reset the connections in its own line. The tally of connections goes with
+each socket (`serving`).
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ from tandem.router.http.serving import Tally
 logger = logging.getLogger(__name__)
 
 TAKE_S = 5.0
-# Its own socket and those of addresses that were given up within a minute; a version that knows one alone takes the first.
+# The router's own socket and those of addresses that it has given up. A version that knows only one takes the
+# first.
 MOST_SOCKETS = 8
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_CREDENTIALS = struct.Struct("3i")  # process, user and group id
 
 Listener = tuple[socket.socket, Tally]
 
 
 class Door:
-    """Listens, on the event loop that makes it, for a process of the same user on this machine that knows its name."""
+    """Gives the sockets to any process of the same user on this machine that knows its name. Runs on the
+    event loop that makes it."""
 
     def __init__(self, listener: socket.socket, tally: Tally, former: Sequence[Listener] = ()) -> None:
-        """`former`: of addresses that are given up. All stay the caller's."""
+        """`former`: sockets of addresses that are given up. The caller still owns all sockets and tallies."""
         self.name = f"tandem-router-{secrets.token_hex(16)}"
         self._listener = listener.dup()
         self._tally = os.dup(tally.descriptor)
         self._former = [(there.dup(), os.dup(counted.descriptor)) for there, counted in former]
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Abstract: it is no file, and gone with the process.
+        # An abstract address is no file, and ends with the process.
         self._door.bind(f"\0{self.name}")
         self._door.listen()
         self._door.setblocking(False)
@@ -65,14 +68,14 @@ class Door:
             logger.warning("the listening socket could not be handed on: %s", error)
 
     def forget_former(self) -> None:
-        """The addresses that were given up are given to no other router from now on."""
+        """From now on, no other router gets the sockets of the addresses that were given up."""
         for there, tally in self._former:
             there.close()
             os.close(tally)
         self._former = []
 
     def close(self) -> None:
-        """Idempotent. A process that has the socket keeps it."""
+        """Closes the door. Idempotent. Processes that have the sockets keep them."""
         if self._door.fileno() >= 0:
             self._loop.remove_reader(self._door.fileno())
             self._door.close()
@@ -82,7 +85,9 @@ class Door:
 
 
 def take_listeners(name: str) -> list[Listener]:
-    """The sockets that the door of that name has, each with its tally; none when its process is gone, or does not hand them on. Blocks."""
+    """Takes the sockets and tallies from the door of this name. Returns an empty list when its process is
+    gone or hands out none. Blocks for up to TAKE_S per socket operation, so it must not run on the event
+    loop."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as guest:
             guest.settimeout(TAKE_S)

@@ -1,6 +1,6 @@
-"""Every error as the client sees it: one body, one place that makes it.
+"""Every error as the client sees it. Only this module makes error bodies.
 
-Errors that only HTTP knows stand here, under RequestError; everything else comes from wire's tree.
+Errors that exist only in HTTP are defined here, under RequestError; all others come from `wire.errors`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class UnsupportedContentType(RequestError):
 
 
 class RouterDraining(Unavailable):
-    """The router finishes what it has; another one, or the same after its restart, takes new requests."""
+    """This router finishes its requests and takes no new ones; its successor does."""
 
     code = "draining"
 
@@ -61,7 +61,7 @@ _TYPES = {
 }
 
 DEFAULT_RETRY_AFTER_S = 1
-# Messages quote what was sent, and an unknown name may fill a whole body.
+# Messages quote what was sent, and an unknown name may be as long as a body.
 _LONGEST_MESSAGE = 2000
 _LONGEST_PARAM = 200
 
@@ -81,13 +81,14 @@ def error_body(message: str, status: int, code: str | None, param: str | None = 
 
 
 def _shortened(message: str) -> str:
-    """What is wrong stands at the beginning, and what would be right often at the end."""
+    """Cuts a message in its middle: what is wrong stands at its beginning, and what would be right often at
+    its end."""
     half = _LONGEST_MESSAGE // 2
     return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]} … {message[-half:]}"
 
 
 def status_of(error: TandemError) -> int:
-    """A node that was lost, with no other to take over, is a bad gateway and not a busy one."""
+    """A lost node without a replacement is a 502: the router is not busy, so a 503 would be wrong."""
     return 502 if error.code == "node_lost" else error.http_status
 
 
@@ -113,14 +114,12 @@ def headers_of(error: TandemError) -> dict[str, str]:
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, BodyTimeout | BodyTooLarge | RouterDraining):
-        headers["connection"] = (
-            "close"  # what follows on this connection cannot be told from the rest of the body
-        )
+        headers["connection"] = "close"  # what follows on this connection may be the rest of the body
     return headers
 
 
 def sse_error(body: bytes) -> bytes:
-    """Mid-stream: the status has long been sent, so the event says it."""
+    """Makes the event that reports an error in the middle of a stream, after the status was sent."""
     return b"event: error\ndata: " + body + b"\n\n"
 
 
@@ -133,7 +132,7 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_error(body: bytes) -> bytes:
-    """The same error as Anthropic's clients read it."""
+    """Makes the same error in the form of Anthropic's API."""
     error = msgspec.json.decode(body)["error"]
     kind = _ANTHROPIC_TYPES.get(error["code"], error["type"])
     kind = "api_error" if kind == "server_error" else kind

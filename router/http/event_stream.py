@@ -1,6 +1,5 @@
-"""Answers as they are sent: JSON at once, or in pieces where it is long; server-sent events to clients of any speed. Delivery is the one
-way for answers that stream while they are generated.
-"""
+"""Sends answers: JSON whole, or in pieces if it is long, and server-sent events to clients of any speed.
+`Delivery` sends every answer that streams while it is generated."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tandem.router.openai.answer import LoopTurn
 from tandem.router.openai.choice import Choice, Delta
 from tandem.router.tracing.traces import RequestTrace
 
-# An answer that is larger is sent while it is made, without its length: chunked, as fast as the client reads.
+# A larger answer is sent while it is made, chunked and without a length, as fast as the client reads.
 WHOLE_BYTES = 256 << 10
 _WRITE_BYTES = 64 << 10
 
@@ -44,7 +43,8 @@ async def send_bytes(
 async def send_pieces(
     send: Send, pieces: Iterator[bytes], headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    """Others on the event loop have their turn while it is made. `send` waits for a client that is behind."""
+    """Sends an answer made of pieces, and lets the event loop go on in between. `send` waits for a client
+    that is behind."""
     turn = LoopTurn()
     ready: list[bytes] = []
     size, begun = 0, False
@@ -66,30 +66,33 @@ async def send_pieces(
         await send_bytes(send, b"".join(ready), b"application/json", headers=headers)
 
 
-# What an answer that has fallen behind its client writes at once.
+# How many bytes are written at once while an answer has more tokens than were read.
 WRITE_BYTES = 64 << 10
 
 
 class EventStream:
-    """One client's. The server cuts off a client that does not read, which ends every wait here."""
+    """A stream of server-sent events to one client. The server cuts off a client that does not read, which
+    ends every wait here."""
 
     def __init__(self, exchange: HttpExchange, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self._exchange = exchange
         self._connection = exchange.connection
-        self._chunked = exchange.scope["http_version"] == "1.1"  # as the answer then is, having no length
+        # an HTTP/1.1 answer without a length is chunked
+        self._chunked = exchange.scope["http_version"] == "1.1"
         self._headers = headers
 
     @property
     def begun(self) -> bool:
-        """Something was written: a failure is no longer a status code."""
+        """Whether the status was sent. After it, a failure can no longer be a status code."""
         return self._exchange.status is not None
 
     def try_write(self, events: bytes) -> bool:
-        """At once, or not at all: when nothing was written yet, or the client is behind."""
+        """Writes at once and returns True, or returns False when the stream has not begun or the client is
+        behind."""
         return self._chunked and self.begun and self._connection.try_write_chunk(events)
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """The first write sends the status."""
+        """Writes events, and waits for a client that is behind. The first write sends the status."""
         if not last and self.try_write(events):
             return
         if not self.begun:
@@ -114,7 +117,7 @@ class EventStream:
 
 
 class AnswerStream(Protocol):
-    """What an API's events are."""
+    """How one API writes an answer as events."""
 
     def events(self, choice: Choice, delta: Delta) -> bytes: ...
 
@@ -122,10 +125,11 @@ class AnswerStream(Protocol):
 
 
 class Delivery:
-    """One answer on its way to its client, whatever API it is of.
+    """Streams one answer to its client, whichever API it belongs to.
 
-    Tokens in the middle of an answer, for a client that keeps up, are written where they arrive, in `_show`: waking up this task would cost
-    as much as all else that is done with a token. Everything else is the task's: the beginning, the end, failures, and a client that is behind.
+    Tokens in the middle of an answer, for a client that keeps up, are written by `_show`, in the inbox's
+    handler, because waking this task would cost as much as everything else that is done with a token. The
+    task writes everything else: the beginning, the end, failures, and to a client that is behind.
     """
 
     def __init__(
@@ -145,7 +149,8 @@ class Delivery:
         self._unwritten: list[bytes] = []
 
     async def run(self) -> None:
-        """To the answer's end. Raises the failure of a choice; what came before it is written then, unless nothing was."""
+        """Runs to the answer's end. Raises a choice's failure, after writing what came before it if the
+        stream has begun."""
         self._generation.show_with(self._show)
         try:
             await self._deliver()
@@ -178,12 +183,12 @@ class Delivery:
         self._note_written()
 
     def _show(self, life: RequestLife) -> bool:
-        """Whether the tokens that just came are written."""
+        """Writes the tokens that just arrived. Returns False when the task must write them."""
         if life.ended or not self._stream.begun or self._unwritten:
             return False
         self._read(life)
         events = b"".join(self._unwritten)
-        # A stop string may have ended it just now.
+        # Reading may have found a stop string, which ends the life.
         if life.ended or not self._stream.try_write(events):
             return False
         self._unwritten.clear()
@@ -200,7 +205,7 @@ class Delivery:
         life.ledger.logprobs.forget(choice.completion_tokens)
 
     async def _flush(self, beyond: int = 0) -> None:
-        """Writes what there is, once it is more than `beyond` bytes. Waits for a client that is behind."""
+        """Writes what is unwritten if it is more than `beyond` bytes. Waits for a client that is behind."""
         if sum(map(len, self._unwritten)) <= beyond:
             return
         events = b"".join(self._unwritten)

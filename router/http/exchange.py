@@ -1,5 +1,5 @@
-"""One request and its answer, as routes and the log see them, and what every one passes on its way in and out: its id, its caller, its error, its line in
-the log."""
+"""One request and its answer, as handlers and the log see them, and the gate that every request passes on its
+way in and out: its id, its key, its error body, its line in the log."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ access_logger = logging.getLogger("router.access")
 
 _REQUEST_ID = re.compile(rb"^[A-Za-z0-9._:-]{1,128}$")
 _TRACE_PARENT = re.compile(rb"^[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}$")
-# Probes and scrapers have no key, and learn nothing here that needs one. Their successes are no news for the log.
+# Paths for probes and scrapers, which have no key. They show nothing that needs one, and their successes are
+# logged at debug level only.
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/ui"})
 
 
 class Connection(Protocol):
-    """What the server's own protocol offers beyond ASGI. It cuts off a client that does not read, which ends every wait here."""
+    """What the server's connection offers beyond ASGI. The server cuts off a client that does not read, which
+    ends every wait here."""
 
     def whole_body(self) -> bytes | None: ...
 
@@ -56,7 +58,7 @@ class Connection(Protocol):
 
 
 class HttpExchange:
-    """One request and its answer, as the routes and the log see it. A route is a function of the router's services and of this."""
+    """One request and its answer. A handler is a function of the router's services and an exchange."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, request_id: str, trace_id: str | None
@@ -70,23 +72,23 @@ class HttpExchange:
         self.request_id = request_id
         self.trace_id = trace_id
         self.tenant: Tenant | None = None
-        self.route = "other"  # a metric's label: never a path that a client chose
-        self.notes = ""  # for the log: nodes, tokens
-        self.ignored_fields: list[str] = []  # that the request had and this server does not know
+        self.route = "other"  # a metric's label; never a path that a client chose
+        self.notes = ""  # for the log: nodes and token counts
+        self.ignored_fields: list[str] = []  # fields of the request that this server does not know
         self.status: int | None = None
-        self.ended = False  # the answer's last byte is sent
+        self.ended = False  # the answer's last byte was sent
         self.is_stream = False
         self.trace: RequestTrace | None = None
-        self.body: bytes | bytearray = b""  # where it is to be passed on
+        self.body: bytes | bytearray = b""  # kept only when the request is to be passed on
         self.error_form = anthropic_error if scope["path"].startswith("/v1/messages") else _as_it_is
 
     @property
     def owner(self) -> str:
-        """The name of the key that the request came with; "" where there are no keys."""
+        """The name of the request's key; "" where there are no keys."""
         return self.tenant.name if self.tenant is not None else ""
 
     def header(self, name: bytes) -> bytes | None:
-        """The first of this name."""
+        """Returns the first header of this name."""
         return self._by_name.get(name)
 
     async def send(self, message: Message) -> None:
@@ -100,7 +102,8 @@ class HttpExchange:
         await self._send(message)
 
     async def until_disconnect(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Runs `work` in this task. A client that goes away takes its request with it: `work` is cancelled, and Cancelled raised."""
+        """Runs `work` in this task. If the client disconnects, `work` is cancelled and Cancelled is
+        raised."""
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("until_disconnect() outside a task")
@@ -122,7 +125,8 @@ class HttpExchange:
             self.connection.unwatch()
 
     def require_operator(self, keys: KeyRing) -> None:
-        """Where keys are set, a tenant learns nothing of the cluster and of others."""
+        """Raises Forbidden for a tenant's key. Where keys are set, only operators see the cluster and other
+        tenants' data."""
         if keys.required and (self.tenant is None or not self.tenant.is_operator):
             raise Forbidden(
                 f"{self.scope['path'][:100]} needs an operator's key: one of router.api_keys that says operator: true"
@@ -141,14 +145,15 @@ def exchange_of(scope: Scope) -> HttpExchange:
 
 
 def names_of(fields: list[str]) -> bytes:
-    """Clients' names of fields, fit for a header and a line of the log: at most a kilobyte of printable ASCII."""
+    """Makes clients' field names fit for a header and a log line: at most a kilobyte of printable ASCII."""
     return re.sub(rb"[^!-~]", b"?", b",".join(name.encode("ascii", "replace")[:100] for name in fields))[
         :1024
     ]
 
 
 class HttpRoute:
-    """A route's function as an ASGI application. The exchange learns the route: metrics are labelled with it, not with clients' paths."""
+    """A handler as an ASGI application. It notes the route in the exchange, which labels metrics instead of
+    clients' paths."""
 
     def __init__(
         self,
@@ -156,7 +161,8 @@ class HttpRoute:
         answer: Callable[[HttpExchange], Awaitable[None]],
         elsewhere: Callable[[HttpExchange, TandemError], Awaitable[bool]],
     ) -> None:
-        """`elsewhere`: whether an error was answered in another way."""
+        """`elsewhere`: may answer an error in another way, for example by asking another deployment; returns
+        whether it did."""
         self._path = path
         self._answer = answer
         self._elsewhere = elsewhere
@@ -172,7 +178,8 @@ class HttpRoute:
 
 
 class HttpRoutes:
-    """A path without parameters is looked up; Starlette tries one route after the other for the rest."""
+    """Finds a request's route. A path without parameters is looked up in a table; Starlette's router tries
+    the others in turn."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._exact = {
@@ -189,7 +196,8 @@ class HttpRoutes:
 
 
 class HttpGate:
-    """Outermost of ours. Whatever is raised inside becomes an error body, or an event when the answer has begun."""
+    """The outermost layer of the application. An error raised inside becomes an error body, or an event if a
+    stream has begun."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, metrics: RouterMetrics) -> None:
         self._app = app
@@ -201,7 +209,8 @@ class HttpGate:
             await self._app(scope, receive, send)
             return
         exchange = scope["exchange"] = _open(scope, receive, send)
-        scope["app"] = self  # where there is one, Starlette's router raises what it would answer itself
+        # with an "app" in the scope, Starlette's router raises errors instead of answering them itself
+        scope["app"] = self
         began = time.monotonic()
 
         try:
@@ -257,7 +266,7 @@ def _open(scope: Scope, receive: Receive, send: Send) -> HttpExchange:
 
 
 def _path(scope: Scope) -> str:
-    """As it was sent, for logs: decoded it could hold a line break, and forge a line."""
+    """The path as it was sent. Decoded, it could hold a line break and forge a line of the log."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     return raw.decode("latin-1")[:500]
 
@@ -268,7 +277,7 @@ def _bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
             scheme, _, key = value.partition(b" ")
             if scheme.lower() == b"bearer":
                 return key.strip()
-        elif name == b"x-api-key":  # Anthropic's clients
+        elif name == b"x-api-key":  # sent by Anthropic's clients
             return value.strip()
     return b""
 
@@ -284,7 +293,8 @@ async def _answer_error(exchange: HttpExchange, error: TandemError) -> None:
 
 
 async def _break_off(exchange: HttpExchange, error: TandemError) -> None:
-    """The status is sent. A stream says what happened and ends without [DONE]; anything else is cut short."""
+    """Ends an answer whose status was sent. A stream gets an error event and no [DONE]; any other answer is
+    cut short."""
     if isinstance(error, Cancelled):
         exchange.status = Cancelled.http_status  # for the log and the metrics
     else:

@@ -45,7 +45,7 @@ P = TypeVar("P", GenerationPlan, VectorPlan)
 
 
 class GenerateEndpoint(msgspec.Struct, frozen=True):
-    """What is one API's own."""
+    """What differs between the APIs that generate."""
 
     id_prefix: str
     request_type: Any
@@ -54,7 +54,7 @@ class GenerateEndpoint(msgspec.Struct, frozen=True):
         [AnswerHead, GenerationPlan, Any, Sequence[ReadChoice], Tokenizer], bytes | Iterator[bytes]
     ]
     stream: Callable[[AnswerHead, GenerationPlan, Any, Sequence[Choice], Tokenizer], AnswerStream]
-    translate: Callable[[Any], Any] | None = None  # from another API's request to ours
+    translate: Callable[[Any], Any] | None = None  # translates the API's request into a ChatRequest
 
 
 COMPLETIONS = GenerateEndpoint("cmpl", CompletionRequest, plan_completion, whole_completion, CompletionStream)
@@ -93,7 +93,8 @@ async def _run(
     inputs: int,
     arrived: float,
 ) -> None:
-    """Afterwards nothing of the request runs, and what it used is counted."""
+    """Generates and sends the answer. Afterwards nothing of the request runs any more, and its tokens are
+    counted."""
     generation: Generation | None = None
 
     async def work() -> None:
@@ -158,7 +159,8 @@ async def _answer(
 
 
 def enter(services: Services, exchange: HttpExchange) -> Reservation | None:
-    """The tenant's, whose owner settles or voids it. None without tenants."""
+    """Counts a request for its tenant. The caller must settle or void the reservation. Returns None without
+    tenants."""
     if services.draining:
         raise RouterDraining("this router is shutting down; another takes new requests")
     return exchange.tenant.enter() if exchange.tenant is not None else None
@@ -171,7 +173,7 @@ async def planned(
     request: object,
     arrived: float,
 ) -> P:
-    """The plan for a request that has been read, in the request's trace, which begins here."""
+    """Makes the plan of a parsed request, and begins the request's trace."""
     tenant = exchange.tenant
     trace = exchange.trace = services.traces.begin(
         exchange.request_id, exchange.headers, tenant.name if tenant is not None else None
@@ -191,7 +193,7 @@ def caller_of(services: Services, exchange: HttpExchange, request: object, arriv
     session = _header(exchange, b"x-session-id")
     if session is None and isinstance(request, ChatRequest):
         session = request.prompt_cache_key
-    # A session is a job whose last step nothing announces.
+    # A session is a job whose last turn is not announced.
     job_id = (_header(exchange, b"x-job-id") or session or "")[:256]
     is_last_step = (_header(exchange, b"x-last-step") or "").lower() in ("1", "true")
     if isinstance(request, SamplingFields):
@@ -220,7 +222,7 @@ def _unsalted(cache_salt: str | None) -> str | None:
 
 
 def _asked(request: Any, plan: GenerationPlan) -> list[int | None]:
-    """How long each answer may be, None where the request does not say."""
+    """Returns the most tokens of each answer, or None for each if the request does not say."""
     says = not isinstance(request, ChatRequest) or (
         request.max_tokens is not None or request.max_completion_tokens is not None
     )
@@ -232,20 +234,20 @@ def asked_tokens(plan: GenerationPlan) -> list[int | None]:
 
 
 def notes_of(generation: Generation, tokens: int) -> str:
-    """For the request's line in the log."""
+    """Returns the notes for the request's line in the log."""
     failovers = sum(life.failovers for life in generation.lives)
     return f" nodes={_nodes(generation)} tokens={tokens} failovers={failovers} requests={_node_requests(generation)}"
 
 
 def _node_requests(generation: Generation) -> str:
-    """The ids that the nodes know it by, of its first choices: a line of the log is no list of everything."""
+    """Returns the first LOGGED_IDS of the ids under which the nodes know the request."""
     names = [name for life in generation.lives for name in life.request_ids]
     more = len(names) - LOGGED_IDS
     return ",".join(names[:LOGGED_IDS]) + (f",… and {more} more" if more > 0 else "")
 
 
 def _nodes(generation: Generation) -> str:
-    """Every attempt's nodes in order; choices that went the same way are named once."""
+    """Returns every attempt's nodes in order. Choices with the same nodes are named once."""
     ways = ["|".join([decision.node_names for decision in life.decisions]) for life in generation.lives]
     return ";".join(dict.fromkeys(ways))
 
@@ -259,5 +261,5 @@ def routing_headers(generation: Generation) -> list[tuple[bytes, bytes]]:
 
 
 def _header_value(text: str) -> bytes:
-    """At most a kilobyte. A space at its end, where it was cut, would make the whole answer one that cannot be sent."""
+    """Cuts a value to a kilobyte. It strips a space at the cut, because a header must not end in one."""
     return text.encode("ascii", "replace")[:1024].strip()

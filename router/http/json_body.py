@@ -1,13 +1,15 @@
-"""A body's JSON, from a stranger: from bytes to a typed request, or an InvalidRequest that says what is wrong, names the field, and says what it must be.
+"""Parses and checks a body of JSON from an untrusted client. The result is a typed request, or an
+InvalidRequest that names the field, what is wrong, and what would be right.
 
-Stricter than the standard library's parser where the difference would be a different question answered: a key
-given twice, NaN, numbers beyond a double, half a surrogate pair, nesting that only serves to exhaust something.
+It is stricter than the standard library where leniency would answer a different question than the client
+asked: it refuses a key given twice, NaN, numbers beyond a double, half a surrogate pair, and nesting meant to
+exhaust memory.
 
-msgspec reads a short body in a twentieth of the time. It says less of what is wrong, and takes the last of a key given twice: where it finds fault, or
-a member is missing, the standard library's decoder has the word.
+msgspec reads a short body in a twentieth of the time, but explains less and accepts a key given twice. So the
+standard library's decoder reads a body again in which msgspec finds a fault or a member seems to be missing.
 
-The standard library's decoder runs no other thread while it reads one string, however long that is. So long strings are cut out first,
-decoded a piece at a time, and put where they were: the rest is short, or is many values.
+The standard library's decoder lets no other thread run while it reads one string, however long. So long
+strings are cut out first, decoded in pieces, and put back; the rest is short or consists of many values.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from tandem.router.openai.fields import ACCEPTED, INTERNAL, REFUSED
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.settings import choices_at
 
-# One match, or one piece, is no longer than this.
+# The largest single match, and the largest piece.
 WINDOW = 256 << 10
-_LEAST = 64  # longer than any one unit, however small a window a test has
+_LEAST = 64  # longer than any escape, however small a window a test sets
 
-# What stands outside of strings, and whole strings; then a string that does not end in this window.
+# Text outside of strings and whole strings, then the quote of a string that does not end in this window.
 _TO_OPEN_STRING = re.compile(r'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+(?:(")|\Z)', re.DOTALL)
 _IN_TEXT = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-# Whole characters and escapes. The first half of a pair is taken with what follows it, so that is seen first.
+# Whole characters and escapes. The first half of a surrogate pair is matched together with what follows it.
 _UNITS = re.compile(
     r"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])[^\\]{4}|\\u[dD][89abAB][^\\]{2}(?:\\u[dD][c-fC-F][^\\]{2}|(?=[^\\]|\\[^u]|\\u[^\\]{4})))*+",
     re.DOTALL,
@@ -54,7 +56,8 @@ _NO_CHOICE = re.compile(r"^Invalid enum value (?P<value>.*)$", re.DOTALL)
 
 
 def decode_in_pieces(text: str, decode: Decode, window: int = WINDOW) -> Any:
-    """As `decode(text)`, errors and their places too; but a member's name as long as that is refused."""
+    """Returns what `decode(text)` returns, or raises its errors with the right position. A member's name
+    longer than the window is refused."""
     if len(text) <= 2 * window:
         return decode(text)
     window = max(window, _LEAST)
@@ -67,7 +70,7 @@ def decode_in_pieces(text: str, decode: Decode, window: int = WINDOW) -> Any:
         whole += (_string(text, start, end, window) for start, end in spans)
     except json.JSONDecodeError as error:
         mistake = error
-    # A word for each that stands nowhere else.
+    # Each long string is replaced by a random word that occurs nowhere else.
     word = secrets.token_hex(16)
     parts, at = [], 0
     for index, (start, end) in enumerate(spans):
@@ -87,7 +90,8 @@ def decode_in_pieces(text: str, decode: Decode, window: int = WINDOW) -> Any:
 
 
 def _long_strings(text: str, window: int) -> list[tuple[int, int]]:
-    """Where those lie that are longer than a window, without their quotes. One that has no end is left to the decoder."""
+    """Returns the spans of the strings that are longer than a window, without quotes. A string without an end
+    is left to the decoder."""
     spans: list[tuple[int, int]] = []
     at = 0
     while at < len(text):
@@ -95,7 +99,7 @@ def _long_strings(text: str, window: int) -> list[tuple[int, int]]:
         if found is None or found[1] is None:
             at += 2 * window if found is None else max(found.end() - at, 1)
             continue
-        if found.start(1) > at:  # it is looked at again from its beginning
+        if found.start(1) > at:  # match again from the string's beginning
             at = found.start(1)
             continue
         start = end = at + 1
@@ -115,7 +119,7 @@ def _string(text: str, start: int, end: int, window: int) -> str:
         cut = end
         if end - start > window:
             found = _UNITS.match(text, start, start + window)
-            # Nothing whole: an escape that is none, of which the decoder says what is wrong.
+            # No whole unit: the decoder will say what is wrong with this escape.
             cut = found.end() if found is not None and found.end() > start else start + _LEAST
         try:
             pieces.append(json.loads(f'"{text[start:cut]}"'))
@@ -126,7 +130,8 @@ def _string(text: str, start: int, end: int, window: int) -> str:
 
 
 def _place(place: int, spans: list[tuple[int, int]], length: int) -> int:
-    """In the whole text, of one in what was decoded, where each of the strings was so long."""
+    """Translates a position in the decoded text, where each long string was replaced by `length` characters,
+    to one in the whole text."""
     for start, end in spans:
         if place <= start:
             break
@@ -135,7 +140,7 @@ def _place(place: int, spans: list[tuple[int, int]], length: int) -> int:
 
 
 def _put_back(holder: list[Any], word: str, whole: list[str]) -> None:
-    """Level by level."""
+    """Replaces the words by their strings, level by level."""
     level: list[Any] = [holder]
     while level:
         deeper: list[Any] = []
@@ -152,15 +157,16 @@ def _put_back(holder: list[Any], word: str, whole: list[str]) -> None:
         level = deeper
 
 
-# What structures a body, with what stands before it: outside of strings, strings whole. The last is a string without its end.
+# A body's structuring marks, each with the text and whole strings before it. The last group is a string
+# without end.
 _NEXT_MARK = re.compile(
     rb"""(?:[^"\[\]{},:]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+(?:([\[{])|([\]}])|(,)|(:)|(")|\Z)""", re.DOTALL
 )
 _OPENS, _CLOSES, _ITEM, _MEMBER, _STRING = 1, 2, 3, 4, 5
 _IN_STRING = re.compile(rb"""[^"\\]*+(?:\\.[^"\\]*+)*+""", re.DOTALL)
-# One match does not let other threads run, so none is over more than this.
+# No other thread runs during a match, so none covers more than this.
 _WINDOW_BYTES = 256 << 10
-# msgspec reads as much within a millisecond, and lets no other thread run meanwhile.
+# msgspec reads this much within a millisecond, during which no other thread runs.
 _AT_ONCE_BYTES = 64 << 10
 
 
@@ -197,8 +203,8 @@ _read_at_once = msgspec.json.Decoder().decode
 
 
 def _faultless(body: bytes | bytearray, max_depth: int) -> dict[str, Any] | None:
-    """The object, if it is certain that there is no fault in it. A colon stands in a text that was kept, or is that of a member: one more is
-    of a member that was given twice."""
+    """Returns the object if it certainly has no fault, otherwise None. Each colon of the body must be inside
+    a kept string or belong to a kept member; one more means that a member was given twice."""
     if b"\\u" in body:
         return None
     try:
@@ -240,9 +246,10 @@ def _has_few_marks(body: bytes | bytearray, limits: Limits) -> bool:
 
 
 def _check_counts(body: bytes | bytearray, limits: Limits) -> None:
-    """Before anything is made of it: two bytes of an empty array are thirty times as many in memory.
+    """Checks the numbers of values before parsing, because an empty array of two bytes takes thirty times as
+    much memory.
 
-    Marks in strings are told apart from others only when there are so many that it matters.
+    Marks inside strings are told apart only when the plain counts exceed a limit.
     """
     if _has_few_marks(body, limits):
         return
@@ -258,7 +265,7 @@ def _check_counts(body: bytes | bytearray, limits: Limits) -> None:
         elif kind == _MEMBER:
             members += 1
         if depth < 0:
-            return  # closed more often than opened: no JSON, and not parsed beyond this
+            return  # closed more often than opened: not JSON, and the decoder stops here
         if depth > limits.json_depth:
             raise _too_deep(limits.json_depth)
         if containers > limits.json_containers:
@@ -272,7 +279,7 @@ def _check_counts(body: bytes | bytearray, limits: Limits) -> None:
 
 
 def _marks(body: bytes | bytearray) -> Iterator[int]:
-    """What stands outside of strings, in order."""
+    """Yields the structuring marks outside of strings, in order."""
     at, in_string = 0, False
     while at < len(body):
         end = min(len(body), at + _WINDOW_BYTES)
@@ -281,7 +288,7 @@ def _marks(body: bytes | bytearray) -> Iterator[int]:
             at = found.end() if found is not None else at
             if at < end:
                 in_string = body[at : at + 1] != b'"'
-                at += 1 + in_string  # a backslash at the window's end, and what it escapes
+                at += 1 + in_string  # skips a backslash at the window's end with what it escapes
             continue
         for found in _NEXT_MARK.finditer(body, at, end):
             if found.lastindex == _STRING:
@@ -326,7 +333,7 @@ def _integer(text: str) -> int:
 
 
 def _check(value: dict[str, Any], max_depth: int, *, surrogates: bool) -> None:
-    """Level by level, without recursion: depth, and strings that are not text."""
+    """Checks depth, and that strings are text, level by level and without recursion."""
     level: list[Any] = [value]
     depth = 0
     while level:
@@ -367,11 +374,12 @@ def _printable(key: str) -> str:
 def read_request(
     body: Mapping[str, Any], request_type: type[R], unknown_fields: UnknownFields
 ) -> tuple[R, list[str]]:
-    """The request, and the fields that were ignored because this server does not know them."""
+    """Returns the typed request and the names of the unknown fields that were ignored."""
     try:
         return msgspec.convert(body, request_type), []
     except msgspec.ValidationError:
-        pass  # a field that it has not, which may be ignored or not, or a mistake that is to be explained
+        # either an unknown field, which the configuration may allow, or a mistake that is explained below
+        pass
     fields = _fields_of(request_type)
     known: dict[str, Any] = {}
     ignored: list[str] = []

@@ -1,7 +1,9 @@
-"""Requests for models that other deployments serve: passed on to their routers as they came, and answered as those answer.
+"""Passes requests for other deployments' models on to their routers, and passes the answers back, both
+unchanged.
 
-The other router does all that a router does: it checks the key, counts quotas, tokenizes. This one reads the body to see whose the request is,
-and passes bytes on in both directions as fast as they come. A client that goes away is gone for the other router, too.
+The other router does all the work: it checks the key, counts quotas and tokenizes. This one reads the body
+only to see which model is asked for, and passes bytes on in both directions as they arrive. When the client
+disconnects, the other router sees a disconnect, too.
 """
 
 from __future__ import annotations
@@ -21,23 +23,26 @@ from tandem.router.openai.prompts import ModelElsewhere
 from tandem.router.responses.response_store import ResponseNotFound
 from tandem.wire.errors import DeadlineExceeded, Unavailable, UnknownModel
 
-# Of one connection, not of what goes over it; what its client makes itself; and what was checked here.
+# Headers that are not passed on: those of one connection, those that the client library sets, and those
+# checked here.
 _OWN = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host "
     b"content-length x-request-id expect origin".split()
 )
-_MARK = b"x-tandem-passed-on"  # by a router that was not asked by another one
+# set by the first router, so that two routers never pass a request back and forth
+_MARK = b"x-tandem-passed-on"
 _CONNECT_S = 5.0
 _NOT_THERE = (401, 403, 404)  # a router that does not know the client's key has nothing of that client
 _PIECE_BYTES = 1 << 16
 _UPGRADE = [(b"connection", b"Upgrade"), (b"upgrade", b"websocket")]
-# What is said on a WebSocket when this router stops: between two messages, which is where nothing came for a while.
+# Sent on a WebSocket when this router stops, once nothing has arrived for a while, so that it falls between
+# two messages.
 _GOING_AWAY = b"\x88\x02\x03\xe9"
 _QUIET_S = 1.0
 
 
 class OtherModels:
-    """On the event loop only."""
+    """The routers of other deployments. Runs on the event loop only."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._urls: Mapping[str, str] = config.other_models
@@ -46,7 +51,8 @@ class OtherModels:
         self._http: httpx.AsyncClient | None = None
 
     async def pass_on(self, exchange: HttpExchange, there: ModelElsewhere) -> None:
-        """Raises Unavailable when the other router does not answer, or ends in the middle of its answer."""
+        """Passes a request on. Raises Unavailable when the other router does not answer or breaks off its
+        answer."""
         if self._was_passed_on(exchange):
             raise UnknownModel(
                 f"the model {there.model[:200]!r} is not here: two routers name each other for it (router.other_models)"
@@ -65,8 +71,8 @@ class OtherModels:
             await self._in_time(exchange, work, f"the router of the model {there.model[:200]!r}")
 
     async def find(self, exchange: HttpExchange, missing: ResponseNotFound) -> None:
-        """A response that is asked for by its id says no model: the other routers are asked for it in turn, and the one that has it
-        answers. Raises `missing` where none has it."""
+        """Finds a response by its id, which names no model: asks the other routers in turn, and passes on the
+        answer of the one that has it. Raises `missing` when none has it."""
         if not self._urls or self._was_passed_on(exchange):
             raise missing
         names = {url.rstrip("/"): name for name, url in self._urls.items()}
@@ -120,7 +126,8 @@ class OtherModels:
         )
 
     async def _converse(self, exchange: HttpExchange, url: str) -> None:
-        """A WebSocket. Its deadlines are the other router's: it asks a silent client whether it is there, through this one."""
+        """Passes on a WebSocket. The other router keeps the deadlines: its pings reach the client through
+        this one."""
         async with self._asked(exchange, url, _UPGRADE) as answer:
             if answer.status_code != 101:
                 await _relay(exchange, answer)
@@ -135,7 +142,7 @@ class OtherModels:
                 while (message := await exchange.receive())["type"] != "http.disconnect":
                     if message["body"]:
                         await there.write(message["body"], timeout=self._timeouts.slow_reader)
-                    if not message["more_body"]:  # this router stops, and lets an answer come to its end
+                    if not message["more_body"]:  # this router stops, after letting a running answer end
                         with contextlib.suppress(TimeoutError):
                             while True:
                                 came.clear()
@@ -163,7 +170,7 @@ class OtherModels:
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:
             ping_s = max(1, round(self._timeouts.realtime_ping))
-            # A machine that is cut off says nothing: the kernel asks for it, and gives up.
+            # The kernel's keepalive finds machines that were cut off.
             options: list[Any] = [
                 (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
                 (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ping_s),

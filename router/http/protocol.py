@@ -1,7 +1,8 @@
-"""HTTP/1.1 on one connection: requests to an ASGI application one after the other, and the limits that it never sees.
+"""HTTP/1.1 on one connection: passes its requests to an ASGI application, one after the other, and holds the
+limits that the application never sees.
 
-A header that is too slow, too large or not HTTP is answered here, because no request ever comes of it. No state that a
-client can leave its connection in lasts without one of the timers.
+A head that is too slow, too large or not HTTP is answered here, because it never becomes a request. In every
+state that a client can leave its connection in, a timer runs.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from tandem.router.http.errors import error_body
 
 logger = logging.getLogger(__name__)
 
-# A client that is still sending when it is refused does not read the refusal yet. What it sends is dropped, within these.
+# A client that is still sending does not read a refusal yet. What it sends is dropped, up to these limits.
 LINGER_BYTES = 64 << 20
 LINGER_S = 2.0
-CLOCK_STEP_S = 0.001  # of uvloop
+CLOCK_STEP_S = 0.001  # the resolution of uvloop's clock
 
 _CODES = {408: "request_timeout", 431: "header_too_large", 503: "overloaded"}
 
 
 class Server(Protocol):
-    """What a connection needs of the server that has it."""
+    """What a connection needs of its server."""
 
     app: ASGIApp
     limits: Limits
@@ -51,7 +52,8 @@ class Server(Protocol):
 
 
 class HttpConnection(asyncio.Protocol):
-    """Between requests it is idle; a request that comes before its turn lies in the buffer."""
+    """One client's connection. It is idle between requests; a request that arrives during an answer stays in
+    the buffer."""
 
     transport: asyncio.Transport
     write: Callable[[bytes], None]
@@ -62,18 +64,19 @@ class HttpConnection(asyncio.Protocol):
         self.write_paused = False
         self._loop = loop
         self._buffer = bytearray()
-        self._searched = 0  # of the buffer, for the end of a head
-        self._call: HttpCall | None = None  # that is answered, or whose body is still coming
-        self._last_id = "-"  # of the request that was answered last
+        self._searched = 0  # how much of the buffer was searched for a head's end
+        self._call: HttpCall | None = None  # the call that is being answered, or whose body is still arriving
+        self._last_id = "-"  # the id of the request that was answered last
         self._read_paused = False
         self._writable: asyncio.Future[None] | None = None
         self._on_lost: Callable[[], None] | None = None
-        self._heard = False  # anything at all
+        self._heard = False  # whether the client has sent anything at all
         self._closing = False
         self._lingers = False
-        self._dropped_bytes = 0  # while it lingers
-        # What happens if nothing does: while it waits for a head, for the rest of a body that is not read, and idle. Never two of them. The
-        # timer may be set for earlier, and is set again when it rings: most are stopped, request by request.
+        self._dropped_bytes = 0  # bytes dropped while it lingers
+        # What to do when the time is over: while it waits for a head, for the rest of an unread body, or
+        # idle; never two of these. The event loop's timer may be set for an earlier time and is then set
+        # again when it rings, because nearly every one is stopped, request by request.
         self._on_time: Callable[[], None] | None = None
         self._time_is_idle = False
         self._due = self._rings_at = 0.0
@@ -91,7 +94,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        # Without a call in between: every token is written here.
+        # Bound directly, without a method in between, because every token is written through it.
         self.write = self.transport.write
         peer = transport.get_extra_info("peername")
         self.client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else None
@@ -99,7 +102,7 @@ class HttpConnection(asyncio.Protocol):
         if len(self.server.connections) > self.server.limits.connections:
             limit = self.server.limits.connections
             self._refuse(503, f"more than {limit} connections", retry_after=True)
-            self.transport.close()  # one that lingers is one more
+            self.transport.close()  # lingering would keep it among the connections
             return
         self._set_timer(self.server.timeouts.header, self._on_slow_header)
 
@@ -139,7 +142,8 @@ class HttpConnection(asyncio.Protocol):
                     if call.complete:
                         self._become_idle()
                 else:
-                    # Before its turn. While there is reading, an end of the connection is noticed.
+                    # The next request, before its turn. Reading goes on, up to a head's size, so that a
+                    # disconnect is noticed.
                     if len(self._buffer) > self.server.limits.header_bytes:
                         self.pause_reading()
                     return
@@ -147,7 +151,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(400, f"not a request that HTTP/1.1 allows: {error}")
 
     def _next_call(self) -> bool:
-        """Whether a head is complete, and its request has begun."""
+        """Begins the next request. Returns False when its head is not complete or was refused."""
         while self._buffer.startswith(b"\r\n"):
             del self._buffer[:2]
         found = END_OF_HEAD.search(self._buffer, max(0, self._searched - 3))
@@ -185,7 +189,8 @@ class HttpConnection(asyncio.Protocol):
         return self._call.whole_body() if self._call is not None else None
 
     def watch(self, on_lost: Callable[[], None]) -> None:
-        """Calls it when the client is gone, which is only noticed while there is reading. One request at a time is watched."""
+        """Calls `on_lost` when the client disconnects, at once if it has already. A disconnect is only
+        noticed while the connection reads. Only one watcher at a time."""
         self._on_lost = on_lost
         if len(self._buffer) <= self.server.limits.header_bytes:
             self.resume_reading()
@@ -208,7 +213,7 @@ class HttpConnection(asyncio.Protocol):
             self._stop_unsent_timer()
 
     async def until_writable(self) -> None:
-        """Until then, or until the client is cut off."""
+        """Waits until the client is ready for more, or was cut off."""
         if self.write_paused and not self.transport.is_closing():
             if self._writable is None:
                 self._writable = self._loop.create_future()
@@ -233,12 +238,12 @@ class HttpConnection(asyncio.Protocol):
             self._become_idle()
 
     def on_upgraded(self) -> None:
-        """What came after the head is no request."""
+        """The connection speaks another protocol now: bytes after the head belong to it."""
         self.resume_reading()
         self._loop.call_soon(self._read)
 
     def _become_idle(self) -> None:
-        """Or begins with the request that came during the last answer."""
+        """Waits for the next request, or begins the one that arrived during the last answer."""
         self._call = None
         self._set_timer(max(1.0, self.server.timeouts.keep_alive), self._on_idle, idle=True)
         self.resume_reading()
@@ -248,7 +253,7 @@ class HttpConnection(asyncio.Protocol):
     # --- its end
 
     def shutdown(self) -> None:
-        """No further request is taken: the answer that is under way is the last."""
+        """Takes no further request. A running answer is the last one on this connection."""
         if self._call is None or self._call.complete:
             self.close()
         else:
@@ -256,15 +261,17 @@ class HttpConnection(asyncio.Protocol):
             self._call.end_upgraded()
 
     def expect_the_last(self, idle_s: float) -> None:
-        """Answers one more request, if it comes within that time, and closes the connection with the answer."""
+        """Answers one more request if it arrives within `idle_s`, and closes the connection with that
+        answer."""
         if self._call is not None:
             self._call.end_upgraded()
         elif self._on_time is not None and self._time_is_idle:
             self._set_timer(idle_s, self._on_idle, idle=True)
 
     def close(self) -> None:
-        """What the client sends is read to its end first, if it is in the middle of it: closed with bytes unread, TCP
-        resets the connection, and the client loses the answer that it was about to read."""
+        """Closes the connection. A client in the middle of sending is read to its end first: if bytes were
+        left unread, TCP would reset the connection, and the client would lose the answer that it is about to
+        read."""
         if self._closing:
             return
         self._stop_timer()
@@ -276,7 +283,8 @@ class HttpConnection(asyncio.Protocol):
         self._watch_unsent()
 
     def break_off(self) -> None:
-        """In the middle of an answer, or before it, when there will be no more of it."""
+        """Ends a call whose application failed: with 500 if no answer has begun, otherwise by cutting the
+        answer short."""
         if self._call is not None and not self._call.answering:
             self._refuse(500, "internal error")
         else:
@@ -290,8 +298,8 @@ class HttpConnection(asyncio.Protocol):
         self._closing = self._lingers = True
         self._stop_timer()
         if self._call is not None and not self._call.complete:
-            self._call.hang_up()  # nothing can be said any more
-        if self.transport.can_write_eof():  # TLS cannot
+            self._call.hang_up()  # no answer can be sent any more
+        if self.transport.can_write_eof():  # TLS connections cannot
             self.transport.write_eof()
         self.resume_reading()
         self._set_timer(LINGER_S, self.transport.close)
@@ -302,7 +310,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
-        """Where there is no request that could be answered, or none whose end is known."""
+        """Refuses what is not a request, or a request whose end is unknown, and closes the connection."""
         self._stop_timer()
         self._buffer.clear()
         call = self._call
@@ -366,22 +374,24 @@ class HttpConnection(asyncio.Protocol):
         self.transport.abort()
 
     def _on_idle(self) -> None:
-        """The answer has been there for long. If the client has not read it, closing would wait for it for ever."""
+        """Closes an idle connection. A client that has not read its last answer by now is cut off, because
+        closing would wait for it forever."""
         if self.transport.get_write_buffer_size() > 0:
             self.transport.abort()
         else:
             self.close()
 
     def _watch_unsent(self) -> None:
-        """While the client is behind, and after the last answer: closing waits for all of it to be taken."""
+        """Watches whether the client takes what is unsent, while it is behind and after the last answer,
+        because closing waits for all of it."""
         self._stop_unsent_timer()
         if self.transport.get_write_buffer_size() > 0:
             seconds = self.server.timeouts.slow_reader
             self._unsent_timer = self._loop.call_later(seconds, self._on_unsent, self._untaken())
 
     def _untaken(self) -> int:
-        """Bytes that the client has not acknowledged, the kernel's included: it keeps megabytes, and asks for more only when a good part
-        of them is gone."""
+        """Bytes that the client has not acknowledged, including those in the kernel's buffer. The kernel
+        buffers megabytes, and accepts more only when a good part of them is gone."""
         kept = bytearray(4)
         with contextlib.suppress(OSError, AttributeError):
             fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kept)
@@ -393,7 +403,8 @@ class HttpConnection(asyncio.Protocol):
             self._unsent_timer = None
 
     def _on_unsent(self, before: int) -> None:
-        """Nothing is written while this waits, so what is less has been taken."""
+        """Cuts the client off unless it has taken something. Nothing was written since, so any difference was
+        taken."""
         if self._untaken() < before:
             self._watch_unsent()
             return

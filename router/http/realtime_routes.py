@@ -1,7 +1,9 @@
-"""GET /v1/realtime: a conversation over a WebSocket, whose prompt may arrive in parts and is read ahead as it does.
+"""GET /v1/realtime: a conversation over a WebSocket, whose prompt may arrive in parts and is read ahead
+meanwhile.
 
-Reading ahead is a request for one token of what has come so far, which a prefill node serves alone: its blocks stay in that node's prefix cache, and give
-way like any others. So a client that thinks holds nothing on a node, and the answer is that of an ordinary request for the whole prompt.
+Reading ahead is a request for one token of the text so far, which a prefill node serves alone. Its blocks
+stay in that node's prefix cache and may be evicted like any others. So a client that thinks holds nothing on
+a node, and the answer comes from an ordinary request for the whole prompt.
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ from tandem.wire.tracing import TracePhase
 
 logger = logging.getLogger(__name__)
 
-# Text that must have come before it is tokenized again, and its share of what was there: all together stay linear.
+# How much new text there must be before the prompt is tokenized again: at least this many characters, and one
+# part in AHEAD_SHARE of what there was. So the total work stays linear.
 AHEAD_CHARACTERS = 256
 AHEAD_SHARE = 4
-# What could follow: where the prompt's tokens with it are others, they are not settled yet.
+# Appended as a possible continuation. Tokens that it changes are not settled yet.
 _MORE = " and so on"
 
 
@@ -75,7 +78,8 @@ async def realtime(services: Services, exchange: HttpExchange) -> None:
 
 
 def _check_origin(services: Services, exchange: HttpExchange) -> None:
-    """A browser lets any page open a WebSocket anywhere, without asking: what CORS does for other paths is done here."""
+    """Refuses pages of other sites. Browsers let any page open a WebSocket to any site, so CORS does not
+    protect this path."""
     headers = dict(exchange.headers)
     origin, allowed = headers.get(b"origin"), services.config.cors_origins
     if origin is None or "*" in allowed or origin.decode("latin-1") in allowed:
@@ -87,7 +91,8 @@ def _check_origin(services: Services, exchange: HttpExchange) -> None:
 
 
 class _Session:
-    """Its own task reads events; one task makes the answer, one reads ahead. Both end with it."""
+    """One connection. The handler's task reads events, one task makes the answer, and one reads ahead. Both
+    of these end with the session."""
 
     def __init__(
         self,
@@ -109,9 +114,9 @@ class _Session:
         self._answer: asyncio.Task[None] | None = None
         self._answer_id = ""
         self._ahead: asyncio.Task[None] | None = None
-        self._came = 0  # characters, of everything
-        self._read_at = 0  # of these, when the prompt was last tokenized
-        self._known = 0  # tokens that were read ahead
+        self._came = 0  # characters of the whole conversation
+        self._read_at = 0  # the value of `_came` when the prompt was last tokenized
+        self._known = 0  # prompt tokens that were read ahead
         socket.is_busy = lambda: self._answer is not None and not self._answer.done()
 
     def event(self, kind: str, **fields: Any) -> bytes:
@@ -220,7 +225,7 @@ class _Session:
             self._ahead = asyncio.create_task(self._read_ahead())
 
     async def _read_ahead(self) -> None:
-        """Best effort: what it cannot do now the answer's own request does."""
+        """Reads ahead if possible. On failure, the answer's own request computes the prompt."""
         try:
             await self._read_some()
         except TandemError as error:
@@ -344,7 +349,7 @@ class _Session:
         reservation = enter(services, exchange)
         generation: Generation | None = None
         plan = None
-        # Each answer has a trace of its own, under the id that its client has heard.
+        # Each answer has its own trace, under the id that its client knows.
         tenant = exchange.tenant.name if exchange.tenant is not None else None
         trace = exchange.trace = services.traces.begin(self._answer_id, exchange.headers, tenant)
         status: int | None = None

@@ -1,7 +1,8 @@
-"""What is done with responses: begun, written, found here or on the nodes, cancelled, forgotten.
+"""Begins, writes, finds, cancels and forgets responses.
 
-Each is written by a task of its own, which clients follow. One that was asked for in the background goes on without any client, and
-without this router: the node that decodes it keeps its tokens, and any router makes the same events of them.
+A task of its own writes each response, and clients follow it. A background response goes on without any
+client, and even without this router: the node that decodes it keeps its tokens, and any router makes the same
+events of them.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from tandem.wire.errors import Cancelled, InternalError, InvalidRequest, TandemE
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"resp_[0-9a-f]{48}")
-# Events that are made of what a node has kept, before others on the loop get their turn.
+# How many events are made at once from kept tokens before the event loop goes on.
 TURN_EVENTS = 64
 
 
 class AnswerNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a node keeps beside a background answer's tokens: all that another router needs."""
+    """What a node keeps besides a background answer's tokens: all that another router needs to make the
+    response."""
 
     owner: str
     created_at: int
@@ -50,6 +52,8 @@ class AnswerNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseDesk:
+    """This router's responses, and the tasks that write them."""
+
     def __init__(self, services: Services) -> None:
         self._services = services
         self._adopting: dict[tuple[str, str], asyncio.Task[StoredResponse]] = {}
@@ -63,7 +67,8 @@ class ResponseDesk:
         reservation: Reservation | None,
         arrived: float,
     ) -> StoredResponse:
-        """Raises StoreFull."""
+        """Starts the task that writes the response, and stores the response unless `store` is false. Raises
+        StoreFull. The task settles `reservation`."""
         note = AnswerNote(owner, int(time.time()), request, before)
         response = self._response(new_response_id(), note)
         if request.store is not False:
@@ -78,7 +83,7 @@ class ResponseDesk:
         return response
 
     async def find(self, response_id: str, owner: str) -> StoredResponse:
-        """Here, in another process on this port, or on the nodes. Raises ResponseNotFound."""
+        """Finds a response here, in a sibling process, or on the nodes. Raises ResponseNotFound."""
         found = self._services.responses.find(response_id, owner)
         if found is not None:
             return found
@@ -96,7 +101,7 @@ class ResponseDesk:
         return await asyncio.shield(task)
 
     async def cancel(self, response: StoredResponse) -> None:
-        """One that has ended stays as it is."""
+        """Cancels a response and waits for its end. A response that has ended stays as it is."""
         if response.ended:
             return
         self._services.dispatcher.recalls.end(response.id, forget=False)
@@ -186,7 +191,7 @@ class ResponseDesk:
         reservation: Reservation | None,
         arrived: float,
     ) -> None:
-        """Whatever the end is, no reader may be left waiting for it."""
+        """Writes the response to its end. However it ends, every reader is told."""
         services = self._services
         maker = ResponseMaker(response.body, plan.reader())
         error: TandemError | None = None
@@ -210,7 +215,7 @@ class ResponseDesk:
             error = Cancelled("the response was cancelled")
             response.add(maker.cancel())
         except LeftBehind as left:
-            error = left  # it has no end here
+            error = left  # it does not end here: another router goes on with it
         except TandemError as failure:
             error = failure
             response.add(maker.fail(failure))
@@ -229,13 +234,13 @@ class ResponseDesk:
     ) -> None:
         (choice,) = plan.choices(lives, self._services.model.tokenizer)
         begun = response.keeps_events
-        # One token at a time gives the same events in every router.
+        # One token per step, so that every router makes the same events.
         most = 1 if response.keeps_events else PIECE_TOKENS
         if begun:
             response.add(maker.begin())
         while choice.finish_reason is None:
             await lives.news()
-            if not begun and choice.failed is None:  # until then a failure is a status code
+            if not begun and choice.failed is None:  # before the first event, a failure is a status code
                 begun = True
                 response.add(maker.begin())
             turn = 0
@@ -259,7 +264,8 @@ def _kept(plan: GenerationPlan, response_id: str, note: AnswerNote) -> Generatio
 
 
 def conversation(response: StoredResponse) -> list[InputItem]:
-    """For the next request, which goes on with it."""
+    """Returns the items that a following request continues. Raises InvalidRequest unless the response is
+    complete."""
     if not response.ended or response.error is not None:
         raise InvalidRequest(
             f"previous_response_id: {response.id} is {response.body['status']}; only a completed response can be continued",

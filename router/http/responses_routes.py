@@ -1,6 +1,7 @@
-"""POST /v1/responses, and GET, DELETE and cancel of one. What is done with them is the desk's.
+"""POST /v1/responses, and GET, DELETE and cancel of one response.
 
-A response's events are kept under their numbers, and clients follow what is kept; so the desk writes them, and not the route.
+A response's events are kept by number, and clients follow what is kept. So `ResponseDesk` writes responses,
+not a handler.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ async def follow_to_end(exchange: HttpExchange, response: StoredResponse, after:
                 and response.error is not None
                 and not response.keeps_events
             ):
-                raise response.error  # before the first byte a failure is a status code
+                raise response.error  # before the first byte, a failure is a status code
             await stream.write(events)
         if isinstance(response.error, LeftBehind):
             raise response.error  # another router streams the rest
@@ -96,7 +97,8 @@ async def follow_to_end(exchange: HttpExchange, response: StoredResponse, after:
 
 
 async def one_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
-    """GET: as it is now, or with `stream=true` its events above `starting_after`. DELETE: forgets it."""
+    """GET answers with the response as it is now, or, with `stream=true`, its events after `starting_after`.
+    DELETE forgets it."""
     response = await _find(desk, exchange)
     if exchange.scope["method"] == "DELETE":
         await desk.forget_everywhere(response)

@@ -1,4 +1,4 @@
-"""What the routes work with."""
+"""What the handlers work with, and whether a new request would be refused."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from tandem.router.tracing.traces import Traces
 
 
 class ClusterControl(Protocol):
-    """The way to what changes the cluster that a router belongs to."""
+    """The connection to the controller of the router's cluster."""
 
     async def act(self, action: str, body: bytes) -> bytes:
-        """JSON in and out. Raises errors of `wire.errors`, an unknown action's too."""
+        """Does an action. Body and result are JSON. Raises errors of `wire.errors`, also for an unknown
+        action."""
         ...
 
 
 @dataclasses.dataclass
 class Services:
+    """The parts of the router that the handlers use."""
+
     config: RouterConfig
     model: ServedModel
     dispatcher: Dispatcher
@@ -46,11 +49,11 @@ class Services:
     siblings: Siblings
     figures: SharedFigures
     others: OtherModels
-    control: ClusterControl | None = None  # of the cluster that it belongs to
+    control: ClusterControl | None = None  # None when the router belongs to no cluster
     draining: bool = False
 
     def why_unhealthy(self) -> str | None:
-        """Why a new request would be refused, or None."""
+        """Returns why a new request would be refused, or None."""
         if self.draining:
             return "the router is draining"
         if self.supervisor.failed:

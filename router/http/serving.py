@@ -1,8 +1,11 @@
-"""A router's server: the listening socket, who takes a connection from it, all connections that it has, and how it ends.
+"""A router's server: the listening socket, which process accepts a connection, the open connections, and the
+end.
 
-Several processes may share the socket, and each gets as many connections as the others. The kernel wakes all of them for a connection, and
-whichever is first has it; idle ones are first in the same order every time. So a process that has more connections than another lets the others
-be first, for a moment: one that is busy, or hangs, keeps none waiting. How many each has stands in a page of memory that goes with the socket.
+Several processes may share the socket, and should get equally many connections. The kernel wakes all of them
+for a connection, and the first to accept has it; idle processes wake in the same order every time. So a
+process that has more connections than another waits for a moment and lets the others be first. The moment is
+short, so a process that is busy or hangs keeps no client waiting. Each process's count stands in a page of
+shared memory that goes with the socket.
 """
 
 from __future__ import annotations
@@ -31,39 +34,39 @@ from tandem.wire.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-PLACES = 64  # processes that may share a socket
+PLACES = 64  # how many processes may share a socket
 STAMP_S = 0.25
-# One that has not said for so long how many it has is not waited for.
+# A process whose count is older than this is not waited for.
 STALE_S = 1.0
-# For each connection that it has more than another, and for all of them.
+# The wait for each connection more than another process has, and the longest wait.
 WAIT_S, LONGEST_WAIT_S = 0.002, 0.01
-# Out of descriptors or memory: trying at once would be in vain.
+# How long to wait after running out of descriptors or memory.
 EXHAUSTED_S = 1.0
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 ACCEPTS_AT_ONCE = 64
 BACKLOG = 2048
 _LOCK = struct.Struct("hhqqi4x")  # the kernel's struct flock
-# A client that pauses for longer between two requests finds its connection closed by a router that leaves.
+# A router that leaves closes connections that are idle for longer than this.
 LEAVING_IDLE_S = 5.0
-# For connections that were accepted last, and are in their handshake of TLS.
+# How long a router that leaves waits for connections in their TLS handshake.
 LEAVING_ACCEPTED_S = 1.0
-# Clients that know the address from before find a router there for so long.
+# How long a router answers at an address that it has given up.
 FORMER_ADDRESS_S = 60.0
-# For nodes, the model's files, logs, and Ray.
+# Descriptors kept for nodes, the model's files, logs and Ray.
 OTHER_DESCRIPTORS = 512
 
 
 class Tally:
-    """How many connections each process has. Each writes its own place alone, which is its own as long as it lives: the kernel gives
-    its lock back."""
+    """How many connections each process has, in shared memory. A process writes only its own place, which it
+    holds by a file lock for as long as it lives; the kernel releases the lock."""
 
     def __init__(self, memory: int | None = None) -> None:
-        """`memory`: a descriptor of another process's. It stays the caller's."""
+        """`memory`: a descriptor of another process's tally. The caller still owns it."""
         given = os.memfd_create("tandem-connections", os.MFD_CLOEXEC) if memory is None else memory
         try:
             if memory is None:
                 os.ftruncate(given, mmap.PAGESIZE)
-            # Opened by itself: a lock belongs to what was opened, and descriptors that were sent share that.
+            # Opened again, because a lock belongs to the open file, which descriptors that were sent share.
             self.descriptor = os.open(f"/proc/self/fd/{given}", os.O_RDWR | os.O_CLOEXEC)
         finally:
             if memory is None:
@@ -71,7 +74,7 @@ class Tally:
         self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
         self._words = memoryview(self._page).cast(
             "d"
-        )  # of each place: connections, and when that was written
+        )  # for each place: connections, and when that was written
         self._place = next((place for place in range(PLACES) if self._take(place)), None)
         self.set(None)
 
@@ -84,13 +87,14 @@ class Tally:
         return True
 
     def set(self, connections: int | None) -> None:
-        """None: it takes none, and no other waits for it."""
+        """Writes this process's count. None: it accepts none, and no other process waits for it."""
         if self._place is not None:
             self._words[2 * self._place] = float(connections or 0)
             self._words[2 * self._place + 1] = 0.0 if connections is None else time.monotonic()
 
     def lead(self, connections: int) -> int | None:
-        """How many more those are than another one has. None: there is no other."""
+        """Returns how many connections this process has more than the process with the fewest; None when
+        there is no other."""
         since = time.monotonic() - STALE_S
         others = [
             self._words[2 * place]
@@ -110,7 +114,8 @@ class Tally:
 
 
 class Acceptor:
-    """Takes connections and gives each to `open`, on the event loop that makes it. `connections`: how many it has that are open."""
+    """Accepts connections and passes each to `open_one`, on the event loop that makes it. `connections`: how
+    many open connections this process has."""
 
     def __init__(
         self,
@@ -177,13 +182,13 @@ class Acceptor:
     async def _begin(self, connection: socket.socket) -> None:
         try:
             await self._open_one(connection)
-        except OSError as error:  # also of TLS; the client is gone, or does not speak it
+        except OSError as error:  # TLS errors are OSErrors, too. The client is gone or does not speak TLS.
             logger.debug("a connection did not begin: %s", error)
             connection.close()
 
     def close(self, *, takes_the_line: bool = False) -> None:
-        """Takes no more; those that are in their handshake go on. `takes_the_line`: but for what waits in its line, which would be reset
-        if no other process has the socket. Idempotent."""
+        """Stops accepting; connections in their handshake go on. `takes_the_line`: first accepts what waits
+        in the backlog, which would be reset if no other process has the socket. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -198,8 +203,8 @@ class Acceptor:
 
 
 def limits_that_fit(limits: Limits) -> Limits:
-    """With no more connections than there are descriptors for, those left out that nodes and files need: clients that
-    idle must not keep the router from its nodes."""
+    """Lowers the limit of connections to what the process's descriptors allow, after those that nodes and
+    files need, so that idle clients never keep the router from its nodes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits
@@ -217,7 +222,7 @@ def limits_that_fit(limits: Limits) -> Limits:
 
 
 def is_at(listener: socket.socket, host: str, port: int) -> bool:
-    """Whether that is where it listens. Port 0 is any."""
+    """Whether the socket listens at this address. Port 0 matches any port."""
     there = listener.getsockname()
     try:
         found = socket.getaddrinfo(host, port or there[1], listener.family, socket.SOCK_STREAM)
@@ -227,8 +232,8 @@ def is_at(listener: socket.socket, host: str, port: int) -> bool:
 
 
 def listen_beside(others: Sequence[socket.socket], host: str, port: int) -> socket.socket:
-    """At another address than `others`, which may have the same port on one of several addresses, or on all: the kernel allows that to
-    sockets that all say so, and these say it for this moment alone."""
+    """Listens at another address than `others`, which may have the same port on one address or on all. The
+    kernel allows that if all sockets set SO_REUSEPORT, so `others` have it set for this moment only."""
     for there in others:
         there.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
@@ -239,10 +244,11 @@ def listen_beside(others: Sequence[socket.socket], host: str, port: int) -> sock
 
 
 def listen(host: str, port: int, *, shares: bool = False) -> socket.socket:
-    """Before anything is loaded, so that a taken port is said at once. `shares`: beside a socket of this port that shares it, too."""
+    """Listens at an address. Raises ConfigurationError when the port is taken. `shares`: beside other sockets
+    of this port, which have SO_REUSEPORT set."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named: asyncio turns Nagle's algorithm off only on sockets that say that they are TCP, and
-    # with it on every answer of two writes waits 40 ms for the client's delayed acknowledgement.
+    # The protocol is named because asyncio turns Nagle's algorithm off only on sockets that say that they are
+    # TCP. With it on, every answer of two writes would wait 40 ms for the client's delayed acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares))
@@ -260,7 +266,8 @@ def listen(host: str, port: int, *, shares: bool = False) -> socket.socket:
 
 
 class HttpServer:
-    """Connections to an ASGI application, on the event loop that makes it. Signals belong to that process."""
+    """Serves an ASGI application, on the event loop that makes it. Signals are handled by the process, not
+    here."""
 
     def __init__(self, app: ASGIApp, config: RouterConfig, on_cut: Callable[[], None]) -> None:
         self.app = app
@@ -273,11 +280,10 @@ class HttpServer:
         tls = config.tls_certificate, config.tls_key
         self._certificate = Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None
         self._acceptor: Acceptor | None = None
-        self._former: list[Acceptor] = []  # at addresses that clients knew before
-        self._date = (0, b"")  # of this second
-        self._emptied: asyncio.Event | None = (
-            None  # set when the last connection is closed, once it is waited for
-        )
+        self._former: list[Acceptor] = []  # at addresses that this router has given up
+        self._date = (0, b"")  # the Date header of this second
+        # Set when the last connection is closed. None until `leave` is called.
+        self._emptied: asyncio.Event | None = None
 
     def on_cut(self) -> None:
         self._on_cut()
@@ -300,12 +306,13 @@ class HttpServer:
         former: Sequence[tuple[socket.socket, Tally]] = (),
         on_former_closed: Callable[[], None] = lambda: None,
     ) -> None:
-        """All are its own from now on. `former`: of addresses that are given up, where it answers for a while."""
+        """Begins to accept connections, and owns the sockets and tallies from now on. `former`: those of
+        addresses that are given up, where it accepts for FORMER_ADDRESS_S more."""
         loop = asyncio.get_running_loop()
         certificate = self._certificate
         tls: dict[str, Any] = {}
         if certificate is not None:
-            # A client that does not come to an end with its handshake has as long as one with its header.
+            # A client has as long for its TLS handshake as for a header.
             tls = {"ssl": certificate.context, "ssl_handshake_timeout": self.timeouts.header}
 
         async def open_one(connection: socket.socket) -> None:
@@ -327,13 +334,13 @@ class HttpServer:
                 acceptor.close(takes_the_line=takes_the_line)
 
     def look_at_certificate(self) -> None:
-        """To be called every few seconds."""
+        """Loads a changed certificate. Must be called every few seconds."""
         if self._certificate is not None:
             self._certificate.reload_if_changed()
 
     async def leave(self, deadline: float) -> bool:
-        """Takes no new connection; requests that come on those that there are get an answer, the last on each. Whether all were
-        closed by then."""
+        """Accepts no new connection, and answers the last request on each open one. Returns False if some
+        were still open at the deadline (on the event loop's clock)."""
         self._emptied = asyncio.Event()
         self.stopping = True
         self._accept_no_more(takes_the_line=True)
@@ -350,7 +357,8 @@ class HttpServer:
         return True
 
     async def end(self, grace_s: float) -> None:
-        """Answers that are under way have `grace_s` to be sent; clients that do not read them by then are cut off."""
+        """Ends the server. Running answers have `grace_s` to be sent; clients that have not read them by then
+        are cut off."""
         self.stopping = True
         if self._acceptor is None:
             return

@@ -1,4 +1,5 @@
-"""What the router processes on one port tell each other of requests: what the page shows, traces, and stored responses."""
+"""What router processes on one port ask each other about requests: the page's figures, traces, and stored
+responses."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from tandem.router.responses.responses_request import InputItem
 from tandem.router.tracing.record import TraceList, TraceRecord
 
 VERSION = importlib.metadata.version("tandem-serve")
-_MOST_PAIRS = 200  # of nodes between which KV moves, the busiest first
+_MOST_PAIRS = 200  # the most pairs of nodes shown with transfers under way, the busiest first
 
 
 class TraceQuestion(msgspec.Struct, frozen=True):
     name: str
-    tenant: str | None  # only among its own
+    tenant: str | None  # only this tenant's traces; None for all
 
 
 class FoundTrace(msgspec.Struct, frozen=True):
@@ -33,7 +34,7 @@ class ResponseQuestion(msgspec.Struct, frozen=True):
 
 
 class FoundResponse(msgspec.Struct, frozen=True):
-    body: dict[str, Any] | None = None  # None: it is not there
+    body: dict[str, Any] | None = None  # None: not found
     items: list[InputItem] = []
     events: list[bytes] = []
     keeps_events: bool = False
@@ -73,7 +74,7 @@ def answer_siblings(services: Services) -> None:
 
 
 async def page_of_all(services: Services) -> PageState:
-    """Without nodes, of which every process knows the same."""
+    """Returns the page's figures of all processes, without nodes, which every process knows alike."""
     own, siblings = page_of(services), services.siblings
     if not siblings.names:
         return own
@@ -82,7 +83,8 @@ async def page_of_all(services: Services) -> PageState:
 
 
 async def response_elsewhere(services: Services, response_id: str, owner: str) -> StoredResponse | None:
-    """As another process on this port has it. One that is still being written in the background is found on its node."""
+    """Returns a copy of a response that a sibling has, or None. A background response that is still being
+    written is not copied: it is found on its node."""
     told, _ = await services.siblings.ask("response", FoundResponse, ResponseQuestion(response_id, owner))
     for found in told.values():
         if found.body is not None and (found.ended or not found.keeps_events):
@@ -97,7 +99,7 @@ async def forget_elsewhere(services: Services, response_id: str, owner: str) -> 
 
 
 def page_of(services: Services) -> PageState:
-    """This process alone, and no nodes."""
+    """Returns the page's figures of this process, without nodes."""
     dispatcher, config = services.dispatcher, services.config
     admission, recent = dispatcher.admission, dispatcher.recent
     return PageState(

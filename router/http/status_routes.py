@@ -1,4 +1,5 @@
-"""GET /v1/models, /health, /ping, /version, /load, /metrics and /cluster; /traces, of which a tenant sees its own."""
+"""GET /v1/models, /health, /ping, /version, /load, /metrics, /cluster and /traces. A tenant sees only its own
+traces."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ async def model(services: Services, exchange: HttpExchange) -> None:
 
 
 async def health(services: Services, exchange: HttpExchange) -> None:
-    """200 when a request would be served now; 503 with the reason when not."""
+    """Answers 200 when a request would be served now, and 503 with the reason otherwise."""
     reason = services.why_unhealthy()
     if reason is None:
         await send_json(exchange.send, {"status": "ok"})
@@ -74,20 +75,21 @@ async def version(services: Services, exchange: HttpExchange) -> None:
 
 
 async def load(services: Services, exchange: HttpExchange) -> None:
-    """Requests that the router processes on this port are working on, as vLLM's servers count them for load balancers."""
+    """Answers with the number of requests in all router processes on this port, in the form of vLLM's
+    servers, for load balancers."""
     router = (await page_of_all(services)).router
     await send_json(exchange.send, {"server_load": router.running + router.queued})
 
 
 async def metrics(services: Services, exchange: HttpExchange) -> None:
     of_all = None if services.figures.alone else await services.figures.together()
-    # Beside the loop: of a thousand nodes it is a good part of a second.
+    # In a thread, because with a thousand nodes it takes a good part of a second.
     text = await asyncio.to_thread(services.metrics.render, of_all)
     await send_bytes(exchange.send, text, CONTENT_TYPE.encode())
 
 
 def _whose(exchange: HttpExchange) -> str | None:
-    """The tenant whose traces may be seen. None: all of them."""
+    """Returns the tenant whose traces may be seen, or None for all."""
     tenant = exchange.tenant
     return None if tenant is None or tenant.is_operator else tenant.name
 

@@ -52,7 +52,8 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 @contextmanager
 def _counted(exchange: HttpExchange) -> Iterator[None]:
-    """One of its key's requests, from before it is read. It uses none of its tokens: nothing is generated."""
+    """Counts a request for its key before it is read. It uses none of the key's tokens, because nothing is
+    generated."""
     tenant = exchange.tenant
     if tenant is None:
         yield
@@ -126,7 +127,7 @@ async def detokenize(services: Services, exchange: HttpExchange) -> None:
 
 
 async def count_tokens(services: Services, exchange: HttpExchange) -> None:
-    """How many tokens a chat's prompt has, asked as Anthropic's clients ask."""
+    """Counts the tokens of a chat's prompt, for Anthropic's clients."""
     with _counted(exchange), services.bodies.share() as share:
         request = await read_body(exchange, CountRequest, services.config, share)
         services.model.check_name(request.model)

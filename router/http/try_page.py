@@ -1,4 +1,5 @@
-"""The page at /docs: every operation of the document, with a form. One file, nothing from elsewhere."""
+"""The page at /docs: every operation of the API document, with a form. One file that loads nothing from
+elsewhere."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""GET /ui, the cluster's page, and /ui/state, what it shows: everything at once, small enough to be asked for every second.
+"""GET /ui, the cluster's page, and /ui/state, its data, small enough to be asked for every second.
 
-The page itself holds no figure. What it asks for needs an operator's key where keys are set, as /cluster does.
+The page itself holds no figures. Its data needs an operator's key where keys are set, as /cluster does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.router.http.sibling_desk import page_of_all
 from tandem.router.member import Member
 from tandem.router.page_state import NodeRow
 
-# Nothing is loaded from elsewhere, and no other page can frame this one, which has buttons.
+# Nothing is loaded from elsewhere. No other page may frame this one, because it has buttons.
 _POLICY = (
     b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     b"img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

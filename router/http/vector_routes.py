@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/score and /v1/rerank: what prompts come to, and no token of an answer."""
+"""POST /v1/embeddings, /v1/score and /v1/rerank: vectors of prompts, without generated tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tandem.wire.errors import Unavailable
 
 
 class VectorEndpoint(msgspec.Struct, frozen=True):
-    """What is one path's own."""
+    """What differs between the paths that make vectors."""
 
     id_prefix: str
     request_type: Any
@@ -101,6 +101,6 @@ async def _read(
 ) -> tuple[Any, VectorPlan]:
     request = await read_body(exchange, endpoint.request_type, services.config, share)
     services.model.check_name(request.model)
-    if services.model.max_model_len is None:  # nothing is known of the model while there is no node
+    if services.model.max_model_len is None:  # nodes tell how the model makes vectors; there is none yet
         raise Unavailable(services.dispatcher.why_unavailable("prefill or aggregated"))
     return request, await planned(endpoint.plan, services, exchange, request, arrived)

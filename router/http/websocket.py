@@ -1,4 +1,5 @@
-"""One WebSocket on an upgraded call. wsproto reads and writes the frames; waits, sizes and the end are here."""
+"""One WebSocket on an upgraded call. wsproto handles the frames; this class has the deadlines, size limits
+and close."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class UpgradeRequired(RequestError):
 
 
 class WebSocket:
-    """One reader. Writers may be several tasks: a message is one write."""
+    """A WebSocket with one reading task. Several tasks may write, because a message is one write."""
 
     def __init__(self, exchange: HttpExchange, *, most_bytes: int, ping_s: float, idle_s: float) -> None:
         self._exchange = exchange
@@ -34,11 +35,13 @@ class WebSocket:
         self._size = 0
         self._messages: list[str] = []
         self._ended = False
-        self.stopped = False  # by the router
-        self.is_busy: Callable[[], bool] = lambda: False  # with an answer, whose reader need say nothing
+        self.stopped = False  # stopped by the router
+        # an answer is being made, so the client need not send anything
+        self.is_busy: Callable[[], bool] = lambda: False
 
     async def accept(self, first: bytes) -> None:
-        """The upgrade, and the first message. Raises what a request that is no such upgrade is answered."""
+        """Upgrades the connection and sends the first message. Raises UpgradeRequired or InvalidRequest when
+        the request is no such upgrade."""
         headers = dict(self._exchange.headers)
         options = [option.strip().lower() for option in headers.get(b"connection", b"").split(b",")]
         if headers.get(b"upgrade", b"").lower() != b"websocket" or b"upgrade" not in options:
@@ -60,7 +63,8 @@ class WebSocket:
         await self.send(first)
 
     async def receive(self) -> str | None:
-        """The next message. None: there will be none, because the client closed it, is gone or silent, or the router stops."""
+        """Returns the next message, or None when the client closed the connection, is gone or silent, or the
+        router stops."""
         heard, pinged = time.monotonic(), False
         while not self._messages and not self._ended:
             try:
@@ -80,7 +84,7 @@ class WebSocket:
             else:
                 await self._read(message["body"])
                 if not message["more_body"]:
-                    self._ended = self.stopped = True  # its owner says goodbye
+                    self._ended = self.stopped = True  # the session says goodbye
         return self._messages.pop(0) if self._messages else None
 
     async def _read(self, data: bytes) -> None:
@@ -122,7 +126,7 @@ class WebSocket:
         await self._exchange.send({"type": "http.response.body", "body": frame, "more_body": True})
 
     async def goodbye(self, code: int, reason: str) -> None:
-        """Says it where nothing was said yet, and ends the call."""
+        """Sends a close frame unless one was sent, and ends the call."""
         if self._frames.state is ConnectionState.OPEN:
             self._ended = True
             await self._write(CloseConnection(code=code, reason=reason))

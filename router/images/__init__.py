@@ -1,5 +1,6 @@
-"""Images in a chat's messages: from a data URL to a file that is what it says, and to the placeholders that stand for it in the prompt.
+"""Images in a chat's messages: from a data URL to a checked file, and to the placeholders that stand for it
+in the prompt.
 
-files       data URLs, and whether a file is an image that may be read
-reader      the images of one request, and their place in its prompt
+files       data URLs, and the check that a file is an image that may be read
+reader      the images of one request, and their places in its prompt
 """

@@ -1,8 +1,8 @@
-"""From a data URL to the file of an image that a node can read.
+"""From a data URL to an image file that a node can read.
 
-Here is where bytes of strangers meet an image library: four formats, of a size that is known before pixels are made. Every file is decoded
-whole, so that one that is cut off is refused here and not in the middle of a step. Addresses are never fetched: a client could make the
-server ask machines that only the server can reach.
+Here an image library handles untrusted bytes, so only four formats are read, of a size that is checked before
+pixels are made. Every file is decoded whole, so a truncated file is refused here and not in the middle of a
+step. Addresses are never fetched: a client could make the server ask machines that only the server can reach.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ _TYPES = {
     "image/webp": "WEBP",
     "image/gif": "GIF",
 }
-_SAME = {"MPO": "JPEG"}  # with further pictures after the first, as some cameras write them
-_FEWEST_PIXELS = 4  # of a side: processors take a shorter one for colours
-_LONGEST_RATIO = 200  # of one side to the other: beyond it there is nothing to see
+_SAME = {"MPO": "JPEG"}  # a JPEG with further pictures after the first, as some cameras write
+_FEWEST_PIXELS = 4  # of a side: processors take a shorter one for the colours
+_LONGEST_RATIO = 200  # of the longer side to the shorter
 
 
 class ImageFile(msgspec.Struct, frozen=True):
     data: bytes
-    width: int  # as it is looked at
+    width: int  # as the image is displayed
     height: int
 
 
 def read_file(part: ImagePart, limits: Limits) -> ImageFile:
-    """Takes as long as decoding does. Raises InvalidImage, with the reason."""
+    """Decodes and checks one image. Blocks for as long as decoding takes. Raises InvalidImage with the
+    reason."""
     data, declared = _decoded(part, limits)
     try:
         return _checked(part, data, declared, limits)
     except InvalidImage:
         raise
-    except Exception as error:  # whatever a decoder raises for what it was not made for
+    except Exception as error:  # a decoder may raise anything for a malformed file
         what = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _refusal(part, f"cannot be read as {declared}: {what}") from error
 

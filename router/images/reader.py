@@ -1,7 +1,7 @@
-"""The images of one request, and their place in its prompt.
+"""The images of one request, and their places in its prompt.
 
-A chat template writes one placeholder for each image. How many tokens stand for it depends on its size, and so does what stands between
-them: that is written here, as the model's own processor writes it.
+A chat template writes one placeholder per image. How many tokens stand for an image, and what is between
+them, depends on its size. This module writes them as the model's own processor would.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tandem.wire.images import (
     processor_settings,
 )
 
-# Files that are decoded at once: each takes its pixels' memory, and a core.
+# How many files are decoded at once: each takes memory for its pixels, and a core.
 _AT_ONCE = 2
-# What the images of one request may take: they travel to a node in one frame, which is bounded.
+# The most bytes of one request's images: they are sent to a node in one frame, whose size is bounded.
 _MOST_BYTES = 48 << 20
 
 
@@ -42,7 +42,7 @@ class ImageReader:
     def __init__(self, rules: ImageRules, tokenizer: Tokenizer, limits: Limits) -> None:
         self._rules = rules
         self._limits = limits
-        # Its own threads: a file whose client went away is decoded to its end, and still counts.
+        # Threads of its own: a file whose client has gone is still decoded to its end, and must still count.
         self._decoders = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="images")
         placeholder = tokenizer.text_of(rules.token_id)
         if placeholder is None or tokenizer.token_id(placeholder) != rules.token_id:
@@ -53,7 +53,8 @@ class ImageReader:
 
     @classmethod
     def from_folder(cls, folder: str, tokenizer: Tokenizer, limits: Limits) -> ImageReader | None:
-        """None: the model reads no images, or in a way that is not known here."""
+        """Makes a reader for the model in this folder. None when the model reads no images, or reads them in
+        an unknown way."""
         path = Path(folder)
         rules = image_rules(
             read_json(path / "config.json"), processor_settings(lambda name: read_json(path / name))
@@ -61,7 +62,7 @@ class ImageReader:
         return cls(rules, tokenizer, limits) if rules is not None else None
 
     async def read(self, parts: Sequence[ImagePart]) -> PromptImages:
-        """Raises InvalidImage for the first that cannot be read."""
+        """Decodes the images. Raises InvalidImage for the first that cannot be read."""
         if len(parts) > self._limits.images_per_request:
             raise InvalidRequest(
                 f"messages: at most {self._limits.images_per_request} images in one request "
@@ -85,7 +86,7 @@ class ImageReader:
         return file, digest_of_image(file.data)
 
     def expanded(self, text: str, images: PromptImages) -> str:
-        """The prompt with all that stands for its images."""
+        """Returns the prompt with every placeholder expanded for its image."""
         pieces = text.split(self._placeholder)
         if len(pieces) != len(images.files) + 1:
             raise InvalidRequest(
@@ -98,7 +99,7 @@ class ImageReader:
         return "".join(written)
 
     def features(self, token_ids: Sequence[int], images: PromptImages) -> list[MediaFeature]:
-        """Where the images stand in the prompt."""
+        """Returns where the images are in the prompt."""
         parts = [self._rules.parts(file.width, file.height) for file in images.files]
         found = media_features(token_ids, self._rules.token_id, parts, images.digests)
         if found is None:

@@ -1,7 +1,7 @@
-"""What both endpoints' answers begin and end with, their usage included, and how one is written: JSON of any size in bounded pieces.
+"""What the answers of all endpoints share: id, usage, and writing JSON of any size in bounded pieces.
 
-Whatever writes such pieces makes them one by one and lets others on the event loop have their turn in between, so that one large answer
-does not stop the other streams.
+Code that writes such pieces makes one at a time and lets the event loop go on in between, so that one large
+answer does not stop other streams.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.router.openai.plan import GenerationPlan
 from tandem.wire.requests import new_id
 
 TURN_S = 0.002
-_CHARACTERS = 16 << 10  # of one piece
+_CHARACTERS = 16 << 10  # the most characters of one piece
 _ITEMS = 1024
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
@@ -27,7 +27,7 @@ _encode = json_at_once = msgspec.json.Encoder().encode
 
 
 class RawPieces:
-    """A value that is JSON already."""
+    """A value that is already JSON, in pieces."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self.pieces = pieces
@@ -37,8 +37,8 @@ class RawPieces:
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """`value` as msgspec would encode it. An iterator in it is a list whose items are made as they are written;
-    objects are looked into, lists are not, except for their length."""
+    """Yields `value` as msgspec would encode it, in bounded pieces. An iterator is written as a list whose
+    items are made one by one. Objects are written member by member; lists are only split by length."""
     if _is_small(value):
         yield _encode(value)
     elif isinstance(value, RawPieces):
@@ -76,7 +76,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 
 def _is_small(value: Any) -> bool:
-    """It may be made at once."""
+    """Whether the value may be encoded at once."""
     kind = type(value)
     if kind is str:
         return len(value) <= _CHARACTERS
@@ -90,17 +90,17 @@ def _is_small(value: Any) -> bool:
 
 
 class LoopTurn:
-    """How long one task has had the event loop."""
+    """Measures for how long one task has held the event loop."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """To be called when the task was woken up: what it waited is not its turn."""
+        """Starts a turn. Must be called when the task wakes up, so that its waiting does not count."""
         self._until = time.monotonic() + TURN_S
 
     async def pass_on(self) -> None:
-        """To others, if this one has had its turn."""
+        """Lets other tasks run if this one's turn is over."""
         if time.monotonic() > self._until:
             await asyncio.sleep(0)
             self.begin()
@@ -124,7 +124,8 @@ def event(body: Mapping[str, Any]) -> bytes:
 
 
 class StreamedUsage:
-    """`stream_options.include_usage`: null in every event, the figures in one of their own at the end."""
+    """Implements `stream_options.include_usage`: null in every event, and the figures in an event of their
+    own at the end."""
 
     def __init__(
         self, options: StreamOptions | None, plan: GenerationPlan, choices: Sequence[Choice]
@@ -147,8 +148,8 @@ class StreamedUsage:
 
 
 def usage(plan: GenerationPlan, choices: Sequence[Choice]) -> dict[str, Any]:
-    """A prompt counts once, however many choices it has; every generated token counts, also of choices that
-    best_of threw away."""
+    """Counts each prompt once, however many choices it has, and every generated token, also those of choices
+    that best_of dropped."""
     completion = 0 if plan.only_echo else sum(choice.completion_tokens for choice in choices)
     cached = sum(
         choices[first].life.cached_tokens or 0 for first in range(0, len(choices), plan.choices_per_prompt)

@@ -1,4 +1,4 @@
-"""The answers' shapes, for the API's document. A test holds every real answer against them."""
+"""The answers' shapes, for the API document. A test checks every real answer against them."""
 
 from __future__ import annotations
 

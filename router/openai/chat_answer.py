@@ -1,6 +1,5 @@
-"""POST /v1/chat/completions: the answer, in one piece or as a stream of events, with an assistant's message made from the pieces that its
-text means.
-"""
+"""The answer of POST /v1/chat/completions, whole or as a stream of events. The pieces of an answer's text
+(text, reasoning, calls) become an assistant's message."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ from tandem.router.text.tokenizer import Tokenizer
 
 
 class ChatMessageMaker:
-    """One choice's. `reasoning` says whether the client wants to see it."""
+    """Makes one choice's message deltas from pieces. `reasoning`: whether the client wants to see the
+    reasoning."""
 
     def __init__(self, *, reasoning: bool = True) -> None:
         self._reasoning = reasoning
@@ -59,7 +59,8 @@ class ChatMessageMaker:
         return deltas
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """An answer that was cut off is not a complete set of calls."""
+        """Returns "tool_calls" if the answer made calls and was not cut off: a cut one may be an incomplete
+        set of calls."""
         return "tool_calls" if self.calls and reason == "stop" else reason
 
 
@@ -102,7 +103,7 @@ def whole_chat(
     read: Sequence[ReadChoice],
     tokenizer: Tokenizer,
 ) -> bytes | Iterator[bytes]:
-    """In pieces: an answer may be larger than what may be made at once. A short one, as most are, is made at once."""
+    """Writes the whole answer: at once if it is short, as most are, otherwise in pieces."""
     choices = (_choice(plan, request, one, tokenizer) for one in read)
     is_short = are_short(plan, read)
     body = {
@@ -147,7 +148,8 @@ def _message(
 
 
 class ChatStream:
-    """The event that most tokens are is put together from two prepared halves."""
+    """Writes a stream's events. The common event, one with nothing but text, is put together from two
+    prepared halves."""
 
     def __init__(
         self,
@@ -190,7 +192,8 @@ class ChatStream:
         return out
 
     def _read(self, choice: Choice, delta: Delta, reader: AnswerReader) -> bytes:
-        """Logprobs and ids belong to tokens, so they come with them, whether or not their text is held back."""
+        """Makes the events of a delta. Log-probabilities and ids are sent with their tokens, even if the text
+        is held back."""
         out = b""
         message = self._messages[choice.index]
         pieces = reader.push(delta.text)

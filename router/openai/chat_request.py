@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the request."""
+"""The request of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ImagePart(msgspec.Struct, frozen=True):
-    """An image as a message has it."""
+    """An image in a message. `where` names its field, for errors."""
 
     url: str
     where: str

@@ -1,4 +1,4 @@
-"""One choice of an answer: tokens of one life, turned into text as they come."""
+"""One choice of an answer: the tokens of one life, turned into text as they arrive."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from tandem.wire.sampling import FinishReason
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
-# An answer that is far ahead of its reader is read in pieces: others on the loop get their turn in between.
+# An answer that is far ahead of its reader is read in pieces of this size, and the event loop goes on in
+# between.
 PIECE_TOKENS = 256
 
 
 class Delta(msgspec.Struct, frozen=True):
     text: str
-    tokens: range = range(0)  # of the output, those whose log-probabilities are shown with it
+    tokens: range = range(0)  # the output tokens whose log-probabilities are shown with it
     finish_reason: str | None = None
-    token_ids: Sequence[int] = ()  # where they are asked for
+    token_ids: Sequence[int] = ()  # only if the request asks for them
 
 
 class Choice:
-    """Reads its life's ledger from where it last was. Ends the life when a stop string is complete."""
+    """Reads its life's ledger from its last position on, and ends the life when a stop string is complete."""
 
     def __init__(
         self,
@@ -56,22 +57,22 @@ class Choice:
         self._show_logprobs = show_logprobs
         self._show_token_ids = show_token_ids
         self._ids_shown = 0
-        self._text_length = text_offset  # of what the detokenizer has given, held back or not
-        self.offsets = array("q")  # where in the text each token begins, if log-probabilities are shown
+        self._text_length = text_offset  # characters that the detokenizer has given, held back or not
+        self.offsets = array("q")  # where each token begins in the text, if log-probabilities are shown
 
     @property
     def behind(self) -> bool:
-        """More has come than the last `advance` has read."""
+        """Whether more tokens have arrived than were read."""
         return self.finish_reason is None and self.completion_tokens < len(self.life.ledger.tokens)
 
     @property
     def shown_tokens(self) -> range:
-        """Those whose log-probabilities are shown."""
+        """The output tokens whose log-probabilities are shown."""
         return range(self.completion_tokens if self._show_logprobs else 0)
 
     def advance(self, most: int = PIECE_TOKENS) -> Delta | None:
-        """What is new, `most` tokens of it at most, or None. After a finish_reason nothing more comes; nor, without
-        one, when `failed` and not `behind`."""
+        """Reads up to `most` new tokens. Returns what they add, or None. Nothing follows after a
+        finish_reason, nor when `failed` is set and `behind` is false."""
         life = self.life
         if self.finish_reason is not None:
             return None
@@ -79,7 +80,7 @@ class Choice:
         start = self.completion_tokens
         end = min(len(tokens), start + most)
         at_end = life.ended and life.error is None and end == len(tokens)
-        # The stop token is the last one, and is not part of the text.
+        # The stop token is the last token, and not part of the text.
         silent_end = end - 1 if at_end and self._ends_with_stop_token() else end
         if self._by_token:
             text = self._advance_by_token(start, end, silent_end)
@@ -103,7 +104,7 @@ class Choice:
 
     @property
     def stop_matched(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the choice, or None."""
         return self._stops.matched
 
     @property
@@ -112,7 +113,8 @@ class Choice:
 
     @property
     def failed(self) -> TandemError | None:
-        """Why the rest of it will never come. Not if it is complete: a stop string may have come before the failure."""
+        """Why the rest will never arrive. None if the choice is complete: a stop string may have come before
+        the failure."""
         return self.life.error if self.finish_reason is None else None
 
     def _advance_by_token(self, start: int, end: int, silent_end: int) -> str:
@@ -126,7 +128,7 @@ class Choice:
                 continue
             text = self._detokenizer.push((ledger.tokens[index],))
             self._text_length += len(text)
-            # Before min_tokens nothing ends the answer, a stop string neither.
+            # Before min_tokens nothing ends the answer, not even a stop string.
             pieces.append(text if index < minimum else self._stops.push(text))
             if self._stops.matched is not None:
                 break

@@ -1,4 +1,4 @@
-"""POST /v1/completions: the answer, in one piece or as a stream of events."""
+"""The answer of POST /v1/completions, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def whole_completion(
     read: Sequence[ReadChoice],
     tokenizer: Tokenizer,
 ) -> bytes | Iterator[bytes]:
-    """In pieces: an answer may be larger than what may be made at once. A short one, as most are, is made at once."""
+    """Writes the whole answer: at once if it is short, as most are, otherwise in pieces."""
     kept = keep_best(read, plan.choices_per_prompt, plan.keep)
     choices = (_choice(plan, request, index, one, tokenizer) for index, one in enumerate(kept))
     is_short = are_short(plan, read)

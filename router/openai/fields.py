@@ -1,4 +1,4 @@
-"""Fields that several endpoints share, with the ranges that both the checks and the API document come from."""
+"""Fields that several endpoints share. Their ranges serve both the checks and the API document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="0 and -1 are off")]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-# Logits are divided by it: with next to nothing they would be no numbers any more.
+# Logits are divided by it, and dividing by almost 0 would make them infinite.
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -52,7 +52,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: SchemaName
     schema: JsonObject
     description: str | None = None
-    strict: bool | None = None  # the answer follows the schema either way
+    strict: bool | None = None  # without effect: the answer always follows the schema
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,14 +88,14 @@ FileName = Annotated[
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # accepted: there is no padding to leave out
+    include_obfuscation: bool | None = None  # accepted without effect: there is no padding to leave out
     continuous_usage_stats: bool | None = None  # usage in every chunk
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions both take. `null` means the default everywhere, as with OpenAI."""
 
-    model: str | None = None  # the one that this server has
+    model: str | None = None  # the served model or one of its adapters; None: the model
     temperature: Temperature | None = None
     top_p: TopP | None = None
     n: Choices | None = None
@@ -106,7 +106,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Bias] | None = None
     seed: Seed | None = None
-    # Extensions, under the names that other servers gave them.
+    # Extensions to OpenAI's API, under vLLM's names where it has them.
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
@@ -117,7 +117,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool | None = None
     repetition_detection: RepetitionFields | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonObject | str | None = None  # the older names of what structured_outputs holds
+    guided_json: JsonObject | str | None = None  # the older names of the fields of `structured_outputs`
     guided_regex: Text | None = None
     guided_choice: TextChoice | None = None
     guided_grammar: Text | None = None
@@ -129,11 +129,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     job_id: JobId | None = None
-    is_last_step: bool | None = None  # of that job: its KV need not be kept
+    is_last_step: bool | None = None  # the job's last turn, whose KV need not be kept
     hidden_states: FileName | None = None
 
 
-# OpenAI defines them; they change nothing about the answer's content here, so they are accepted and not acted on.
+# Fields of OpenAI's API that do not change an answer's content here: accepted and not acted on.
 ACCEPTED: dict[str, str] = {
     "user": "an end user's id; not used",
     "metadata": "not stored",
@@ -146,7 +146,7 @@ ACCEPTED: dict[str, str] = {
     "verbosity": "a model's own matter; pass it in chat_template_kwargs if its template knows it",
 }
 
-# OpenAI defines them; ignoring them would give an answer to another question, so they are refused by name.
+# Fields of OpenAI's API that are refused, because ignoring them would answer a different question.
 REFUSED: dict[str, str] = {
     "functions": "use tools",
     "function_call": "use tool_choice",
@@ -156,7 +156,7 @@ REFUSED: dict[str, str] = {
     "chat_template": "the operator sets it (router.chat_template)",
 }
 
-# The servers' own. A client that could set them would read other people's memory.
+# Fields between router and nodes. A client that could set them could read other clients' memory.
 INTERNAL: frozenset[str] = frozenset(
     {"kv_transfer_params", "transfer", "reply_to", "output_token_ids", "lora"}
 )

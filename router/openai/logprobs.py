@@ -1,4 +1,4 @@
-"""Log-probabilities as the two endpoints show them."""
+"""Writes log-probabilities in the forms of chat and completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.router.openai.answer import RawPieces
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.sampling import TokenLogprobs
 
-# JSON has no minus infinity.
+# Stands for minus infinity, which JSON does not have.
 LOWEST = -9999.0
 
 _TOKENS_OF_A_PIECE = 64
@@ -23,14 +23,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _TokenTexts:
-    """Tokens as JSON shows them, each made once: an answer shows the same alternatives over and over."""
+    """Caches tokens' JSON, because an answer shows the same alternatives over and over."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._known: dict[int, tuple[str, str]] = {}
 
     def of(self, token_id: int) -> tuple[str, str]:
-        """Its text and the list of its bytes."""
+        """Returns the JSON of the token's text and of its list of bytes."""
         found = self._known.get(token_id)
         if found is None:
             data = self._token_bytes(token_id)
@@ -80,7 +80,7 @@ def _chat_logprobs(store: LogprobStore, tokens: range, texts: _TokenTexts, top: 
 
 
 def _columns(items: Iterable[str]) -> Iterator[bytes]:
-    """Some at a time, with commas."""
+    """Joins items with commas, some at a time."""
     batch: list[str] = []
     before = ""
     for item in items:
@@ -102,8 +102,8 @@ def completion_logprobs(
     prompt: Sequence[int] = (),
     prompt_found: Sequence[TokenLogprobs | None] = (),
 ) -> RawPieces:
-    """`prompt` is echoed; its first token has no logprob, because nothing stands before it. `offsets` say where in the
-    text each of the output's tokens begins."""
+    """Writes a completion's log-probabilities. `prompt` is echoed; its first token has no log-probability,
+    because nothing precedes it. `offsets`: where each output token begins in the text."""
     echoed = LogprobStore(found or TokenLogprobs(0, 0.0, 0) for found in prompt_found)
     known = [at < len(prompt_found) and prompt_found[at] is not None for at in range(len(prompt))]
     return RawPieces(_completion_logprobs(store, tokens, offsets, tokenizer, top, prompt, echoed, known))
@@ -134,7 +134,8 @@ def _completion_logprobs(
             yield texts.of(store.row(index)[0][0])[0]
 
     def best(row: tuple[Sequence[int], Sequence[float]] | None) -> str:
-        """The alternatives, and always the token that stands there. Two tokens may have one text."""
+        """Writes the alternatives and the token itself. If two tokens have the same text, the likelier
+        alternative is shown."""
         if row is None:
             return "null"
         ids, values = row
@@ -165,7 +166,8 @@ def _completion_logprobs(
 def prompt_logprobs(
     prompt: Sequence[int], found: Sequence[TokenLogprobs | None], tokenizer: Tokenizer, top: int
 ) -> Iterator[dict[str, Any] | None]:
-    """For each token of the prompt the alternatives and the token itself, by id. Nothing stands before the first."""
+    """Yields, for each prompt token, the alternatives and the token itself, by id; None for the first
+    token."""
     for at in range(len(prompt)):
         one = found[at] if at < len(found) else None
         if one is None:

@@ -1,4 +1,5 @@
-"""A checked request, tokenized: what is to be generated, and how its choices are to be read."""
+"""Turns a checked request into a plan: the tokenized sequences to generate, and how their choices are
+read."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks, as far as generation must know."""
+    """What generation must know about the caller."""
 
     label: str
     deadline: float
@@ -53,7 +54,7 @@ class Caller(msgspec.Struct, frozen=True):
     session: str | None
     job_id: str | None = None
     is_last_step: bool = False
-    most_urgent: int | None = None  # the lowest priority that it may ask for; None: any
+    most_urgent: int | None = None  # the lowest priority number that it may ask for; None: any
     trace: RequestTrace | None = None
     arrived: float | None = None
 
@@ -63,24 +64,28 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class GenerationPlan(msgspec.Struct, frozen=True):
+    """What a request generates, and how its answer is shown."""
+
     specs: list[SequenceSpec]  # prompt by prompt, each with all its choices
     prompts: list[list[int]]
-    prompt_texts: list[str]  # what echo shows; "" otherwise
-    choices_per_prompt: int  # that are generated
-    keep: int  # that are answered: fewer with best_of
+    prompt_texts: list[str]  # the echoed prompts; "" without echo
+    choices_per_prompt: int  # choices that are generated
+    keep: int  # choices that are shown; fewer with best_of
     stops: list[str]
     show_logprobs: bool
     include_stop: bool
     skip_special: bool
-    prompt_logprobs: int | None = None  # how many alternatives of the prompt's tokens are shown
+    prompt_logprobs: int | None = None  # how many alternatives of each prompt token are shown
     return_token_ids: bool = False
-    format: AnswerFormat | None = None  # how a chat's answer is written
+    format: AnswerFormat | None = None  # how the model writes a chat's answer
     chat_prompt: str = ""
-    tools: ToolSchemas | None = None  # None where the model may not call
+    tools: ToolSchemas | None = None  # None when the model may not call tools
     called: list[str] | None = (
-        None  # by a turn of a job, once its answer is read; None: it is no such turn, or is not read for calls
+        # Filled with the tools that a turn of a job calls, while its answer is read. None: not such a turn,
+        # or not parsed for calls.
+        None
     )
-    only_echo: bool = False  # max_tokens is 0: the token that a node generates all the same is not shown
+    only_echo: bool = False  # with max_tokens 0, the one token that a node always generates is not shown
 
     def choices(self, generation: ReadableLives, tokenizer: Tokenizer) -> list[Choice]:
         return [
@@ -100,12 +105,12 @@ class GenerationPlan(msgspec.Struct, frozen=True):
         ]
 
     def reader(self) -> AnswerReader | None:
-        """The reader of one choice's text. None: it is text and nothing else."""
+        """Returns the reader of one choice's text, or None when the text is shown as it is."""
         reader = self.format.reader(self.chat_prompt, self.tools) if self.format is not None else None
         return NotesCalls(reader, self.called) if reader is not None and self.called is not None else reader
 
     def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:
-        """None: nothing is known of how the model reasons."""
+        """Counts the reasoning tokens of the choices; None when the model's reasoning format is unknown."""
         if self.format is None or (self.format.reasoning is None and self.format.harmony is None):
             return None
         return sum(
@@ -114,7 +119,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
         )
 
     def shown_prompt(self, index: int) -> list[int]:
-        """One prompt's tokens, as far as it has any."""
+        """Returns one prompt's tokens; an empty list for a prompt of embeddings."""
         return [] if self.specs[index * self.choices_per_prompt].embeds is not None else self.prompts[index]
 
     @property
@@ -157,7 +162,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
         for prompt in prompts
     ]
     shows = request.logprobs is not None
-    ranks = best_of > n and not shows  # the best is the likeliest, so its logprobs are needed
+    ranks = best_of > n and not shows  # the best choice is the likeliest, so log-probabilities are needed
     return _plan(
         request,
         model,
@@ -268,20 +273,23 @@ def _plan(
         )
     shown = [count for count in (echo_logprobs, request.prompt_logprobs) if count is not None]
     if shown and logprobs is None:
-        logprobs = 0  # an answer with them waits for the prefill node's report, which the prompt's come with
+        # with log-probabilities wanted, the answer waits for the prefill node's report, which brings the
+        # prompt's
+        logprobs = 0
     context = model.max_model_len
     specs: list[SequenceSpec] = []
-    is_turn = best_of == 1 and len(prompts) == 1  # else there is no one answer that a next turn goes on from
+    # otherwise there is no single answer that the next turn continues
+    is_turn = best_of == 1 and len(prompts) == 1
     job_id = caller.job_id if is_turn else None
     reads_calls = answer_format is not None and answer_format.call_writing is not None
     sampling: SamplingParams | None = None
     for place, prompt in enumerate(prompts):
         rows = embeds[place] if embeds is not None else None
         features = rows.features() if rows is not None else media or []
-        # Without a node there is no context to check against; the dispatcher says that there is none.
+        # Without a node the context length is unknown, and the dispatcher will answer that there is no node.
         room = context - len(prompt) if context is not None else max_tokens or DEFAULT_COMPLETION_TOKENS
         _check_context(request, len(prompt), max_tokens, context)
-        # A node always generates: with max_tokens=0 it is the prompt's logprobs that are wanted.
+        # A node always generates a token. With max_tokens=0 the client wants the prompt's log-probabilities.
         wanted = max(
             1, min(room, model.defaults.max_new_tokens or room) if max_tokens is None else max_tokens
         )
@@ -386,7 +394,7 @@ def _check_stream_options(request: SamplingFields) -> None:
 
 
 def _context_for(request: SamplingFields, model: ServedModel) -> int | None:
-    """How long a prompt may be; None where any may come, to be cut to length."""
+    """Returns the longest allowed prompt, or None when the prompt will be truncated."""
     return model.max_model_len if request.truncate_prompt_tokens is None else None
 
 

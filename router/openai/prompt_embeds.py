@@ -1,8 +1,10 @@
-"""Prompts as tensors of embeddings (`prompt_embeds`): base64 of a safetensors file, or of what `torch.save` writes.
+"""Reads prompts given as tensors of embeddings (`prompt_embeds`): base64 of a safetensors file or of a
+`torch.save` file.
 
-`torch.save` writes a zip whose `data.pkl` is a program for Python's unpickler, which can do anything. It is not run here, nor on a node:
-`pickletools` lists its instructions, and the few that a plain tensor needs are followed, among them no call. What else there is, is refused.
-Neither file is unpacked: numbers stand in both as they are in memory.
+`torch.save` writes a zip whose `data.pkl` is a program for Python's unpickler, which could do anything. It is
+never run, neither here nor on a node: `pickletools` lists its instructions, and the few that a plain tensor
+needs are followed, none of which is a real call. Everything else is refused. Neither format is compressed, so
+a file is never larger in memory than in the request.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _WHERE = "prompt_embeds"
 _OF_SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _OF_TORCH = {"FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"}
 _ZIP = b"PK\x03\x04"
-_MOST_HEADER = 64 << 10  # bytes of what describes one tensor
+_MOST_HEADER = 64 << 10  # the most bytes of a tensor's description
 _MOST_ENTRIES = 64
 _REBUILD = "torch._utils _rebuild_tensor_v2"
 
@@ -42,7 +44,7 @@ class _Tensor(NamedTuple):
 
 
 async def embeds_of(request: CompletionRequest, config: RouterConfig) -> list[PromptEmbeds] | None:
-    """None: the prompt is text or tokens."""
+    """Returns the request's embeddings, or None when its prompt is text or tokens."""
     given = request.prompt_embeds
     if given is None:
         return None
@@ -65,7 +67,7 @@ async def embeds_of(request: CompletionRequest, config: RouterConfig) -> list[Pr
 
 
 def read_embeds(given: str, most_bytes: int, where: str = _WHERE) -> PromptEmbeds:
-    """Takes as long as decoding does. Raises InvalidRequest, with the reason."""
+    """Decodes one tensor. Blocks for as long as decoding takes. Raises InvalidRequest with the reason."""
     if len(given) * 3 // 4 > most_bytes + _MOST_HEADER:
         raise _refusal(
             where, f"may have {most_bytes} bytes (router.limits.prompt_embeds_bytes), and has more"
@@ -79,7 +81,7 @@ def read_embeds(given: str, most_bytes: int, where: str = _WHERE) -> PromptEmbed
     except _NoTensorError as error:
         raise _refusal(where, str(error)) from error
     shape = tensor.shape
-    if len(shape) == 3 and shape[0] == 1:  # as a batch of one prompt
+    if len(shape) == 3 and shape[0] == 1:  # a batch of one prompt
         shape = shape[1:]
     if len(shape) != 2 or not all(shape):
         raise _refusal(where, f"must have the shape [tokens, hidden size], and has {list(tensor.shape)}")
@@ -158,7 +160,7 @@ def _in_zip(file: zipfile.ZipFile) -> _Tensor:
     entries = file.infolist()
     if len(entries) > _MOST_ENTRIES:
         raise _NoTensorError(f"must be alone in its file, where {len(entries)} parts are")
-    # Not compressed, as torch.save has it: so nothing can be larger than the request that it came in.
+    # torch.save does not compress, so no part can be larger than the request.
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise _NoTensorError("is compressed, which torch.save does not do")
     by_name = {entry.filename.partition("/")[2]: entry for entry in entries}
@@ -180,26 +182,27 @@ def _in_zip(file: zipfile.ZipFile) -> _Tensor:
 
 
 class _Name(NamedTuple):
-    """What the program would import."""
+    """A name that the program would import."""
 
     name: str
 
 
 class _Stored(NamedTuple):
-    """What it would ask its file for: the numbers of a tensor."""
+    """A tensor's numbers, which the program would load from its file."""
 
     parts: tuple[object, ...]
 
 
 class _Made(NamedTuple):
-    """What it would call, and with what."""
+    """A call that the program would make, with its arguments."""
 
     what: object
     arguments: object
 
 
 def _followed(program: bytes) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...]]:
-    """What a tensor's program says: type, name of its numbers, where among them it begins, its shape and strides."""
+    """Reads a tensor's program. Returns the type, the name of its numbers, the offset in them, the shape and
+    the strides."""
     try:
         match _result(program):
             case _Made(

@@ -1,7 +1,7 @@
-"""What a router serves, its model's names, tokenizer and template, and what the prompts of requests come to by these: text or token ids, one or
-several, as completions give them; and the prompt that a chat's messages make.
+"""What a router serves (its model's names, tokenizer and template), and how requests' prompts are made from
+it: one or several texts or lists of token ids for completions, and the prompt of a chat's messages.
 
-The request of POST /v1/completions stands here, too.
+The request type of POST /v1/completions is here, too.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from tandem.wire.errors import ContextLengthExceeded, InvalidRequest, UnknownMod
 from tandem.wire.pooling import VectorModel
 
 PromptTokens = Annotated[list[TokenId], Meta(min_length=1)]
-# A string, a list of strings, one list of token ids, or several: `prompts_of` tells them apart.
+# A string, a list of strings, one list of token ids, or several lists. `prompts_of` tells them apart.
 Prompts = str | Annotated[list[str | TokenId | PromptTokens], Meta(min_length=1)]
 
-# Base64 of a tensor's file, or several: `prompt_embeds` reads them.
+# Base64 of a tensor's file, or a list of these. `prompt_embeds` reads them.
 GivenEmbeds = str | Annotated[list[str], Meta(min_length=1)]
 
 
 CompletionLogprobs = Annotated[int, Meta(ge=0, le=20)]
 CompletionMaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1, description="0 only with echo")]
-# Rendering more takes milliseconds, and is worth a hop to a thread.
+# Rendering more items takes milliseconds, so a thread does it.
 INLINE_ITEMS = 50
 
 
@@ -61,7 +61,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
 
 
 class ModelElsewhere(UnknownModel):
-    """Another deployment's, whose router is known here."""
+    """A model of another deployment whose router is known here."""
 
     def __init__(self, model: str) -> None:
         super().__init__(
@@ -71,7 +71,7 @@ class ModelElsewhere(UnknownModel):
 
 
 class ServedModel:
-    """What this router serves, and what the checks need to know of it."""
+    """What this router serves, and what the checks need to know about it."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ServedModel:
         adapters: Callable[[], Mapping[str, str]] = dict,
         images: ImageReader | None = None,
     ) -> None:
-        """`images`: None where the model reads none."""
+        """`images`: None when the model reads no images."""
         self.config = config
         self.tokenizer = tokenizer
         self.template = template
@@ -100,21 +100,22 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """The shortest of the nodes': any of them may get the request. None while there is no node."""
+        """The shortest context length of the nodes, because any of them may get the request. None while there
+        is no node."""
         return self._max_model_len()
 
     @property
     def vectors(self) -> VectorModel | None:
-        """None where the nodes' model makes none, or while there is no node."""
+        """How the model makes vectors. None when it makes none, or while there is no node."""
         return self._vectors()
 
     def name_of(self, name: str | None) -> str:
-        """As an answer gives it: what the request called it, which may be nothing."""
+        """The model's name in an answer: the one that the request used, or the first."""
         return self.names[0] if name is None else name
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """The LoRA adapters that requests may name, by name: their digests."""
+        """The digests, by name, of the LoRA adapters that requests may use."""
         return self._adapters()
 
     def check_name(self, name: str | None) -> None:
@@ -125,11 +126,12 @@ class ServedModel:
             raise UnknownModel(f"the model {name[:200]!r} does not exist; this server has {known[:2000]}")
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The identity of the adapter that a request calls its model; None for the model itself."""
+        """Returns the identity of the adapter that a request names as its model; None for the model
+        itself."""
         if name is None or name in self.names:
             return None
         digest = self.adapters.get(name)
-        if digest is None:  # a node that lacks it has come since the name was checked
+        if digest is None:  # a node without it has joined since the name was checked
             raise UnknownModel(f"the model {name[:200]!r} does not exist any more")
         return identity_of(name, digest)
 
@@ -141,7 +143,7 @@ class PromptTooLong(ContextLengthExceeded):
 
 
 def prompts_of(given: Prompts | None, param: str) -> list[str | list[int]]:
-    """One entry per prompt: text, or token ids. Raises InvalidRequest for a mixture."""
+    """Returns one entry per prompt: text or token ids. Raises InvalidRequest for a mixture."""
     if given is None:
         raise InvalidRequest(f"{param}: is missing", param)
     if isinstance(given, str):
@@ -173,7 +175,8 @@ async def prompt_ids(
 async def encoded(
     text: str, param: str, tokenizer: Tokenizer, context: int | None, *, special: bool
 ) -> list[int]:
-    """What cannot fit into the context is not tokenized to find out by how much. `context` is None where any length may come."""
+    """Tokenizes a text. A text that certainly does not fit is refused without tokenizing it. `context`: None
+    when any length is allowed."""
     if context is not None and len(text) > tokenizer.most_characters(context):
         raise PromptTooLong(
             f"{param}: {len(text)} characters are more than the model's context of {context} tokens can hold",
@@ -185,7 +188,7 @@ async def encoded(
 def truncated(
     token_ids: list[int], keep: int | None, max_tokens: int | None, context: int | None
 ) -> list[int]:
-    """The prompt's end: its last `keep` tokens at most, which the request calls `truncate_prompt_tokens`; with -1 as many as leave room for
+    """Returns at most the last `keep` tokens (`truncate_prompt_tokens`); with -1, as many as leave room for
     an answer."""
     if keep is None or (keep == -1 and context is None):
         return token_ids
@@ -205,7 +208,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
 
 async def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> ChatPrompt:
-    """A rendered prompt, and what stands for its messages' images."""
+    """Reads the messages' images and expands their placeholders in the rendered prompt."""
     parts = image_parts(messages)
     if not parts or model.images is None:
         return ChatPrompt(text, PromptImages([], []))
@@ -214,7 +217,7 @@ async def with_images(text: str, messages: Sequence[ChatMessage], model: ServedM
 
 
 def check_images(messages: Sequence[ChatMessage], model: ServedModel) -> None:
-    """Before anything is made of them."""
+    """Raises InvalidRequest for an image when the model reads none. Must be called before rendering."""
     if model.images is None and (parts := image_parts(messages)):
         where = parts[0].where
         raise InvalidRequest(
@@ -223,7 +226,7 @@ def check_images(messages: Sequence[ChatMessage], model: ServedModel) -> None:
 
 
 async def chat_prompt(request: ChatRequest, model: ServedModel) -> ChatPrompt:
-    """What the model's template makes of a chat."""
+    """Renders a chat with the model's template. Raises InvalidRequest."""
     check_images(request.messages, model)
     if model.template is None:
         raise InvalidRequest("messages: this model has no chat template; use /v1/completions", "messages")
@@ -246,7 +249,7 @@ async def chat_prompt(request: ChatRequest, model: ServedModel) -> ChatPrompt:
 
 
 def tools_to_call(request: ChatRequest) -> list[Tool] | None:
-    """None when the model is to know of none."""
+    """Returns the tools that the model is told of, or None."""
     return request.tools if request.tools and request.tool_choice != "none" else None
 
 
@@ -261,7 +264,7 @@ async def render_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] | None,
 ) -> str:
-    """A long chat does not hold up other streams."""
+    """Renders a chat, a long one in a thread, so that other streams go on."""
     render = functools.partial(
         _render,
         template,
@@ -302,7 +305,8 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def template_variables(request: ChatRequest) -> JsonObject:
-    """What the request says about reasoning, under the names that models' templates read; and its own variables."""
+    """Returns the request's own template variables, and what it says about reasoning under the names that
+    models' templates read."""
     variables: JsonObject = {}
     thinks = request.enable_thinking
     if request.reasoning_effort is not None:
@@ -315,12 +319,13 @@ def template_variables(request: ChatRequest) -> JsonObject:
 
 
 def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Plain dictionaries as chat templates expect them: contents are text, or lists of parts where there are images among them."""
+    """Returns plain dictionaries as chat templates expect them. A content is text, or a list of parts if it
+    has images."""
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def image_parts(messages: Sequence[ChatMessage]) -> list[ImagePart]:
-    """In the order in which a template comes to them."""
+    """Returns the messages' images in the order in which a template writes them."""
     return [
         ImagePart(part.url, f"messages[{index}].content[{at}]")
         for index, message in enumerate(messages)
@@ -399,7 +404,8 @@ def _text(content: Sequence[ContentPart], where: str, first: int = 0) -> str:
 
 
 def _arguments(call: ToolCall, where: str) -> Any:
-    """As an object: templates write it out themselves. OpenAI's clients send it as JSON text."""
+    """Returns a call's arguments as an object, because templates write it themselves. OpenAI's clients send
+    JSON text."""
     try:
         return msgspec.json.decode(call.function.arguments or "{}")
     except (msgspec.DecodeError, RecursionError) as error:
@@ -407,7 +413,7 @@ def _arguments(call: ToolCall, where: str) -> Any:
 
 
 def tool_for_template(tool: Tool) -> dict[str, Any]:
-    """As the client wrote it, without what it left out."""
+    """Returns the tool as the client wrote it, without fields that it left out."""
     function = {
         name: value for name, value in msgspec.to_builtins(tool.function).items() if value is not None
     }

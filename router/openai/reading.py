@@ -1,4 +1,4 @@
-"""Reading a generation to its end, for an answer in one piece."""
+"""Reads a generation to its end, for a whole answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.router.openai.answer import LoopTurn
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.plan import GenerationPlan
 
-# An answer of no more than these is JSON within a tenth of a millisecond.
+# An answer up to these sizes is encoded within a tenth of a millisecond.
 SHORT_CHARACTERS = 8 << 10
 SHORT_CHOICES = 8
 
@@ -26,7 +26,7 @@ class ReadChoice:
 
     @property
     def tokens(self) -> range:
-        """Those whose log-probabilities are shown."""
+        """The output tokens whose log-probabilities are shown."""
         return self.choice.shown_tokens
 
     def read(self) -> None:
@@ -36,12 +36,14 @@ class ReadChoice:
 
     @property
     def mean_logprob(self) -> float:
-        """What best_of compares: the likelihood per token, so that long answers are not worse for their length."""
+        """The mean log-probability per token, which best_of compares, so that long answers are not at a
+        disadvantage."""
         return self.choice.life.ledger.logprobs.mean(self.choice.completion_tokens)
 
 
 async def read_all(generation: Generation, choices: Sequence[Choice]) -> list[ReadChoice]:
-    """Raises what any of them failed with: an answer with a hole in it is not one."""
+    """Reads all choices to their ends. Raises the first failure, because an answer with a missing choice is
+    no answer."""
     read = {choice.life: ReadChoice(choice) for choice in choices}
     unfinished = len(read)
     turn = LoopTurn()
@@ -64,7 +66,7 @@ async def read_all(generation: Generation, choices: Sequence[Choice]) -> list[Re
 
 
 def are_short(plan: GenerationPlan, read: Sequence[ReadChoice]) -> bool:
-    """Little text, and nothing that is shown for each token."""
+    """Whether the answer is short: little text, and nothing per token."""
     if plan.show_logprobs or plan.prompt_logprobs is not None or plan.return_token_ids:
         return False
     characters = sum(map(len, plan.prompt_texts)) * plan.keep + sum(len(one.text) for one in read)
@@ -72,7 +74,7 @@ def are_short(plan: GenerationPlan, read: Sequence[ReadChoice]) -> bool:
 
 
 def keep_best(read: Sequence[ReadChoice], generated: int, keep: int) -> list[ReadChoice]:
-    """The `keep` likeliest of each prompt's `generated` choices, best first."""
+    """Returns the `keep` likeliest of each prompt's `generated` choices, the best first."""
     if generated == keep:
         return list(read)
     kept: list[ReadChoice] = []

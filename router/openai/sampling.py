@@ -1,7 +1,7 @@
-"""From a checked request to what the nodes are told: how its tokens are to be chosen, and the one grammar, or none, that its fields add up to,
-checked before any node computes anything. One place for what crosses several fields.
+"""Turns a checked request into the sampling parameters that nodes get, and into the one grammar, or none,
+that its fields make together, checked before any node computes. Rules that cross several fields are here.
 
-What a request does not say is as the model's makers recommend, or as OpenAI does (`Defaults`).
+A value that the request leaves out is the one that the model's makers recommend, or OpenAI's (`Defaults`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILE = "generation_config.json"
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """OpenAI's, and off for what OpenAI does not have."""
+    """OpenAI's defaults; parameters that OpenAI does not have are off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -52,7 +52,8 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def defaults_of(config: RouterConfig) -> Defaults:
-    """Raises ConfigurationError for a value that no request could have either."""
+    """Returns the defaults to use. Raises ConfigurationError for a value that a request could not have
+    either."""
     if config.sampling_defaults is SamplingDefaults.OPENAI:
         return Defaults()
     path = Path(config.tokenizer_path) / FILE
@@ -163,7 +164,7 @@ def _check_ends_with_grammar(request: SamplingFields) -> None:
 
 
 def of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Choices of one request differ by their seeds and nothing else."""
+    """Returns the sampling of one choice. The choices of a request differ only by their seeds."""
     if index == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & _SEED_MASK)
@@ -187,7 +188,8 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
 
 
 async def bad_word_ids(words: list[str] | None, tokenizer: Tokenizer) -> list[list[int]]:
-    """Each as it is tokenized at the start of a text and after a space: the model may write either."""
+    """Tokenizes each word twice, at the start of a text and after a space, because the model may write
+    either."""
     if not words:
         return []
     texts = [text for word in words for text in (word, " " + word.lstrip())]
@@ -200,8 +202,8 @@ async def bad_word_ids(words: list[str] | None, tokenizer: Tokenizer) -> list[li
 
 MAX_GRAMMAR = 256 * 1024
 _REMEMBERED = 256
-# Checked grammars, and what is wrong with them. Others are checked in a thread, as short as they may be: a schema of a
-# few hundred characters can cost a tenth of a second.
+# Checked grammars with their problem, or None. New grammars are checked in a thread, even short ones: a
+# schema of a few hundred characters can take a tenth of a second.
 _checked: OrderedDict[str, str | None] = OrderedDict()
 
 _SOURCE_LINES = re.compile(r"\n\s+\d+ \|.*", re.DOTALL)
@@ -254,7 +256,7 @@ def _regex(text: str) -> str:
 
 
 async def check_grammar(grammar: str, param: str) -> None:
-    """Raises InvalidRequest, naming the field, for what no node could compile."""
+    """Raises InvalidRequest, naming the field, for a grammar that no node could compile."""
     if len(grammar) > MAX_GRAMMAR:
         raise InvalidRequest(f"{param}: must be at most {MAX_GRAMMAR} characters long", param)
     if grammar in _checked:
@@ -284,7 +286,8 @@ async def completion_grammar(request: SamplingFields) -> str | None:
 async def chat_grammar(
     request: ChatRequest, tools: Sequence[Tool] | None, written: AnswerFormat, tokenizer: Tokenizer
 ) -> str | None:
-    """Without what the model may think before. `tools` is None where the model may not call."""
+    """Returns the grammar of a chat's answer, without the reasoning before it, or None. `tools`: None when
+    the model may not call."""
     answer = await grammar_of_format(request.response_format)
     wanted, param = outputs_wanted(request)
     other = await grammar_of_structured_outputs(wanted, param)
@@ -307,9 +310,10 @@ async def _grammar_with_calls(
     tokenizer: Tokenizer,
     answer: str | None,
 ) -> str | None:
-    """None: the model may write what it likes. With `answer` it may call, or else answer by that grammar.
+    """Returns the grammar of calls, or None when the model may write anything. With `answer`, the model calls
+    or answers by that grammar.
 
-    Left to its own choice, it is held to the tools from where it begins a call, if one of them is strict.
+    With tool_choice auto, the grammar holds from where the model begins a call, and only if a tool is strict.
     """
     choice = request.tool_choice
     named = choice.function.name if isinstance(choice, NamedToolChoice) else None
@@ -340,7 +344,8 @@ def _offered(tool: Tool) -> OfferedTool:
 
 
 def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | None, str]:
-    """`structured_outputs`, which older clients know as one field for each of its kinds; and the field's name."""
+    """Returns `structured_outputs`, also from the single fields of older clients, and the name of the field
+    that was used."""
     schema = request.guided_json
     if (
         schema is None
@@ -365,7 +370,7 @@ def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | None, s
 
 
 def grammar_of_tokens(token_ids: Sequence[int], max_tokens: int, tokenizer: Tokenizer) -> str:
-    """An answer of these tokens alone. It ends early only if one of them ends answers."""
+    """Returns a grammar of these tokens only. The answer ends early only if one of them ends answers."""
     largest = max(token_ids)
     if largest >= tokenizer.vocab_size:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/score and /v1/rerank: the requests."""
+"""The requests of POST /v1/embeddings, /v1/score and /v1/rerank."""
 
 from __future__ import annotations
 

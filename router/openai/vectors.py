@@ -1,4 +1,4 @@
-"""From texts to the vectors that nodes are asked for, and from these to answers."""
+"""Plans of vectors for texts, and the answers made from them: embeddings, scores and rankings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tandem.wire.sampling import SamplingParams
 
 _NO_TOKENS = SamplingParams(max_tokens=1)
 _NUMBER_BYTES = 4
-_WRITTEN_BYTES = 24  # of a number in JSON
+_WRITTEN_BYTES = 24  # of one number in JSON
 
 
 class VectorPlan(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ def _document_texts(request: RerankRequest) -> list[str]:
 
 async def _plan(
     request: VectorFields,
-    named: Sequence[tuple[str | list[int], str]],  # each with the field that it stands in
+    named: Sequence[tuple[str | list[int], str]],  # each prompt with the name of its field
     model: ServedModel,
     caller: Caller,
     dimensions: int | None = None,
@@ -141,7 +141,7 @@ async def _token_ids(
 
 
 async def read_vectors(generation: Generation) -> list[bytes]:
-    """When all are there, in the order of the plan. Raises what any of them failed with."""
+    """Waits for all vectors and returns them in the plan's order. Raises the first failure."""
     left = len(generation.lives)
     while left:
         for life in await generation.news():
@@ -158,7 +158,7 @@ def _made(life: RequestLife) -> bytes:
 
 
 def vector_bytes(plan: VectorPlan) -> int:
-    """What its vectors take, as they come and as they are written."""
+    """The memory of the plan's vectors, as they arrive and as JSON."""
     return len(plan.specs) * plan.size * (_NUMBER_BYTES + _WRITTEN_BYTES)
 
 
@@ -191,7 +191,7 @@ async def whole_scores(
 async def whole_rerank(
     head: AnswerHead, plan: VectorPlan, request: RerankRequest, vectors: Sequence[bytes]
 ) -> dict[str, Any]:
-    """The best first. Equals keep the order of the request."""
+    """Ranks the best document first. Equal ones keep the request's order."""
     scores = await similarities(vectors[:1], vectors[1:])
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
@@ -203,8 +203,8 @@ async def whole_rerank(
 
 
 async def similarities(first: Sequence[bytes], second: Sequence[bytes]) -> list[float]:
-    """The cosine of each of the second with its own of the first, or with the only one. Others on the event loop have their turn
-    in between."""
+    """Returns the cosine of each vector of `second` with its counterpart in `first`, or with the only one
+    there. Lets the event loop go on in between."""
     turn = LoopTurn()
     known = [_numbers(vector) for vector in first]
     found: list[float] = []

@@ -1,8 +1,8 @@
 """The policies by name. Each ranks the candidates of a pool; `decide` does the rest, the same for all.
 
-Beside the nodes that compute, a decision names those that have to do with a request's KV: one that likely has more of the prompt than the
-node that reads it, and one that copies its blocks while it runs. For traces, `alternatives` says after the decision what else the
-request could have been given to, and what was expected of that.
+A decision also names two nodes that share a request's KV: the source, which likely has more of the prompt
+than the node that computes it, and the mirror, which copies the request's blocks while it runs. For traces,
+`alternatives` lists the best nodes that were not chosen, with the wait that was expected of each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tandem.wire.nodes import NodeInfo, Role
 
 
 def at_mirror(request: RoutingRequest, decode: Mapping[str, NodeView]) -> RoutingDecision | None:
-    """A request whose node is gone goes where its KV is; None where there is no such node any more. `decode`: by name, those in view."""
+    """Sends a request whose node is gone to the mirror of its KV. None when it has no mirror, or the mirror
+    is not in view. `decode`: the decode nodes in view, by name."""
     mirror = request.mirror
     if mirror is None or mirror.node_id in request.avoid:
         return None
@@ -49,7 +50,8 @@ def with_cache_peers(
     decode: Mapping[str, NodeView],
     names: Sequence[str],
 ) -> RoutingDecision:
-    """`cached`: by node, how many of the prompt's leading tokens it likely has. `names`: those of `decode`, in order."""
+    """Adds the source and the mirror to the decision. `cached`: by node, leading prompt tokens that it likely
+    has. `names`: the names of `decode`, in order."""
     reader = decision.prefill or decision.decode
     source = mirror = None
     if reader is not None and reader.tier_endpoint:
@@ -65,7 +67,8 @@ def with_cache_peers(
 
 
 def _next_after(node: NodeInfo, decode: Mapping[str, NodeView], names: Sequence[str]) -> NodeInfo | None:
-    """In a ring by their names: each is the mirror of one, and requests of one node that share a prefix share its copy."""
+    """Returns the next node in a ring by names: each node mirrors one other, so requests of one node that
+    share a prefix share one copy of it."""
     first = bisect_right(names, node.node_id)
     for step in range(len(names)):
         info = decode[names[(first + step) % len(names)]].info
@@ -74,7 +77,7 @@ def _next_after(node: NodeInfo, decode: Mapping[str, NodeView], names: Sequence[
     return None
 
 
-SHOWN = 3  # of each pool
+SHOWN = 3  # the most unchosen nodes of each pool that a trace shows
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -84,10 +87,11 @@ class Alternative(msgspec.Struct, frozen=True):
     role: str
     chosen: bool
     expected_s: (
-        float  # of a prefill node until the first token; of a decode node what it costs to be decoded there
+        # A prefill node: seconds until the first token. A decode node: its cost, as in `decode_wait_s`.
+        float
     )
-    cached_tokens: int  # of the prompt, that it likely has
-    waiting_tokens: int  # of prompts, before this one
+    cached_tokens: int  # prompt tokens that it likely has cached
+    waiting_tokens: int  # queued prompt tokens, before this request's
 
 
 def alternatives(
@@ -116,7 +120,7 @@ def alternatives(
     return found
 
 
-# How much longer a node with more of the prompt cached may keep it waiting, under prefix affinity.
+# How much longer a request may wait for the node that has more of its prompt cached, under prefix affinity.
 AFFINITY_WAIT_S = 1.0
 
 
@@ -140,7 +144,7 @@ def _costs_s(
 def _least_wait(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
     assumed = best_prefill_rate(nodes)
     costs = _costs_s(nodes, request, decode, assumed)
-    # Equals take turns: otherwise idle nodes would all wait for the first of them.
+    # Equal nodes take turns; otherwise the first idle node would get every request.
     least = min(costs)
     equals = [i for i, cost in enumerate(costs) if cost == least]
     best = equals[request.turn % len(equals)]
@@ -171,7 +175,7 @@ def _prefix_affinity(
 def _session_affinity(
     nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
 ) -> tuple[NodeView, str]:
-    """Rendezvous hashing: a session stays where it is as long as its node does, and moves alone when not."""
+    """By rendezvous hashing: a session stays on its node, and moves only when that node goes."""
     if request.session is None:
         return _least_wait(nodes, request, decode)
     by_id = {node.node_id: node for node in nodes}
@@ -179,7 +183,8 @@ def _session_affinity(
 
 
 def _home_first(rank: Ranker) -> Ranker:
-    """Where a job's last turn is pinned the next one begins with its KV, and is first in line."""
+    """Prefers the node that pins the job's last turn: the next turn begins with that KV, and is first in the
+    node's line."""
 
     def ranked(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
         for node in nodes:

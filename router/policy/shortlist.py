@@ -1,11 +1,11 @@
-"""The few nodes of a pool among which a policy's choice is, kept ready while nodes report and requests are sent.
+"""The few nodes of a pool that a policy ranks, kept up to date with every status and every request.
 
-Ranking every node for every request would cost more with each node. So nodes are filed by how long a request would wait there:
-by about how long, apart for each class of about the same speed, because the prompt's own time differs between these.
-The shortlist is the first of each class, unless faster nodes have nothing to do, the nodes that have most of the prompt cached, and
-where there is most room; a policy ranks these as it would rank all.
+Ranking every node would make each request's cost grow with the pool. So each node is filed under how long a
+request would roughly wait there. Nodes of about the same speed form a class, because a prompt's own time
+differs between classes. A shortlist has the first nodes of each class (not of slow classes while faster nodes
+are idle), the nodes that have most of the prompt cached, and the node with the most free blocks.
 
-How much room the decode nodes have for new requests is kept up to date with each of them, too (`Room`).
+`Room` keeps how many blocks the decode nodes have free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tandem.router.policy.views import (
 )
 from tandem.wire.nodes import NodeInfo, Role
 
-# Every status of every node is filed, and a member of an enumeration takes longer to look up than a number to add.
+# Looked up once: every status of every node passes here, and looking up a member of an enumeration takes
+# longer than adding a number.
 _PREFILL, _DECODE = Role.PREFILL, Role.DECODE
 
 
@@ -38,16 +39,18 @@ def _geometry(info: NodeInfo) -> tuple[int, bool, int]:
 
 
 class _Alike:
-    """Nodes where a request takes equally many blocks."""
+    """Nodes on which a request takes the same number of blocks."""
 
     def __init__(self) -> None:
         self.views: dict[str, NodeView] = {}
-        # None has more free blocks that no request there is expected to take. The one that had so many may have fewer now.
+        # An upper bound of the nodes' `room_blocks`. `roomiest` had that many when it was noted, and may have
+        # fewer now.
         self.most = 0
         self.roomiest: NodeView | None = None
 
     def first_with(self, tokens: int) -> NodeView | None:
-        """A node with the blocks for so many. One that has the most is only looked for when the last one has too few."""
+        """Returns a node with the blocks for so many tokens, or None. It searches all nodes only when the
+        remembered roomiest one has too few."""
         best = self.roomiest or next(iter(self.views.values()), None)
         if best is None or (needed := blocks_for(tokens, best.info)) > self.most:
             return None
@@ -58,17 +61,19 @@ class _Alike:
 
 
 class Room:
+    """How many blocks the decode nodes have free, updated with each written view."""
+
     def __init__(self) -> None:
         self._alike: dict[tuple[int, bool, int], _Alike] = {}
-        self._idle = 0  # nodes without work, which take any request
+        self._idle = 0  # nodes without work; such a node takes any request
 
     def add(self, view: NodeView) -> None:
         self._alike.setdefault(_geometry(view.info), _Alike()).views[view.node_id] = view
 
     def note(self, view: NodeView, is_idle: bool, blocks: int) -> None:
-        """It was written."""
+        """Files the view again after it was written. `blocks`: its `room_blocks`."""
         all_alike = self._alike
-        # Nearly always there is one kind, and no node's has to be looked for.
+        # Nearly always all nodes are alike, and then no lookup is needed.
         alike = all_alike[_geometry(view.info)] if len(all_alike) > 1 else next(iter(all_alike.values()))
         if blocks >= alike.most:
             alike.most, alike.roomiest = blocks, view
@@ -85,14 +90,15 @@ class Room:
         view.is_idle = False
 
     def roomiest(self, tokens: int) -> NodeView | None:
-        """A node that has the blocks for so many tokens."""
+        """Returns a node that has the blocks for so many tokens, or None."""
         for alike in self._alike.values():
             if (found := alike.first_with(tokens)) is not None:
                 return found
         return None
 
     def has_room(self, tokens: int, promised: int) -> bool:
-        """Whether a node has the blocks for a sequence of `tokens`, beside all those that were let in and are not sent yet."""
+        """Whether a node has the blocks for a sequence of `tokens`, after the `promised` tokens of sequences
+        that were admitted and not yet sent."""
         if not self._idle and self.roomiest(tokens) is None:
             return False
         if promised == 0:
@@ -101,14 +107,16 @@ class Room:
         return promised + tokens <= room
 
 
-# So many nodes are taken from every class of speeds, and from the nodes that have equally much of the prompt cached.
+# How many nodes of every speed class are taken, and how many of those that have equally much of the prompt
+# cached.
 SHORTEST_WAITS, MOST_CACHED = 5, 3
-# So many lengths of cached prefixes are looked at, and so many nodes in search of those that have one and little to do.
+# How many cached lengths are tried, and how many nodes are searched for one that has such a prefix and little
+# work.
 MOST_LENGTHS, MOST_LOOKS = 4, 48
-# Waits are told apart to a sixteenth of a doubling, speeds to a half.
+# Waits are rounded to a sixteenth of a doubling, speeds to half of one.
 _WAIT_STEPS, _SPEED_STEPS = 16, 2
 _SHORTEST_WAIT_S = 0.0005
-_WAITS = 1024  # places for waits in a class of speeds
+_WAITS = 1024  # places for waits within one speed class
 
 
 def _place_of(wait_s: float) -> int:
@@ -119,9 +127,10 @@ def _place_of(wait_s: float) -> int:
 
 
 class CachedPrefixes(Protocol):
-    """Which nodes have how much of one prompt cached."""
+    """Which nodes have how much of one prompt cached. Sets of nodes are numbers with one bit for each
+    node."""
 
-    holders: int  # those that have any of it
+    holders: int  # the set of nodes that have any of it
 
     def has(self, node_id: str) -> bool: ...
     def longest(self) -> Iterator[int]: ...
@@ -130,21 +139,24 @@ class CachedPrefixes(Protocol):
 
 
 class Lane:
-    """The nodes of one pool. A node's place is its class of speed, and in this its wait: the lower the number, the sooner."""
+    """The nodes of one pool, ordered by place. A place is a speed class and, within it, a rounded wait: a
+    lower number is a shorter wait."""
 
     def __init__(self) -> None:
         self.views: dict[str, NodeView] = {}
-        self._there: dict[int, dict[str, NodeView]] = {}  # at a place, the longest unchanged first
-        self._places: list[int] = []  # in order, those where there is a node
+        # By place; the node that changed longest ago comes first.
+        self._there: dict[int, dict[str, NodeView]] = {}
+        self._places: list[int] = []  # the places that have nodes, in order
         self._by_name: list[str] | None = None
 
     def put(self, view: NodeView, place: int) -> None:
-        """It has another place than before."""
+        """Moves the node to another place, or adds it."""
         old, node_id = view.place, view.info.node_id
         if old is None:
             self.views[node_id] = view
             self._by_name = None
-        # What a step more or less means is seen when the shortlist is ranked. A node without work is one, and no other is.
+        # A move by one place is skipped, because ranking the shortlist sees the exact wait. Places for nodes
+        # without work are exact.
         elif -1 <= place - old <= 1 and place % _WAITS and old % _WAITS:
             return
         else:
@@ -178,8 +190,8 @@ class Lane:
         return self._by_name
 
     def least_busy(self) -> Iterator[tuple[int, Iterator[tuple[str, NodeView]]]]:
-        """For every class of speeds, its nodes in the order of their waits, and the first one's place. Nodes that were not measured come
-        first, then the slowest."""
+        """For every speed class: its first place, and its nodes in the order of their waits. Nodes without a
+        measured speed come first, then the slowest class."""
         places, there, first = self._places, self._there, 0
         while first < len(places):
             end = bisect_left(places, (places[first] // _WAITS + 1) * _WAITS, first)
@@ -187,7 +199,8 @@ class Lane:
             first = end
 
     def are_idle(self, place: int) -> bool:
-        """Whether enough nodes without work are at the first place of a class. Places are rounded: a few tokens to read are none there."""
+        """Whether a class has enough nodes without work. Places are rounded, so the first node is checked
+        exactly."""
         there = self._there[place]
         return (
             place % _WAITS == 0
@@ -200,23 +213,25 @@ class Lane:
         return tuple([views[name] for name in names])
 
     def at_home(self, listed: tuple[NodeView, ...], request: RoutingRequest) -> tuple[NodeView, ...]:
-        """The home of the request's job is ranked too, if it is here."""
+        """Adds the nodes of this pool that pin the request's job."""
         there = {view.node_id for view in listed}
         names = (name for name in request.home if name in self.views and name not in there)
         return (*listed, *self.pick(names))
 
 
 class Shortlist:
+    """The nodes in view with one model content, filed by how long a request would wait there."""
+
     def __init__(self) -> None:
         self.prefill, self.decode = Lane(), Lane()
         self.room = Room()
 
     def put(self, view: NodeView) -> None:
-        """A node that requests may go to: it is new here, or it was written."""
+        """Files a node that requests may go to, when it is new or its view was written."""
         status, rates = view.status, view.rates
         role, rate = status.role, rates.prefill_tokens_per_s
         wait = (status.waiting_tokens + view.pending_tokens) / (rate or ASSUMED_PREFILL_TOKENS_PER_S)
-        # A decode node reads no prompts that others could read faster.
+        # All decode nodes are in one class, because other nodes compute their prompts.
         place = 0 if rate is None or role is _DECODE else (int(_SPEED_STEPS * log2(rate)) + 1) * _WAITS
         if role is _PREFILL:
             if wait:
@@ -237,7 +252,7 @@ class Shortlist:
         self.room.note(view, not load, blocks)
 
     def drop(self, view: NodeView) -> None:
-        """It gets no new requests."""
+        """Takes out a node that gets no new requests."""
         if view.info.role is _PREFILL:
             self.prefill.drop(view)
         else:
@@ -248,19 +263,22 @@ class Shortlist:
         return PoolSnapshot(tuple(self.prefill.views.values()), tuple(self.decode.views.values()), handover_s)
 
     def line_wait_s(self) -> float:
-        """Until a prompt that comes now is begun, at a node that reads prompts for others; where there is none, at one that decodes."""
+        """The shortest wait until a prompt that arrives now is begun, at a prefill node, or, if there is
+        none, at one that decodes."""
         lane = self.prefill if self.prefill.views else self.decode
         return min((line_wait_s(next(nodes)[1]) for _, nodes in lane.least_busy()), default=0.0)
 
     def of(
         self, policy: PolicyName, request: RoutingRequest, cached: CachedPrefixes, handover_s: float | None
     ) -> PoolSnapshot:
-        """What `policy` would choose among all it finds here, or one that keeps the request about as short a time waiting."""
+        """Returns the nodes for `policy` to rank: among them the node that it would choose from all, or one
+        where the request waits about as long."""
         listed = _LISTS.get(policy)
         if listed is None:
             return self.every_node(handover_s)
         decode = listed(self, self.decode, request, cached)
-        if any(view.status.left_out for view in decode):  # some prefill nodes will not do
+        # Such a decode node takes no KV from some prefill nodes, so all prefill nodes must be ranked.
+        if any(view.status.left_out for view in decode):
             return self.every_node(handover_s)
         prefill = listed(self, self.prefill, request, cached)
         if request.home:
@@ -286,7 +304,7 @@ class Shortlist:
             return tuple(lane.views.values())
         chosen: dict[str, NodeView] = {}
         classes = list(lane.least_busy())
-        # Prefill nodes without work read a prompt sooner than slower ones that have nothing of it cached.
+        # Idle prefill nodes compute a prompt sooner than slower nodes that have none of it cached.
         fast = 0
         if lane is self.prefill and not avoid:
             fast = next((place for place, _ in reversed(classes) if lane.are_idle(place)), 0)
@@ -303,7 +321,8 @@ class Shortlist:
                 chosen[roomiest.node_id] = roomiest
         looked_at: list[list[str]] | None = None
         for having in islice(cached.longest(), MOST_LENGTHS):
-            if having.bit_count() <= 2 * MOST_CACHED:  # those of the other pool are among them
+            # The set also holds nodes of the other pool, so twice as many are taken.
+            if having.bit_count() <= 2 * MOST_CACHED:
                 names = cached.names(having, 2 * MOST_CACHED, request.turn)
             else:
                 if looked_at is None:
@@ -320,7 +339,7 @@ class Shortlist:
     def _with_prefix(
         looked_at: list[list[str]], nodes: int, cached: CachedPrefixes, turn: int
     ) -> Iterator[str]:
-        """Of many more nodes than are wanted, those among the least busy of the pool."""
+        """Yields nodes of a large set that are among the least busy of the pool."""
         found = 0
         for names in looked_at:
             for name in cached.among(names, nodes):

@@ -1,7 +1,6 @@
-"""What a policy sees and answers, and how long it expects a request to wait at a node, in seconds, from what was measured.
-
-Where nothing was measured, the order still comes out right: the unknown rate is the same assumption for every node.
-"""
+"""What a policy sees and what it answers, and how long a request is expected to wait at a node, in seconds,
+by measured rates. While a rate is not measured, every node gets the same assumed rate, so the order is still
+right."""
 
 from __future__ import annotations
 
@@ -14,19 +13,20 @@ from tandem.router.rates import NodeRates
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import NodeStatus
 
-# Only for comparing nodes before anything has been measured; never for deciding whether to send a prompt away.
+# Only for comparing nodes before any rate is measured; never for deciding whether to send a prompt away.
 ASSUMED_PREFILL_TOKENS_PER_S = 1000.0
 ASSUMED_STEP_S = 0.02
 
 
 def blocks_for(tokens: int, node: NodeInfo) -> int:
-    """About how many a request of so many tokens takes there."""
+    """About how many blocks a request of so many tokens takes on the node."""
     return (-(-tokens // node.block_size) if node.keeps_tokens else 0) + node.state_blocks
 
 
 class NodeView(msgspec.Struct, gc=False):
-    """A node that may be chosen: its last status, and what this router has sent it since. There is one for as long as requests may go to
-    the node, and the pool writes it with every status and every request; policies read it."""
+    """A node that may be chosen: its last status, and what was sent to it since. A view exists for as long as
+    requests may go to the node. The pool writes it with every status and every request; policies only read
+    it."""
 
     info: NodeInfo
     status: NodeStatus
@@ -34,23 +34,25 @@ class NodeView(msgspec.Struct, gc=False):
     pending_requests: int = 0
     pending_tokens: int = 0
     pending_blocks: int = 0
-    # The shortlist's: where it stands there.
+    # Both belong to the shortlist: the node's place in its lane, and whether it counts as idle there.
     place: int | None = None
     is_idle: bool = False
 
     @property
     def room_blocks(self) -> int:
-        """Blocks that are free and that no request there is expected to take. Below 0 when some will have to wait."""
+        """Free blocks that no request on the node is expected to take. Negative when some requests will have
+        to wait."""
         status = self.status
         return status.free_blocks + status.pinned_blocks - status.wanted_blocks - self.pending_blocks
 
     def has_room(self, tokens: int) -> bool:
-        """Whether a request that takes so many tokens' blocks would find them. A node without work takes any."""
+        """Whether a request of so many tokens would find its blocks. A node without work takes any
+        request."""
         return self.load == 0 or self.room_blocks >= blocks_for(tokens, self.info)
 
     @property
     def room_tokens(self) -> int:
-        """How long a request that finds its blocks may be."""
+        """The longest request that would find its blocks, in tokens."""
         left = self.room_blocks - self.info.state_blocks
         if left < 0:
             return 0
@@ -70,50 +72,60 @@ class NodeView(msgspec.Struct, gc=False):
 
 
 class PoolSnapshot(msgspec.Struct, frozen=True):
+    """The nodes that a policy may choose from."""
+
     prefill: tuple[NodeView, ...]
-    decode: tuple[NodeView, ...]  # decode nodes, and those that do both
-    handover_s: float | None = None  # measured: from the first token to the decode node's start
+    decode: tuple[NodeView, ...]  # decode and aggregated nodes
+    handover_s: float | None = None  # measured from the first token to the decode node's start
 
     @property
     def prompt_readers(self) -> tuple[NodeView, ...]:
-        """Where vectors are made: a decode node is kept free of prompts that end on another's account."""
+        """The nodes that make vectors: prefill and aggregated nodes. A vector's prompt would delay a decode
+        node's streams."""
         return (*self.prefill, *(node for node in self.decode if node.info.role is Role.AGGREGATED))
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    prompt_tokens: int  # with the output it already has, when it moves
+    """What a policy knows about a request."""
+
+    prompt_tokens: int  # with the output so far, when the request moves
     max_new_tokens: int
-    cached: Mapping[str, int] = {}  # node id: leading prompt tokens that it likely has cached
-    loading_s: Mapping[str, float] = {}  # node id: how long it needs to load what of these lies in its tiers
+    cached: Mapping[str, int] = {}  # by node id: leading prompt tokens that the node likely has cached
+    # By node id: seconds to load the part of these that lies in its tiers.
+    loading_s: Mapping[str, float] = {}
     session: str | None = None
-    # The nodes where the last turn of its job keeps its KV, which a request without that job would wait for.
+    # The nodes that pin the KV of its job's last turn. Requests of other jobs may have to wait for these
+    # blocks.
     home: frozenset[str] = frozenset()
     turn: int = 0  # counts requests, for policies that take turns
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before
-    mirror: NodeInfo | None = None  # copied its blocks from a node that is gone
-    content: str | None = None  # of the model on which it began; None: any
-    makes_vector: bool = False  # nothing is decoded: only nodes that read prompts for others take it
-    needs_version: int = 0  # of Tandem's messages: a node of one before could not read it
+    mirror: NodeInfo | None = None  # the node that copied its blocks from a lost node
+    content: str | None = None  # identity of the model on which it began; None means any
+    makes_vector: bool = False  # nothing is decoded: only prefill and aggregated nodes take it
+    # The version of Tandem's messages that it needs; nodes with an older one cannot read it.
+    needs_version: int = 0
 
     def uncached(self, node: NodeView) -> int:
-        """At least one token is always computed: the last one's output is what is asked for."""
+        """How many tokens the node has to compute. At least one, because the result is the last token's
+        output."""
         return max(1, self.prompt_tokens - self.cached.get(node.info.node_id, 0))
 
 
 def first_by_rendezvous(node_ids: Iterable[str], session: str) -> str:
-    """Where a session goes: it stays there as long as the node does, and when not, it moves alone."""
+    """The node of a session, by rendezvous hashing: a session moves only when its own node goes."""
     seed = xxhash.xxh3_64_intdigest(session.encode("utf-8", "surrogatepass"))
     return max(node_ids, key=lambda node_id: xxhash.xxh3_64_intdigest(node_id.encode(), seed))
 
 
 class RoutingDecision(msgspec.Struct, frozen=True):
-    """Either node may be None, not both. Without a decode node the prefill node ends the request by itself."""
+    """The chosen nodes. Either may be None, but not both. Without a decode node, the prefill node ends the
+    request."""
 
     prefill: NodeInfo | None
     decode: NodeInfo | None
     reason: str
-    source: NodeInfo | None = None  # likely has more of the prompt than the node that reads it
-    mirror: NodeInfo | None = None  # copies what the decode node keeps of it
+    source: NodeInfo | None = None  # likely has more of the prompt cached than the node that computes it
+    mirror: NodeInfo | None = None  # copies the blocks that the decode node fills
 
     @property
     def node_names(self) -> str:
@@ -126,27 +138,29 @@ class RoutingDecision(msgspec.Struct, frozen=True):
 
 
 def best_prefill_rate(nodes: Iterable[NodeView]) -> float | None:
-    """The best that was measured of them. Pools are of like machines, so it is what is assumed of the others."""
+    """The best measured rate of these nodes, assumed for nodes without a measurement, because a pool's
+    machines are alike. None when no rate was measured."""
     return max(
         [rate for node in nodes if (rate := node.rates.prefill_tokens_per_s) is not None], default=None
     )
 
 
 def prefill_wait_s(node: NodeView, request: RoutingRequest, assumed: float | None) -> float:
-    """Until the first token: everything queued there, then what of this prompt is not cached there, and what a tier has to be loaded. `assumed`: the rate of a node
-    that was not measured."""
+    """The expected time to the first token: all tokens queued on the node, the uncached part of this prompt,
+    and loading from a tier. `assumed`: the rate of a node without a measurement."""
     rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
     return (node.queued_tokens + request.uncached(node)) / rate + request.loading_s.get(node.node_id, 0.0)
 
 
 def line_wait_s(node: NodeView) -> float:
-    """Until a prompt that comes now is begun there. 0 while no rate was measured."""
+    """How long until the node begins a prompt that arrives now. 0 while no rate was measured."""
     rate = node.rates.line_tokens_per_s or node.rates.prefill_tokens_per_s
     return node.queued_tokens / rate if rate else 0.0
 
 
 def prefill_costs_s(nodes: Iterable[NodeView], request: RoutingRequest, assumed: float | None) -> list[float]:
-    """The wait at each, and the prompt's own computing once more: requests that come after it wait for that too."""
+    """Each node's cost: the wait for the first token, and the prompt's own computing a second time, because
+    requests that come after it wait for that too."""
     tokens, cached, loading_s = request.prompt_tokens, request.cached.get, request.loading_s.get
     assumed = assumed or ASSUMED_PREFILL_TOKENS_PER_S
     costs = []
@@ -160,11 +174,11 @@ def prefill_costs_s(nodes: Iterable[NodeView], request: RoutingRequest, assumed:
 
 
 def decode_wait_s(node: NodeView, request: RoutingRequest, assumed: float | None) -> float:
-    """What it costs to be decoded there: a longer step for each that shares it, prompts that are read in between
-    (its own too, on a node that does both), and a wait if blocks are short.
+    """The cost of decoding on the node: a longer step for each request that shares it, the prompts that it
+    computes in between (on an aggregated node this request's too), and a wait if blocks are short.
 
-    Blocks come back as running requests end; with `r` running, `r` tokens' worth of blocks are being used per
-    step, so the wait for a block is about as long as it takes to fill one.
+    Blocks come back as running requests end. With `r` requests running, each step uses `r` tokens' worth of
+    blocks, so the wait for a block is about as long as filling one takes.
     """
     info, rates = node.info, node.rates
     step = rates.step_s or ASSUMED_STEP_S
@@ -181,19 +195,21 @@ def decode_wait_s(node: NodeView, request: RoutingRequest, assumed: float | None
     return wait + node.load * step
 
 
-# A stream that stands still for longer is seen to. Decode nodes are there so that none does because of others' prompts.
+# Users notice a stream that stands still for longer than this. Decode nodes exist so that other requests'
+# prompts do not stop streams.
 _UNNOTICED_S = 0.05
 
 
 def reason_to_prefill_locally(
     pools: PoolSnapshot, request: RoutingRequest, prefill: NodeView, decode: NodeView
 ) -> str | None:
-    """None: send it away, which is also the answer while the rates are not yet measured.
+    """Returns why the decode node should compute the prompt itself. None means to send the prompt away, also
+    while the rates are not measured.
 
-    Both costs are in seconds that requests wait. Sent away, this request alone waits: for the prefill node's
-    queue, for its prompt, and for the handover. Read locally, it waits for its prompt after what is queued on
-    the decode node, and every request that decodes there waits as long as its prompt takes. That must be less
-    than a user notices, however long the line elsewhere is.
+    Both costs are in seconds that requests wait. Sent away, only this request waits: for the prefill node's
+    queue, for its own prompt, and for the handover. Computed locally, it waits for its prompt after what is
+    queued on the decode node, and every request that decodes there waits as long as its prompt takes. That
+    time must be less than a user notices, however long the prefill nodes' lines are.
     """
     away_rate = prefill.rates.prefill_tokens_per_s or best_prefill_rate(pools.prefill)
     local_rate = decode.rates.prefill_tokens_per_s or best_prefill_rate((*pools.decode, *pools.prefill))

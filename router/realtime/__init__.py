@@ -1,1 +1,2 @@
-"""OpenAI's realtime events, as far as they are text: what a client may say, and the conversation that it makes. No I/O."""
+"""The text part of OpenAI's realtime events: what a client may send, and the conversation that it makes. No
+I/O."""

@@ -1,4 +1,5 @@
-"""What a client says on /v1/realtime, each event a type of its own."""
+"""The events that a client sends on /v1/realtime, each with its own type, and the conversation that they
+make."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class MessageItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SessionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """None: as it was."""
+    """None leaves a field as it was."""
 
     type: Literal["realtime"] = "realtime"
     model: str | None = None
@@ -40,7 +41,7 @@ class SessionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Beside OpenAI's fields the sampling of chats."""
+    """OpenAI's fields, and the sampling fields of chats."""
 
     instructions: str | None = None
     output_modalities: list[Literal["text"]] | None = None
@@ -64,17 +65,18 @@ class ItemCreate(_Event, frozen=True, tag="conversation.item.create"):
 
 
 class TextAppend(_Event, frozen=True, tag="input_text_buffer.append"):
-    """More of a user's message that arrives in parts. Tandem's own, after OpenAI's buffer for audio."""
+    """Appends to a user's message that arrives in parts. Tandem's own event, modelled on OpenAI's audio
+    buffer."""
 
     text: str
 
 
 class TextCommit(_Event, frozen=True, tag="input_text_buffer.commit"):
-    """The message is complete."""
+    """Completes the message."""
 
 
 class TextClear(_Event, frozen=True, tag="input_text_buffer.clear"):
-    """It is dropped."""
+    """Drops the message."""
 
 
 class ResponseCreate(_Event, frozen=True, tag="response.create"):
@@ -135,8 +137,9 @@ class Conversation:
 
 
 def settled_tokens(prompt: list[int], continued: list[int]) -> list[int]:
-    """Those of a growing prompt that will hardly change, from its tokens and from those that it has with more text. The answer's own prompt
-    decides; what was guessed wrong here is only not found in a prefix cache."""
+    """Returns the leading tokens of a growing prompt that will hardly change: those that it shares with the
+    same prompt continued by more text, but for the last one. A wrong guess only means that the prefix cache
+    does not have it."""
     pairs = zip(prompt, continued, strict=False)
     count = next(
         (place for place, (mine, other) in enumerate(pairs) if mine != other),

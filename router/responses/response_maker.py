@@ -1,4 +1,4 @@
-"""An answer as items, and as numbered events while it is written."""
+"""Makes an answer's items, and its numbered events while it is written."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ def new_response_id() -> str:
 
 
 class ResponseMaker:
-    """`body` is the response as it is now; events come with the number that they have in its stream.
+    """Makes one response. `body` is the response in its present state. Events are numbered in order.
 
-    Another router that is given the same tokens, one at a time, makes the same events: ids follow from the response's."""
+    Ids follow from the response's id, so another router makes the same events from the same tokens, taken one
+    at a time.
+    """
 
     def __init__(self, body: dict[str, Any], reader: AnswerReader | None) -> None:
         self.body = body
         self._reader = reader
         self._number = 0
         self._ids = 0
-        self._item: dict[str, Any] | None = None  # that is being written
+        self._item: dict[str, Any] | None = None  # the item that is being written
         self._written: list[str] = []
         self._space = ""
 
@@ -78,7 +80,8 @@ class ResponseMaker:
         return [*out, self._end("failed")]
 
     def cancel(self) -> list[bytes]:
-        """Its stream ends as an incomplete one's: there is no event for it."""
+        """Ends a cancelled response. The API has no event for that, so the stream ends like an incomplete
+        one's."""
         out = self._close("incomplete")
         self.body["status"] = "cancelled"
         return [*out, self._event("response.incomplete", response=self.body)]
@@ -114,7 +117,7 @@ class ResponseMaker:
                 if not self._in("message"):
                     text = self._space + text
                     if not text.strip():
-                        self._space = text  # by itself between others it is no message
+                        self._space = text  # white space alone, between other items, is no message
                         return []
                     out = self._open_message()
                 return [*out, self._more("response.output_text.delta", text, content_index=0, logprobs=[])]
@@ -143,7 +146,7 @@ class ResponseMaker:
         return self._event(kind, **self._place, delta=text, **fields)
 
     def _close(self, status: str) -> list[bytes]:
-        """The item that is being written is over."""
+        """Ends the item that is being written."""
         item, text = self._item, "".join(self._written)
         if item is None:
             return []

@@ -1,4 +1,4 @@
-"""Answers that were asked for lately, and those that are still being written. In this router's memory, and bounded."""
+"""Recent responses, and those that are still being written, in this router's memory, which is bounded."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ class StoreFull(Unavailable):
 
 
 class StoredResponse:
-    """`events` are those of its stream, each at its number. They are kept for followers, and to the end where it
-    was asked for in the background."""
+    """One response. `events` are its stream's, each at its number. They are kept while clients follow it; a
+    background response keeps them after its end, too."""
 
     def __init__(
         self, body: dict[str, Any], owner: str, items: list[InputItem], *, keeps_events: bool
     ) -> None:
         self.body = body
         self.owner = owner
-        self.items = items  # the conversation up to its answer
+        self.items = items  # the conversation before its answer
         self.keeps_events = keeps_events
         self.events: list[bytes] = []
         self.size = len(msgspec.json.encode(items)) + len(msgspec.json.encode(body))
         self.ended = False
         self.error: TandemError | None = None
         self.task: asyncio.Task[None] | None = None
-        self.caught_up = asyncio.Event()  # what its node had when this router began to read it has been read
+        # set when everything was read that the node had when this router began to read
+        self.caught_up = asyncio.Event()
         self._changed = asyncio.Event()
         self._followers = 0
 
@@ -70,7 +71,8 @@ class StoredResponse:
         changed.set()
 
     async def follow(self, after: int) -> AsyncIterator[bytes]:
-        """Events with a number above `after`, to the end. The request's own deadlines bound the wait."""
+        """Yields the events after number `after`, up to the response's end. The request's own deadlines bound
+        the wait."""
         at = after + 1
         self._followers += 1
         try:
@@ -89,18 +91,20 @@ class StoredResponse:
             self._forget_events()
 
     def output_items(self) -> list[InputItem]:
-        """As the next request would send them back."""
+        """Returns the answer's items as the next request would send them."""
         return msgspec.convert(self.body["output"], list[InputItem])
 
     def _forget_events(self) -> None:
-        """Its answer is kept whole. Who follows it has read them all."""
+        """Drops the events of an ended response that is not in the background, once all followers have read
+        them. Its body is kept."""
         if self.ended and not self.keeps_events and self._followers == 0:
             self.events = []
             self.size = len(msgspec.json.encode(self.items)) + len(msgspec.json.encode(self.body))
 
 
 class ResponseStore:
-    """The oldest that have ended make room. What still runs is never dropped: a new one is refused instead."""
+    """Keeps responses. The oldest that have ended make room for new ones. A running response is never
+    dropped; a new one is refused instead."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -116,7 +120,7 @@ class ResponseStore:
         self._kept[response.id] = response
 
     def find(self, response_id: str, owner: str) -> StoredResponse | None:
-        """Another key's response is not found either."""
+        """Finds a response of this key; other keys' responses are not found."""
         found = self._kept.get(response_id)
         if found is None or found.owner != owner:
             return None
@@ -136,5 +140,5 @@ class ResponseStore:
                 self.drop(one)
 
     def settle(self) -> None:
-        """One has ended or has grown."""
+        """Makes room after a response has ended or grown."""
         self._make_room()

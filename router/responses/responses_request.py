@@ -1,4 +1,4 @@
-"""POST /v1/responses: the request, and the chat that it is."""
+"""The request of POST /v1/responses, and the chat that is made from it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 class TextOptions(msgspec.Struct, frozen=True):
     format: TextFormat | None = None
-    verbosity: str | None = None  # as in a chat: without effect
+    verbosity: str | None = None  # without effect, as in a chat
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True):
@@ -179,7 +179,7 @@ def items_of(request: ResponsesRequest) -> list[InputItem]:
 
 
 def as_chat(request: ResponsesRequest, before: Sequence[InputItem]) -> ChatRequest:
-    """`before` is the conversation that it goes on with."""
+    """Makes the chat of a request. `before`: the conversation that it continues."""
     messages = list(_messages([*before, *items_of(request)]))
     if request.instructions is not None:
         messages.insert(0, ChatMessage("system", request.instructions))
@@ -229,7 +229,7 @@ def _tool(tool: ItemTool, at: int) -> Tool:
 
 
 class _Turn:
-    """An assistant's turn, put together from its items."""
+    """An assistant's turn, assembled from its items."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -321,7 +321,7 @@ def _text(content: str | Sequence[InputPart] | None, where: str, first: int = 0)
 
 
 def shown_fields(request: ResponsesRequest, model: str) -> dict[str, Any]:
-    """What an answer repeats of its request."""
+    """Returns the request's fields that an answer repeats."""
     form = request.text.format if request.text is not None else None
     reasoning = request.reasoning or ReasoningOptions()
     return {

@@ -1,6 +1,6 @@
 """Between text and token ids.
 
-tokenizer       a model's own, from its folder; texts and words that it tokenized before, cut where that changes nothing
-chat_template   messages to a prompt; clients' text that looks like a special token is made ordinary
-detokenizer     ids to text, as they come; stop strings, across tokens
+tokenizer       a model's tokenizer, from its folder; caches of segments and words, which are cut only where that changes no ids
+chat_template   messages to a prompt; keeps clients' text from being read as special tokens
+detokenizer     token ids to text, as they arrive; stop strings, across tokens
 """

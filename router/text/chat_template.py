@@ -1,12 +1,12 @@
 """A model's chat template: the Jinja program in its folder that turns messages into a prompt.
 
-The template is the operator's, not the client's, yet it runs sandboxed: what clients send goes through it.
-The environment is the one that templates are written for: a test renders many families' templates here and by
-transformers, and compares.
+The template is the operator's and not the client's, but it runs sandboxed, because it handles clients' data.
+Its environment is the one that templates are written for: a test renders many families' templates here and
+with transformers, and compares the results.
 
-A tokenizer finds its special tokens wherever they stand in a prompt: a user's message could close its own turn and open the system's.
-So within messages their text gets an invisible character that joins words (U+2060) after its first. The model reads it as the text
-that it is, and every other text is left as it came, with the same tokens.
+A tokenizer finds special tokens anywhere in a prompt, so a user's message could close its own turn and open
+the system's. To prevent that, the text of a special token within a message gets an invisible word joiner
+(U+2060) after its first character. The model reads it as ordinary text. All other text keeps its tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ import jinja2.sandbox
 from tandem.router.text.tokenizer import Tokenizer, read_json
 from tandem.wire.errors import ConfigurationError, InvalidRequest
 
-# The second one for a tokenizer that drops the first.
+# The second is for tokenizers that drop the first.
 _JOINERS = ("\u2060", " ")
 
 
 class SpecialTextGuard:
+    """Keeps clients' text from being read as special tokens."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         texts = sorted(tokenizer.special_texts, key=len, reverse=True)
-        # One of a single character has no inside.
+        # A special token of one character cannot be split.
         self._pattern = re.compile(
             "|".join(map(re.escape, (text for text in texts if len(text) > 1))) or r"(?!)"
         )
@@ -52,14 +54,15 @@ class SpecialTextGuard:
 
     def plain(self, text: str) -> str:
         if self._normalize is not None and self._pattern.search(normal := self._normalize(text)):
-            text = normal  # what the tokenizer would have read there
+            text = normal  # what the tokenizer would read after normalizing
         return self._broken(text, self._joiner) if self._pattern.search(text) else text
 
     def _broken(self, text: str, joiner: str) -> str:
         return self._pattern.sub(lambda found: found[0][0] + joiner + found[0][1:], text)
 
     def plain_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """As a chat template gets it. An assistant's is what a model wrote, and may have its special tokens."""
+        """Returns the message for the template. An assistant's message stays unchanged: a model wrote it, and
+        it may have special tokens."""
         return (
             message
             if message["role"] == "assistant"
@@ -67,7 +70,7 @@ class SpecialTextGuard:
         )
 
     def plain_value(self, value: Any) -> Any:
-        """Also within lists and mappings, their keys included."""
+        """Makes all texts of a value plain, within lists and mappings, too, and in their keys."""
         if isinstance(value, str):
             return self.plain(value)
         if isinstance(value, Mapping):
@@ -79,15 +82,15 @@ def _finds_special(tokenizer: Tokenizer, text: str) -> bool:
     return not tokenizer.special_ids.isdisjoint(tokenizer.encode(text, special=False))
 
 
-# Under what names clients and templates hand over an earlier turn's reasoning. The first is the usual one.
+# The names that clients and templates use for an earlier turn's reasoning; the first is the usual one.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is its content and no more.
+    """`{% generation %}` marks the assistant's text for training. Here the block is just its content.
 
-    A block of its own: what is set in it is not set after it.
+    The block has its own scope: a variable that is set in it is not set after it.
     """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
@@ -102,7 +105,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` in a template, without what else the type would give away."""
+    """`dict` for templates, without the type's other attributes."""
 
     def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
         return dict(*args, **fields)
@@ -139,7 +142,8 @@ def _environment() -> jinja2.Environment:
 
 
 class ChatTemplate:
-    """Renders messages. A template may be one program, or several by name of which `tool_use` serves tools."""
+    """Renders messages. A model has one template, or several by name, of which `tool_use` serves requests
+    with tools."""
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
         environment = _environment()
@@ -154,9 +158,9 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str, own: str | None = None) -> ChatTemplate | None:
-        """None when the model has no chat template: it completes text, but does not chat.
+        """Reads a model's template. Returns None when it has none and only completes text.
 
-        `own` is the operator's, a file or the template itself, and the only one then.
+        `own`: the operator's template, as a file or as text, used instead.
         """
         path = Path(folder)
         settings = read_json(path / "tokenizer_config.json")
@@ -186,7 +190,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_system(self) -> bool:
-        """Whether it renders a system message: some refuse one, some leave it out."""
+        """Whether it renders a system message. Some templates refuse one, and some leave it out."""
         words = "Take care."
         messages = [{"role": "system", "content": words}, {"role": "user", "content": "Hello."}]
         try:
@@ -196,8 +200,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_text(self) -> bool:
-        """Whether it renders a message whose content is text. Some of models that read images look for a list of parts, and would leave it
-        out."""
+        """Whether it renders a message whose content is text. Templates of models that read images may look
+        for a list of parts, and leave text out."""
         words = "Take care."
         try:
             as_text = self.render([{"role": "user", "content": words}])
@@ -224,12 +228,12 @@ class ChatTemplate:
         if mark:
             messages = [*messages[:-1], _marked(messages[-1], mark)]
         try:
-            # As `template.render`, which would walk through all that a template may use, and copy it.
+            # Like `template.render`, which would also walk through and copy all globals.
             context = template.new_context(
                 {
                     **self._globals,
                     **(extra or {}),
-                    **self._variables,  # the model's special tokens, whatever a client calls its own
+                    **self._variables,  # last, so that a client cannot replace the model's special tokens
                     "messages": messages,
                     "tools": tools,
                     "documents": documents,
@@ -251,7 +255,8 @@ class ChatTemplate:
 
 
 def template_source(own: str) -> str:
-    """The template that an operator named: a file's text, or what was given if it is one itself."""
+    """Returns the operator's template: the given text if it is a template, otherwise the text of that
+    file."""
     if "{{" in own or "{%" in own:
         return own
     file = Path(own)
@@ -270,8 +275,8 @@ def _read_text(file: Path) -> str:
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """With a mark at the end of its text that no client can guess: the text itself may also stand in what the
-    template writes after it."""
+    """Returns the message with a random mark at the end of its text. The text alone would not do: the
+    template may write the same text after it."""
     content = message.get("content") or ""
     parts: list[Mapping[str, Any]] = content if isinstance(content, list) else [{"text": content}]
     text = str(parts[-1].get("text") or "")
@@ -286,19 +291,19 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def _cut_at(text: str, mark: str) -> str:
-    """Drops what the template wrote after the last message, so that the model goes on with it."""
+    """Cuts the prompt at the mark, so that the model continues the last message."""
     before, found, after = text.rpartition(mark)
     if not found:
         raise InvalidRequest(
             "messages: continue_final_message does not work with this model: its chat template leaves out the last message",
             "messages",
         )
-    # A template that trims messages took the mark's space; it would have taken the text's.
+    # A template that trimmed the mark's space would also have trimmed the text's.
     return before if after.startswith(" ") else before.rstrip()
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Under each name that templates look for it."""
+    """Copies a message's reasoning to each name that templates read."""
     reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
     if reasoning is None:
         return message

@@ -1,7 +1,8 @@
-"""Token ids in, text out, as they come; a character whose bytes are split over tokens waits for all of them.
+"""Turns token ids into text as they arrive. A character whose bytes are split over tokens waits for all of
+them.
 
-Byte-level BPE writes each byte as one printable character; the table of those is fixed (GPT-2's). With it a token's bytes
-are a lookup, and text comes from an incremental UTF-8 decoder that cannot split a character.
+Byte-level BPE writes each byte as one printable character, by GPT-2's fixed table. So a token's bytes are a
+lookup, and the text comes from an incremental UTF-8 decoder, which never splits a character.
 
 A stop string is found wherever it ends, also across tokens; text that may become one is held back.
 """
@@ -18,7 +19,8 @@ from tokenizers.decoders import DecodeStream
 
 
 class StopMatcher:
-    """Feed it text in pieces of any size: what it lets through is the same for every way of cutting the text."""
+    """Finds stop strings in text that arrives in pieces. The result does not depend on how the text is
+    cut."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._stops = [stop for stop in stops if stop]
@@ -27,7 +29,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is certainly part of the answer. Once `matched` is set nothing more comes."""
+        """Returns the text that is certainly part of the answer. Returns "" once `matched` is set."""
         if self.matched is not None:
             return ""
         if not self._stops:
@@ -42,16 +44,14 @@ class StopMatcher:
         return text[:keep]
 
     def finish(self) -> str:
-        """The end of the stream: what was held back is text after all."""
+        """Ends the stream. Returns what was held back, which is text after all."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> int | None:
-        """Where the answer ends, if a stop string is complete. The one that is complete first wins.
-
-        With the text cut differently the same one must win, so the order is that of completion; among those
-        that end together the longest, because it began first.
-        """
+        """Returns where the answer ends if a stop string is complete. The first to be complete wins,
+        whichever way the text was cut; among those complete at the same character, the longest, because it
+        began first."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             at = text.find(stop)
@@ -63,7 +63,7 @@ class StopMatcher:
         return best[0] if self._include_stop else best[1]
 
     def _possible_start(self, text: str) -> int:
-        """The first position from which the text could still grow into a stop string."""
+        """Returns the first position from which the text could still grow into a stop string."""
         longest = max(len(stop) for stop in self._stops) - 1
         for at in range(max(0, len(text) - longest), len(text)):
             tail = text[at:]
@@ -79,21 +79,21 @@ _LETTER = "a"
 
 class Detokenizer(Protocol):
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; "" while a character is incomplete."""
+        """Returns the text that these tokens complete; "" while a character is incomplete."""
         ...
 
     def finish(self) -> str:
-        """What is left at the end: bytes that never became a character, as U+FFFD."""
+        """Returns what is left at the end: bytes that never became a character, as U+FFFD."""
         ...
 
 
 class ByteDetokenizer:
-    """For byte-level tokenizers: each token is its bytes, and UTF-8 says where characters end."""
+    """For byte-level tokenizers: each token stands for its bytes, and UTF-8 says where characters end."""
 
     def __init__(self, token_bytes: list[bytes], skipped: frozenset[int]) -> None:
         self._token_bytes = token_bytes
         self._skipped = skipped
-        self._rest = b""  # of a character that is not complete
+        self._rest = b""  # of an incomplete character
 
     def push(self, token_ids: Sequence[int]) -> str:
         table, skipped = self._token_bytes, self._skipped
@@ -114,11 +114,12 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """For every other tokenizer: its own decoder, which holds a token back until the text around it is settled.
+    """For all other tokenizers: uses the tokenizer's own decoder, which holds a token back until the text
+    around it is settled.
 
-    Tokens that stand for one byte each never come to that decoder: it takes a run of them that is not UTF-8 for as many
-    U+FFFD, also those that it has already given as text, and fails. In their place it sees one that is a letter, so that
-    what follows them does not begin the text.
+    Tokens for single bytes never reach that decoder: it turns a run of them that is not UTF-8 into as many
+    U+FFFD, also bytes that it has already given as text, and then fails. In their place it gets a token that
+    is a letter, so that what follows does not begin a text.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class StreamDetokenizer:
         self._letter = next((token for token, byte in byte_tokens.items() if byte == _LETTER.encode()), None)
         self._decoder = _utf8_decoder(errors="replace")
         self._stream = DecodeStream(skip_special_tokens=False)
-        self._held: list[int] = []  # tokens since the stream last said anything
+        self._held: list[int] = []  # tokens since the stream last gave text
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces: list[str] = []
@@ -172,7 +173,8 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 
 def bytes_of_piece(piece: str) -> bytes:
-    """A piece with any character outside the table (an added token with a space) stands for its own text."""
+    """Returns a piece's bytes. A piece with a character outside the table (an added token with a space) is
+    its own text."""
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in piece])
     except KeyError:
@@ -183,6 +185,6 @@ _FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_of_fallback(piece: str) -> bytes | None:
-    """The byte of a token that stands for one byte, in tokenizers of characters: SentencePiece's byte fallback."""
+    """Returns the byte of a token for one byte (SentencePiece's byte fallback), or None."""
     found = _FALLBACK.fullmatch(piece)
     return bytes.fromhex(found[1]) if found is not None else None

@@ -1,14 +1,14 @@
-"""A model's tokenizer, from its folder, and what it tokenized before.
+"""A model's tokenizer, from its folder, with caches of what it has tokenized.
 
-Importing transformers' AutoTokenizer takes seconds and a quarter of a gigabyte; `tokenizers` alone takes
-50 ms. Only a folder without `tokenizer.json` goes the long way, once, at start.
+Importing transformers' AutoTokenizer takes seconds and a quarter of a gigabyte; `tokenizers` alone takes 50
+ms. Only a folder without `tokenizer.json` needs the former, once, at start.
 
-A tokenizer looks for its added tokens first, in the text as it is, and tokenizes what lies between them piece by piece. So a text's ids are those
-of its segments, one after the other, when each segment but the first begins with such a token. In a chat each message is a
-segment: only what is new in a turn has to be tokenized (`SegmentCache`).
+A tokenizer first looks for added tokens in the text and then tokenizes what is between them. So a text's ids
+are those of its segments in order, if each segment but the first begins with an added token. In a chat each
+message is a segment, so only a turn's new messages are tokenized (`SegmentCache`).
 
-What is new has words that came before. Byte-level tokenizers of the usual kinds never look beyond a space that follows something else, so
-there a text's ids are those of its words, which are looked up (`WordCache`).
+New messages repeat words. Byte-level tokenizers of the usual kinds never look across a space that follows a
+character other than white space. So a text's ids are those of its words, which are looked up (`WordCache`).
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from tandem.router.text.detokenizer import (
 )
 from tandem.wire.errors import ConfigurationError
 
-# Above this an encoding takes over a millisecond, and is worth a hop to a thread.
+# Encoding more takes over a millisecond, so a thread does it.
 INLINE_CHARACTERS = 2_000
 INLINE_TOKENS = 2_000
-# What is kept of texts that were tokenized.
+# The memory for cached segments.
 KEPT_BYTES = 64 << 20
-# Composed characters, of which NFC makes one of up to four; other normalizers seldom do as much.
+# NFC makes one character of up to four; other normalizers seldom shrink a text as much.
 _SHRINKS_AT_MOST = 4
-# A shorter segment is tokenized sooner than it is found.
+# Tokenizing a shorter segment is faster than looking it up.
 LEAST_CHARACTERS = 64
 _CHARACTER_BYTES, _ID_BYTES, _ENTRY_BYTES = 2, 4, 400
 
-_Key = tuple[bool, str]  # whether it is its text's first, and the segment
+_Key = tuple[bool, str]  # whether it is the first of its text, and the segment
 
 
 def boundaries_of(backend: tokenizers.Tokenizer) -> tuple[re.Pattern[str], frozenset[str]] | None:
-    """What finds the added tokens in a text, and those of them before which it may be cut. None: nowhere."""
+    """Returns a pattern that finds added tokens in a text, and those before which the text may be cut; None
+    when it may not be cut at all."""
     added = list(backend.get_added_tokens_decoder().values())
-    # One that must be a word of its own looks at what is beside it, which a cut would hide.
+    # A token that must be a whole word depends on its neighbours, which a cut would hide.
     if any(token.single_word for token in added):
         return None
     in_text = sorted(
@@ -61,12 +62,12 @@ def boundaries_of(backend: tokenizers.Tokenizer) -> tuple[re.Pattern[str], froze
     )
     strips = {token.content for token in added if token.lstrip or token.rstrip}
     cuts = frozenset(in_text) - strips
-    # The longest first, and the leftmost: as the tokenizer finds them.
+    # The leftmost and then the longest, as the tokenizer matches.
     return (re.compile("|".join(map(re.escape, in_text))), cuts) if cuts else None
 
 
-# What cuts a text into pieces before byte-level BPE: the patterns of GPT-2 (`ByteLevel` has its own), Llama 3, Qwen 2 and GPT-4o. None of
-# their pieces has a space after another character, unless that is white space, too; and none of them looks back.
+# The patterns that cut a text into pieces before byte-level BPE, of GPT-2 (`ByteLevel` has its own), Llama 3,
+# Qwen 2 and GPT-4o. No piece has a space after a character other than white space, and no pattern looks back.
 _PATTERNS = frozenset(
     {
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -74,17 +75,18 @@ _PATTERNS = frozenset(
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     }
 )
-# Characters that are white space in no table, at the end of what stands before a space.
+# Characters that no table counts as white space. A text may be cut before a space that follows one of them.
 _ENDS_WORD = re.compile("[!-~\u00c0-\u02ff\u0370-\u058f\uac00-\ud7a3]")
-# Words are many and short; a longer one is seldom met again.
+# Longer words seldom occur again, so they are not kept.
 WORD_CHARACTERS = 32
 MOST_WORDS = 32_768
-# A text with more words that are new is tokenized as a whole, which takes less, and these are learned for the next.
+# A text with more new words is tokenized as a whole, which is faster, and so many of them are learned for the
+# next text.
 MOST_NEW_WORDS = 48
 
 
 def keeps_words(backend: tokenizers.Tokenizer) -> bool:
-    """Whether a text's ids are those of its words, wherever it is cut before a space that follows no white space."""
+    """Whether a text's ids are those of its words, if it is cut before spaces that follow no white space."""
     if any(
         token.single_word or token.lstrip or token.rstrip or re.search(r"\s", token.content)
         for token in backend.get_added_tokens_decoder().values()
@@ -103,7 +105,7 @@ def _is_byte_level(step: dict[str, Any]) -> bool:
 
 
 def _cuts(first: dict[str, Any], last: dict[str, Any] | None = None) -> bool:
-    """At every such place."""
+    """Whether this pre-tokenizer cuts at every such place."""
     if last is None or first["type"] == "Digits":
         return bool((last or first)["use_regex"])
     return (
@@ -116,12 +118,13 @@ def _cuts(first: dict[str, Any], last: dict[str, Any] | None = None) -> bool:
 
 
 class WordCache:
-    """The ids of words, each with the space before it. Safe to use from several threads: what two of them find out at once is the same."""
+    """The ids of words, each with the space before it. Thread-safe: two threads that learn the same word
+    learn the same ids."""
 
     def __init__(self, encode: Callable[[list[str]], Sequence[Sequence[int]]]) -> None:
         self._encode = encode
-        self._ids: dict[str, Sequence[int]] = {}  # the word's, without its space
-        self._first_ids: dict[str, Sequence[int]] = {}  # of what a text begins with
+        self._ids: dict[str, Sequence[int]] = {}  # by word, without its space
+        self._first_ids: dict[str, Sequence[int]] = {}  # by the first word of a text
 
     def encode(self, text: str) -> list[int]:
         words = text.split(" ")
@@ -134,7 +137,7 @@ class WordCache:
         return found
 
     def _learn(self, text: str, words: list[str], found: list[Sequence[int] | None]) -> list[int]:
-        """Only what was not found is looked at: of a long text it is little."""
+        """Tokenizes only the words that were not found, which in a long text are few."""
         missing = [place for place, one in enumerate(found) if one is None]
         if not all(_ends_word(words[place]) for place in missing if place + 1 < len(words)):
             words = _joined(words)
@@ -155,7 +158,7 @@ class WordCache:
 
 
 def _together(found: list[Sequence[int] | None]) -> list[int]:
-    """None of them is None."""
+    """Joins the ids. The caller has made sure that none is None."""
     ids: list[int] = []
     return functools.reduce(operator.iconcat, found, ids)
 
@@ -165,7 +168,8 @@ def _ends_word(word: str) -> bool:
 
 
 def _kept(known: dict[str, Sequence[int]], found: dict[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """With what was found. When there are too many it begins again: what is in use is soon there."""
+    """Adds what was found. When there are too many entries, it starts again from empty, and words in use soon
+    return."""
     if len(known) + len(found) > MOST_WORDS:
         known = {}
     for word, ids in found.items():
@@ -175,7 +179,7 @@ def _kept(known: dict[str, Sequence[int]], found: dict[str, Sequence[int]]) -> d
 
 
 def _joined(words: list[str]) -> list[str]:
-    """With what follows them, those after which the text must not be cut."""
+    """Joins each word after which the text must not be cut with the next one."""
     joined: list[str] = []
     open_ended = False
     for word in words:
@@ -188,7 +192,7 @@ def _joined(words: list[str]) -> list[str]:
 
 
 class SegmentCache:
-    """Safe to use from several threads."""
+    """The ids of texts' segments, the most recently used ones. Thread-safe."""
 
     def __init__(
         self,
@@ -196,7 +200,7 @@ class SegmentCache:
         encode: Callable[[list[str]], Sequence[Sequence[int]]],
         most_bytes: int,
     ) -> None:
-        """`backend`: what `encode` encodes with; None: a text is known as a whole, or not."""
+        """`backend`: the tokenizer behind `encode`. None: a text is cached as a whole, and never cut."""
         self._boundaries = boundaries_of(backend) if backend is not None else None
         self._encode = encode
         self._most_bytes = most_bytes
@@ -214,7 +218,7 @@ class SegmentCache:
         return [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True)]
 
     def encode(self, text: str) -> list[int]:
-        # The first is at the text's beginning, where some tokenizers put a space.
+        # The first segment begins the text, where some tokenizers add a space.
         keys = [(i == 0, segment) for i, segment in enumerate(self.segments(text))]
         parts: list[Sequence[int] | None] = []
         with self._lock:
@@ -252,7 +256,7 @@ def _size(key: _Key, ids: array[int]) -> int:
 
 
 class Tokenizer:
-    """Encodes prompts and decodes answers. Safe to share between requests."""
+    """Encodes prompts and decodes answers. Requests may share it, also from threads."""
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
         self._backend = backend
@@ -272,14 +276,14 @@ class Tokenizer:
             WordCache(lambda words: self._encode_all(words, special=False)) if keeps_words(backend) else None
         )
         self._segments = SegmentCache(backend, self._encode_parts, KEPT_BYTES)
-        # What the tokenizer adds stands at a text's ends, so such a text is not cut.
+        # A tokenizer that adds tokens adds them at a text's ends, so with them a text is not cut.
         self._wholes = self._segments
         if backend.num_special_tokens_to_add(is_pair=False):
             self._wholes = SegmentCache(
                 None, lambda texts: self._encode_all(texts, special=True), KEPT_BYTES // 4
             )
         self._bytes: list[bytes] | None = None
-        self._byte_tokens: dict[int, bytes] = {}  # of a tokenizer of another kind
+        self._byte_tokens: dict[int, bytes] = {}  # of a tokenizer that is not byte-level
         kinds = _decoder_kinds(backend)
         if "ByteFallback" in kinds:
             self._byte_tokens = {
@@ -303,12 +307,12 @@ class Tokenizer:
             return cls(_convert(path), settings)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for a file that it cannot read
+        except Exception as error:  # the library raises a bare Exception for a file that it cannot read
             raise ConfigurationError(f"{file} is not a tokenizer: {error}") from error
         return cls(backend, settings)
 
     def _end_ids(self) -> frozenset[int]:
-        """Tokens that end an answer, as far as the tokenizer's settings say."""
+        """Returns the tokens that end an answer by the tokenizer's settings."""
         declared = self.settings.get("eos_token")
         text = declared.get("content") if isinstance(declared, dict) else declared
         token_id = self._backend.token_to_id(text) if isinstance(text, str) else None
@@ -316,7 +320,7 @@ class Tokenizer:
 
     @property
     def normalize_for_special(self) -> Callable[[str], str] | None:
-        """What is done with a text before special tokens are looked for in it; None: nothing."""
+        """How a text is normalized before special tokens are searched in it; None when it is not."""
         normalizer = self._backend.normalizer
         return normalizer.normalize_str if self._finds_normalized and normalizer is not None else None
 
@@ -330,27 +334,28 @@ class Tokenizer:
         return self._backend.token_to_id(text) in self.special_ids
 
     def token_id(self, text: str) -> int | None:
-        """The id of a text that is one token of its own."""
+        """Returns the id of the token with exactly this text, or None."""
         found: int | None = self._backend.token_to_id(text)
         return found
 
     def text_of(self, token_id: int) -> str | None:
-        """What a token is called in the vocabulary."""
+        """Returns a token's name in the vocabulary, or None."""
         found: str | None = self._backend.id_to_token(token_id)
         return found
 
     def most_characters(self, num_tokens: int) -> int:
-        """No text with more than these has so few tokens, unless most of it is nothing that a token stands for, such
-        as white space that the tokenizer drops."""
+        """Returns the most characters that so many tokens can stand for. A text that is longer has more
+        tokens, unless most of it is dropped, such as white space."""
         is_exact = self._bytes is not None and self._backend.normalizer is None
         return num_tokens * self._longest_piece * (1 if is_exact else _SHRINKS_AT_MOST)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """`special` lets the tokenizer add what it adds by itself, such as a beginning-of-sequence token."""
+        """Encodes a text. `special`: let the tokenizer add its own tokens, such as a beginning-of-sequence
+        token."""
         return self._encode_all([text], special)[0]
 
     async def encode_async(self, text: str, *, special: bool) -> list[int]:
-        """Like `encode`, but a long text does not hold up other streams, and what of it was tokenized before is not again."""
+        """Encodes a text by the caches, a long one in a thread, so that other streams go on."""
         known = self._wholes if special else self._segments
         if len(text) > INLINE_CHARACTERS:
             return await asyncio.to_thread(known.encode, text)
@@ -368,7 +373,7 @@ class Tokenizer:
         return [words.encode(part) for part in parts]
 
     def _encode_all(self, texts: list[str], special: bool) -> list[list[int]]:
-        # Never the library's way for a single text: it keeps the interpreter to itself until it is done.
+        # Always as a batch: the library's call for a single text holds the interpreter lock until it is done.
         return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=special)]
 
     def decode(self, token_ids: list[int], *, skip_special: bool = False) -> str:
@@ -381,12 +386,13 @@ class Tokenizer:
         return await asyncio.to_thread(self.decode, token_ids)
 
     def first_unknown(self, token_ids: list[int]) -> int | None:
-        """One that is outside the vocabulary. None of them is negative."""
+        """Returns an id outside the vocabulary, or None. The caller has made sure that no id is negative."""
         largest = max(token_ids, default=0)
         return largest if largest >= self.vocab_size else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token contributes to the text: for logprobs, where a token is shown by itself."""
+        """Returns the bytes that a token contributes to the text, for log-probabilities, which show single
+        tokens."""
         if self._bytes is not None:
             return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
         piece = self._backend.id_to_token(token_id)
@@ -396,7 +402,7 @@ class Tokenizer:
         return byte if byte is not None else str(piece).replace("\u2581", " ").encode()
 
     def detokenizer(self, *, skip_special: bool = True, shown: Collection[str] = ()) -> Detokenizer:
-        """`shown` are special tokens that are text all the same."""
+        """Makes a detokenizer. `shown`: special tokens that are not skipped."""
         skipped = self._skipped_beside(tuple(shown)) if skip_special else frozenset[int]()
         if self._bytes is not None:
             return ByteDetokenizer(self._bytes, skipped)
@@ -404,7 +410,7 @@ class Tokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} when there is no such file."""
+    """Reads a JSON object; {} when there is no such file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Where a request's time went, from its first byte here to its last token there.
+"""Where a request's time went, from its first byte in to its last token out.
 
-record    a trace as it is shown and exported; W3C trace context: the span that a request belongs to
-traces    one request's trace while it grows, how far each node's clock is from ours, the last traces, and who is told when one is complete
-otlp      traces for OpenTelemetry's collector
+record    a trace as it is shown and exported; W3C trace context, which names the caller's span
+traces    one request's trace while it grows; nodes' clock offsets; the last traces; when a trace is complete
+otlp      sends traces to OpenTelemetry's collector
 """

@@ -1,7 +1,8 @@
-"""Traces for OpenTelemetry's collector, through its SDK: the SDK batches, retries and reads the `OTEL_*` variables.
+"""Sends traces to OpenTelemetry's collector through its SDK, which batches, retries and reads the `OTEL_*`
+variables.
 
-The request is one span, a child of the caller's; the router's phases and each node's part are below it. Steps that
-follow one another are one span: an answer of a thousand tokens is not two thousand spans.
+A request is one span, a child of the caller's; below it are the router's phases and each node's part.
+Consecutive steps are joined into one span, so an answer of a thousand tokens is not two thousand spans.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _HIDDEN = frozenset({TracePhase.STEP})
 
 
 class OtlpExporter:
-    """`offer` never waits: the SDK sends from a thread of its own. A slow collector costs traces, never requests."""
+    """Exports traces. `offer` never waits, because the SDK sends from its own thread: a slow collector costs
+    traces, but never delays requests."""
 
     def __init__(
         self, config: TracingConfig, metrics: RouterMetrics, environ: Mapping[str, str] = os.environ
@@ -53,7 +55,7 @@ class OtlpExporter:
 
     def offer(self, record: TraceRecord) -> None:
         spans = spans_of(record, self._service)
-        # The SDK would drop spans one by one, without a count; a trace is kept or dropped whole.
+        # The SDK would drop single spans without counting them; a trace is kept or dropped as a whole.
         if self._sender.queued + len(spans) > self._room:
             self._metrics.traces_dropped.labels(reason="queue_full").inc()
             return
@@ -65,12 +67,12 @@ class OtlpExporter:
         """Sends what is queued, within a deadline."""
         flushed = asyncio.create_task(asyncio.to_thread(self._processor.force_flush))
         await asyncio.wait([flushed], timeout=CLOSE_WITHIN_S)
-        self._sender.shutdown()  # ends a retry under way
+        self._sender.shutdown()  # ends a running retry
         await asyncio.to_thread(self._processor.shutdown)
 
 
 class _CountedSender(SpanExporter):  # type: ignore[misc]
-    """Counts whole traces: each has one span of kind SERVER."""
+    """Counts whole traces by their one span of kind SERVER."""
 
     def __init__(self, sender: OTLPSpanExporter, metrics: RouterMetrics) -> None:
         self._sender = sender
@@ -88,7 +90,7 @@ class _CountedSender(SpanExporter):  # type: ignore[misc]
             self._complained = False
         else:
             self._metrics.traces_dropped.labels(reason="not_sent").inc(traces)
-            if not self._complained:  # once, until something arrives again: a collector may be away for days
+            if not self._complained:  # once, until an export succeeds again: a collector may be away for days
                 self._complained = True
                 logger.warning("OpenTelemetry's collector takes no traces; they are counted as dropped")
         return result
@@ -103,7 +105,7 @@ class _CountedSender(SpanExporter):  # type: ignore[misc]
 
 
 def spans_of(record: TraceRecord, service: str) -> list[ReadableSpan]:
-    """The router's spans, then each node's, each with the process that it happened in as its resource."""
+    """Returns the router's spans and then each node's. Each has its own process as its resource."""
     maker = _SpanMaker(record, Resource.create(_resource(service, "router", "router")))
     spans = _router_spans(record, maker)
     for part in record.nodes:
@@ -117,7 +119,8 @@ def _resource(service: str, instance: str, role: str) -> dict[str, str]:
 
 
 class _SpanMaker:
-    """Spans of one process in one trace, with times moved from the router's monotonic clock to the time of day."""
+    """Makes the spans of one process in one trace, with times moved from the router's monotonic clock to the
+    time of day."""
 
     def __init__(self, record: TraceRecord, resource: Resource) -> None:
         self._record = record

@@ -1,5 +1,5 @@
-"""A trace as it is shown and exported, and the W3C trace context (https://www.w3.org/TR/trace-context/) that a request brings.
-Every time is on the router's clock, whichever process measured it."""
+"""A trace as it is shown and exported, and the W3C trace context (https://www.w3.org/TR/trace-context/) of a
+request. All times are on the router's clock, whichever process measured them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ class NodePart(msgspec.Struct, frozen=True):
 
     node_id: str
     role: str
-    request_id: str  # the attempt's, as the nodes' logs name it
+    request_id: str  # the attempt's id, as in the nodes' logs
     spans: list[Span]
-    clock_offset_s: float  # what was taken off the node's own times
-    clock_error_s: float | None  # how wrong that may be; None: nothing is known, and nothing was taken off
+    clock_offset_s: float  # what was subtracted from the node's own times
+    # How wrong that may be. None: the offset is unknown, and nothing was subtracted.
+    clock_error_s: float | None
     dropped: int = 0
-    transfer: TransferRecord | None = None  # of its KV, to or from this node
+    transfer: TransferRecord | None = None  # the transfer of its KV, to or from this node
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -52,9 +53,10 @@ class TraceRecord(msgspec.Struct, frozen=True):
     router: list[Span]
     arrivals: list[Arrival]
     nodes: list[NodePart]
-    missing: list[str]  # nodes that took part and have not told of it
-    dropped: int = 0  # the router's own spans and arrivals beyond what one request may have
-    alternatives: list[Alternative] = []  # at the first decision: the nodes that took it, and the next best
+    missing: list[str]  # nodes that took part and have not reported
+    dropped: int = 0  # how many of the router's spans and arrivals exceeded the limit and were dropped
+    # at the first decision: the chosen nodes, and the best of the others
+    alternatives: list[Alternative] = []
 
 
 class TraceSummary(msgspec.Struct, frozen=True):
@@ -76,17 +78,17 @@ class TraceList(msgspec.Struct, frozen=True, omit_defaults=True):
     silent: list[str] = []  # router processes on the same port that did not answer
 
 
-# A later version may append fields, which are not ours to read; version ff is none.
+# A later version may append fields, which are ignored. Version ff is invalid.
 _PARENT = re.compile(rb"^(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?$")
 _SAMPLED = 0x01
-_MAX_STATE_BYTES = 512  # which every hop must carry on; a longer one may be dropped whole
+_MAX_STATE_BYTES = 512  # every hop must pass on this much; a longer state may be dropped as a whole
 
 
 class TraceContext(msgspec.Struct, frozen=True):
     trace_id: str
     parent_id: str | None = None  # the caller's span; None: the trace begins here
     sampled: bool = False
-    state: str = ""  # other vendors' words, carried on unread
+    state: str = ""  # other vendors' fields, passed on unread
 
     @classmethod
     def new(cls) -> TraceContext:
@@ -94,7 +96,7 @@ class TraceContext(msgspec.Struct, frozen=True):
 
 
 def parse_context(parent: bytes, state: bytes = b"") -> TraceContext | None:
-    """None for what is no trace context: it is ignored, as the standard asks."""
+    """Parses a trace context. Returns None for an invalid one, which the standard says to ignore."""
     match = _PARENT.match(parent.strip())
     if match is None:
         return None

@@ -1,7 +1,8 @@
-"""Which requests are traced, one request's trace while it grows, and the last ones. On the event loop only.
+"""Decides which requests are traced, collects one trace per request, and keeps the last ones. Runs on the
+event loop only.
 
-How far a node's monotonic clock is from ours is known from round trips: the answer to a ping was written at some moment between sending
-and hearing, and the shortest trip leaves the least doubt (`Clocks`).
+The offset of a node's monotonic clock from the router's is measured by pings: the node wrote its answer at
+some moment between sending and receiving, so the shortest round trip is the most precise (`Clocks`).
 """
 
 from __future__ import annotations
@@ -29,32 +30,35 @@ from tandem.router.tracing.record import (
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.tracing import ClockReading, NodeTrace, Span, TracePhase
 
-# Half a minute's, at two pings a second. The best of them is fresh enough: clocks drift apart by some 10 µs in a second.
+# Half a minute of readings, at two pings a second. That is fresh enough: clocks drift apart by about 10 µs
+# per second.
 READINGS = 64
 
 
 class Offset(msgspec.Struct, frozen=True):
-    """To be taken off the node's times; right to within `error_s`."""
+    """What to subtract from the node's times, precise to `error_s`."""
 
     seconds: float
     error_s: float
 
 
 class Clocks:
+    """The offsets of nodes' clocks, measured by pings."""
+
     def __init__(self) -> None:
         self._readings: dict[tuple[str, int], deque[Offset]] = {}
 
     def heard(self, reading: ClockReading, now: float) -> None:
         trip = now - reading.asked_at
-        if trip < 0:  # not an answer to us
+        if trip < 0:  # not an answer to this router's ping
             return
         middle = (now + reading.asked_at) / 2
         readings = self._readings.setdefault((reading.node_id, reading.epoch), deque(maxlen=READINGS))
         readings.append(Offset(reading.clock - middle, trip / 2))
 
     def offset(self, node_id: str, epoch: int) -> Offset | None:
-        """None while nothing is known. On one machine there is one such clock, and readings that allow for that are
-        taken to say so: then times are exact."""
+        """Returns the offset, or None before the first reading. On one machine both clocks are the same; if
+        all readings allow an offset of 0, the times are taken as exact."""
         readings = self._readings.get((node_id, epoch))
         if not readings:
             return None
@@ -68,10 +72,13 @@ class Clocks:
 
 
 MAX_SPANS = 4096
-MAX_ATTEMPTS = 64  # of all choices together: one that has more is not told of to the end
+MAX_ATTEMPTS = 64  # of all choices together; further attempts are not traced
 
 
 class RequestTrace:
+    """One request's trace while it grows. It is complete when the request has ended and all its nodes have
+    reported."""
+
     def __init__(
         self,
         request_id: str,
@@ -99,10 +106,11 @@ class RequestTrace:
         self.status: int | None = None
         self.prompt_tokens = 0
         self.decisions: list[str] = []
-        self.attempts: list[str] = []  # the request ids that nodes know it by
+        self.attempts: list[str] = []  # the request ids under which nodes know it
         self._spans: list[Span] = []
         self._arrivals: list[Arrival] = []
-        self._expected: dict[tuple[str, str], NodeInfo] = {}  # (attempt, node) that will tell
+        # by attempt and node id: the nodes that have still to report
+        self._expected: dict[tuple[str, str], NodeInfo] = {}
         self._parts: list[NodePart] = []
         self._alternatives: list[Alternative] = []
         self._output_tokens = 0
@@ -126,7 +134,7 @@ class RequestTrace:
             self._on_attempt(self, request_id)
 
     def considered(self, nodes: list[Alternative]) -> None:
-        """At the first decision."""
+        """Notes the nodes that the first decision considered; later decisions are not noted."""
         self._alternatives = self._alternatives or nodes
 
     def arrived(self, at: float, node_id: str, tokens: int) -> None:
@@ -140,7 +148,8 @@ class RequestTrace:
             self._dropped += 1
 
     def flushed(self, now: float) -> None:
-        """The text of what had arrived has left for the client, or as much of it as makes whole characters."""
+        """The text of the tokens that had arrived was written to the client, as far as they make whole
+        characters."""
         if self._unflushed_since is not None:
             self.span(TracePhase.FLUSH, self._unflushed_since, now, self._unflushed)
             self._unflushed_since, self._unflushed = None, 0
@@ -152,7 +161,7 @@ class RequestTrace:
     # --- the nodes' parts
 
     def add(self, told: NodeTrace, clocks: Clocks) -> bool:
-        """False for a node that has nothing to do with it, or speaks again."""
+        """Adds a node's part. Returns False for a node that took no part or has reported already."""
         node = self._expected.get((told.request_id, told.node_id))
         if node is None or node.epoch != told.epoch:
             return False
@@ -222,14 +231,16 @@ class RequestTrace:
         )
 
 
-# A client that asks for one trace, without a tracing system of its own.
+# Lets a client without a tracing system ask for one trace.
 ASK_HEADER = b"x-tandem-trace"
-# After the answer, nodes still confirm a transfer. What they have not told by then is exported without it.
+# How long an ended trace waits for nodes that still confirm a transfer; it is then exported without their
+# parts.
 NODES_TELL_WITHIN_S = 2.0
 
 
 class Traces:
-    """Beyond `keep` one is forgotten, complete or not: the oldest of the tenant that has most."""
+    """Keeps the last `keep` traces. Beyond that it drops one, complete or not: the oldest of the tenant that
+    has most."""
 
     def __init__(
         self,
@@ -244,7 +255,7 @@ class Traces:
         self._draw = draw
         self._loop = asyncio.get_running_loop()
         self._ring: deque[RequestTrace] = deque()
-        self._kept: Counter[str | None] = Counter()  # in the ring, by tenant
+        self._kept: Counter[str | None] = Counter()  # how many are in the ring, by tenant
         self._by_attempt: dict[str, RequestTrace] = {}
         self._timers: dict[RequestTrace, asyncio.TimerHandle] = {}
         self.clocks = Clocks()
@@ -252,7 +263,7 @@ class Traces:
     def begin(
         self, request_id: str, headers: list[tuple[bytes, bytes]], tenant: str | None = None
     ) -> RequestTrace | None:
-        """None for one that is not traced: nothing of all this happens for it."""
+        """Begins a trace, or returns None for a request that is not traced, which then costs nothing more."""
         parent, state, asked = b"", b"", False
         for name, value in headers:
             if name == b"traceparent":
@@ -264,7 +275,7 @@ class Traces:
         context = parse_context(parent, state) if parent else None
         wanted = asked or (context is not None and context.sampled)
         if not wanted and context is None and self._config.sample:
-            # A caller who decided against it has decided for the whole trace.
+            # A caller's decision not to sample holds for the whole trace.
             wanted = self._draw() < self._config.sample
         if not wanted:
             return None
@@ -286,7 +297,8 @@ class Traces:
         return trace
 
     def _drop_one(self) -> None:
-        """The oldest of the tenant that has most: one that has all of its requests traced drops its own."""
+        """Drops the oldest trace of the tenant that has most, so a tenant that traces every request drops
+        only its own."""
         most = max(self._kept.values())
         index = next(at for at, trace in enumerate(self._ring) if self._kept[trace.tenant] == most)
         trace = self._ring[index]
@@ -309,7 +321,8 @@ class Traces:
         elif self._export is not None:
             self._timers[trace] = self._loop.call_later(NODES_TELL_WITHIN_S, self._hand_on, trace)
         elif trace not in self._ring:
-            self._forget(trace)  # it left before its attempts came, and nothing else forgets them
+            # it was dropped from the ring before its attempts began, so they are forgotten here
+            self._forget(trace)
 
     def on_node_trace(self, told: NodeTrace) -> None:
         trace = self._by_attempt.get(told.request_id)
@@ -330,8 +343,8 @@ class Traces:
     # --- what is asked of it
 
     def find(self, name: str, tenant: str | None = None) -> TraceRecord | None:
-        """By the request's id, the answer's, the trace's, or one that a node's log has. The latest, if several. With a
-        tenant, only among its own."""
+        """Finds the latest trace with this request id, answer id, trace id or attempt id. With `tenant`, only
+        among its own."""
         for trace in reversed(self._ring):
             if tenant is not None and trace.tenant != tenant:
                 continue
@@ -340,12 +353,12 @@ class Traces:
         return None
 
     def list(self, tenant: str | None = None) -> TraceList:
-        """A tenant's own, or all."""
+        """Lists a tenant's traces, or all."""
         return TraceList(
             [trace.summary() for trace in reversed(self._ring) if tenant is None or trace.tenant == tenant]
         )
 
     def close(self) -> None:
-        """What waits for a node's word waits no longer."""
+        """Exports the traces that still wait for nodes, without waiting any longer."""
         for trace in list(self._timers):
             self._hand_on(trace)
