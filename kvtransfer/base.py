@@ -287,8 +287,9 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     # The tier in host memory reads blocks from other nodes' tiers in host memory, and these read from it.
     remote: bool = False
     mirror: bool = False  # another node's tier also gets copies of the blocks that running requests fill
-    # One socket to each of the node's other ranks, in rank order, where every rank keeps its heads in its own memory. The
-    # connector sends moves over them to the ranks that carry them out. A connector that takes them closes them.
+    # One socket to each of the node's other ranks, in rank order, where every rank keeps its heads in its own
+    # memory. The connector sends moves over them to the ranks that carry them out. A connector that takes them
+    # closes them.
     rank_lines: Sequence[socket.socket] = ()
     tier_lines: Sequence[socket.socket] = ()  # the same, for copies between a rank's memory and its tiers
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def flat_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """Returns the cache as one run of bytes, in the order of its storage. A cache has no gaps, whatever the order of its
-    axes."""
+    """Returns the cache as one run of bytes, in the order of its storage. A cache has no gaps, whatever the order of
+    its axes."""
     import torch  # the caller has loaded it to make the tensor
 
     return cache.as_strided((cache.numel(),), (1,)).view(torch.uint8)
@@ -46,17 +46,18 @@ class LayerShare(msgspec.Struct, frozen=True):
 
     @property
     def slots(self) -> int:
-        """The slots of the rank's own blocks. Any group may get such a block, so they are as many as the largest needs."""
+        """The slots of the rank's own blocks. Any group may get such a block, so they are as many as the largest
+        needs."""
         return max(count for _, count in self.of_group)
 
 
 class KVCacheMemory(msgspec.Struct, frozen=True):
     """The KV cache as the worker half sees it.
 
-    `tensor` is [num_blocks, slots, num_parts, num_kv_heads, block_size, head_dim], contiguous: all layers of a block lie
-    side by side, so a whole block is one run of bytes and one descriptor. The parts are keys and values, or one part of
-    latents. Slot s holds layer s of the block's group. The tensor may be a view of memory in which a block's axes have
-    another order, if there are no gaps in and between blocks.
+    `tensor` is [num_blocks, slots, num_parts, num_kv_heads, block_size, head_dim], contiguous: all layers of a block
+    lie side by side, so a whole block is one run of bytes and one descriptor. The parts are keys and values, or one
+    part of latents. Slot s holds layer s of the block's group. The tensor may be a view of memory in which a block's
+    axes have another order, if there are no gaps in and between blocks.
     """
 
     tensor: torch.Tensor
@@ -65,8 +66,8 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     num_groups: int
     vocab_size: int  # token ids are below this
     has_windows: bool = False  # a running request may give up blocks that lie before its window
-    # Above 0, the last group keeps recurrent states: each request has this many of its blocks, which hold the states after
-    # all its tokens, as bytes.
+    # Above 0, the last group keeps recurrent states: each request has this many of its blocks, which hold the states
+    # after all its tokens, as bytes.
     state_blocks: int = 0
     # The heads in this tensor, if the node's other ranks keep the rest in their own memory; None: it has all.
     heads: HeadShare | None = None

@@ -141,7 +141,8 @@ class MultiScheduler(SchedulerConnector):
     def _let_go(
         self, output: ConnectorOutput, index: int, request_id: str, failure: LoadFailure | None = None
     ) -> bool:
-        """Part `index` has let go of the request. Returns whether the engine may be told so now, as the part said it."""
+        """Part `index` has let go of the request. Returns whether the engine may be told so now, as the part said
+        it."""
         ended = self._ended.get(request_id)
         if ended is None:
             return True

@@ -1,7 +1,6 @@
 """torch.distributed: a process group of two, with a deadline for everything, whose errors it translates into ours.
 
-Nothing else in Tandem's transfers uses torch.distributed. There is no default group: each group is a value of its
-own, and one that breaks harms no other.
+This connector makes no default group: each group is a value of its own, and one that breaks harms no other.
 """
 
 from __future__ import annotations
