@@ -21,9 +21,8 @@ class ChecksumPolicy(enum.StrEnum):
     """Which of the blocks on the way carry a checksum. The receiver compares it before it uses the block."""
 
     ALL = "all"
-    SAMPLE = (
-        "sample"  # one of 16, and each transfer's last; every block from a node that has sent a wrong one
-    )
+    # One of 16, and each transfer's last; every block from a node that has sent a wrong one.
+    SAMPLE = "sample"
     OFF = "off"
 
 

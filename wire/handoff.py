@@ -60,9 +60,8 @@ class CacheFingerprint(msgspec.Struct, frozen=True):
     num_parts: int = 2  # keys and values, or one part of latents
     state_blocks: int = 0  # blocks of recurrent states that each request has in the last group
     kv_version: int = KV_VERSION
-    wire_version: int = (
-        WIRE_VERSION  # of the messages that the node understands; may differ by one: wire.versions
-    )
+    # Of the messages that the node understands; may differ by one: wire.versions.
+    wire_version: int = WIRE_VERSION
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
@@ -240,9 +239,8 @@ class TransferClosed(msgspec.Struct, frozen=True, tag="closed"):
 
 
 class RefusalCode(enum.StrEnum):
-    WRONG_EPOCH = (
-        "wrong_epoch"  # the message addressed another incarnation; the refusal's own sender epoch is 0
-    )
+    # The message addressed another incarnation; the refusal's own sender epoch is 0.
+    WRONG_EPOCH = "wrong_epoch"
     INCOMPATIBLE = "incompatible"  # the fingerprints differ
     HANDSHAKE_FAILED = "handshake_failed"  # the transport could not reach the memory that the Hello describes
     HANDSHAKE_REQUIRED = "handshake_required"  # say Hello (again) first

@@ -355,9 +355,8 @@ class Lines(Generic[B]):
         elif now < peer.asked_at + peer.retry_s:
             return
         else:
-            peer.retry_s = min(
-                2 * peer.retry_s, RETRY_MAX_S
-            )  # the link may be slow, and the answer on its way
+            # The link may be slow, and the answer on its way.
+            peer.retry_s = min(2 * peer.retry_s, RETRY_MAX_S)
         peer.asked_at = now
         with contextlib.suppress(NodeLost):  # the next letter tries again
             self._write(endpoint, peer, Resend(peer.line, peer.heard))

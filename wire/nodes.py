@@ -89,9 +89,8 @@ class RouterQueue(msgspec.Struct, frozen=True):
     is_ending: bool = False  # its process was told to end: another router must take its place
     answers: int = 0  # since it started
     errors: int = 0  # answers with a status from 500 on, except 503
-    out_of_view: dict[
-        str, str
-    ] = {}  # by node id: why the node gets no new requests; paused nodes are not named
+    # By node id: why the node gets no new requests. Paused nodes are not named.
+    out_of_view: dict[str, str] = {}
 
 
 class NodeSighting(msgspec.Struct, frozen=True):

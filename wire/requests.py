@@ -65,9 +65,8 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 class CachePeers(msgspec.Struct, frozen=True):
     """Nodes whose tiers in host memory may hold this request's KV, by their `tier_endpoint`. The router names them."""
 
-    source: PeerAddress | None = (
-        None  # likely has more of the prompt than the node that reads it: copy from there
-    )
+    # Likely has more of the prompt than the node that reads it: copy from there.
+    source: PeerAddress | None = None
     mirror: PeerAddress | None = None  # copies the request's blocks, to continue it if this node dies
 
 
@@ -99,9 +98,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     keep: KeepAnswer | None = None
     cache_peers: CachePeers | None = None
     pooling: Pooling | None = None  # the client wants a vector of the prompt, and no token
-    job_id: str | None = (
-        None  # the agent's job of which this request is a turn; no other tenant's job has this id
-    )
+    # The agent's job of which this request is a turn; no other tenant's job has this id.
+    job_id: str | None = None
     is_last_step: bool = False  # the job has no further turn
     embeds: PromptEmbeds | None = None  # rows in place of all tokens of the prompt
     # For each image the encoder node that has or makes its rows. Empty: this node encodes the images.
@@ -279,9 +277,8 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False):
     reused_after_seconds: float = 0.0
     steps: int = 0
     step_seconds: float = 0.0
-    step_tokens: list[
-        int
-    ] = []  # how many steps computed how many tokens: STEP_TOKEN_BOUNDS, and more in the last
+    # How many steps computed how many tokens: up to each of STEP_TOKEN_BOUNDS, and more in the last.
+    step_tokens: list[int] = []
     tokens_scheduled: int = 0  # in all steps together
     malformed_frames: int = 0
     line_gaps: int = 0  # how often messages of a router were missing and requested again
@@ -292,14 +289,12 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False):
     transfers_finished: dict[str, int] = {}  # by outcome: "sent", "received", or why it ended otherwise
     leases_expired: int = 0
     transfer_descriptors_sent: int = 0  # runs of bytes that were moved
-    transfer_bytes_overlapped: int = (
-        0  # sent bytes that had arrived before the prompt's last forward pass ended
-    )
+    # Sent bytes that had arrived before the prompt's last forward pass ended.
+    transfer_bytes_overlapped: int = 0
     transfer_refusals: dict[str, int] = {}  # messages of peers that were not acted on, by reason
     transfer_blocks_freed: dict[str, int] = {}  # blocks kept for a transfer, by what freed them
     transfer_blocks_checked: int = 0  # received blocks whose checksums were right
-    # Received blocks by the node that sent them, whose checksum was wrong, or which had other values when computed
-    # again.
+    # By the node that sent them: received blocks with a wrong checksum, or with other values when computed again.
     wrong_kv: dict[str, int] = {}
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
     transfer_wait_seconds: dict[str, WaitHistogram] = {}
@@ -342,8 +337,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False):
     # Prefill nodes from which this node takes nothing for a while, because their KV arrived wrong here.
     left_out: list[str] = []
     adapters: dict[str, str] = {}  # the LoRA adapters that the node has: their digests, by name
-    # How old this status is. Requests submitted since then are not in it, because the node reads them between two
-    # steps.
+    # The age of this status. It lacks requests submitted since then, because the node reads them between two steps.
     age_s: float = 0.0
 
     @property

@@ -1,15 +1,18 @@
 """Node -> node: how one node copies chunks of KV out of another's tier in host memory.
 
     reader                                 owner
-       │ ── AskPrefix ──────────────────────▶ │   if groups of layers need different parts of a prefix: which blocks
-       are there? │ ◀───────────────────── PrefixFound ─ │   for each group; promises nothing. The reader chooses parts:
+       │ ── AskPrefix ──────────────────────▶ │   only if groups of layers need different parts of a prefix: which
+       │                                      │   blocks are there?
+       │ ◀───────────────────── PrefixFound ─ │   for each group; promises nothing. The reader chooses parts:
        │ ── AskChunks ──────────────────────▶ │   which of these chunks are there?
-       │ ◀───────────────────── ChunksFound ─ │   those up to the first missing one; they stay in their slots under a
-       lease │ ═ read, by the transport ══════════▶ │
+       │ ◀───────────────────── ChunksFound ─ │   those up to the first missing one; they keep their slots under
+       │                                      │   a lease
+       │ ═ read, by the transport ══════════▶ │
        │ ── ChunksRead ─────────────────────▶ │   the owner may evict them
        │
-       │ ◀──────────────────── ChunksStored ─ │   to a mirror: new chunks, which it asks for, and chunks that it may
-       forget │ ◀─────────────────── TierForgotten ─ │   everything that was copied from here may be wrong
+       │ ◀──────────────────── ChunksStored ─ │   to a mirror: new chunks, which it asks for, and chunks that it
+       │                                      │   may forget
+       │ ◀─────────────────── TierForgotten ─ │   everything that was copied from here may be wrong
 
 The reader counts the lease from its question, on its own clock, so for the reader the lease ends first. Chunks that
 have arrived by then are right; the reader does not use later ones. Any message may be lost, doubled or late. The

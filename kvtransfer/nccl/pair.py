@@ -353,8 +353,8 @@ class PairCallee(PairEnd):
         finally:
             if message.operation is Operation.WRITE:
                 node.send(self._opened.reply_to, Landed(self.pair_id, message.number, problem or ""))
-        # Refused units have still been received, so the stream is in order. Units that do not exist were not
-        # received, so nothing after them would be understood, and the pair ends.
+        # A problem ends the pair at both ends. If the units do not exist, their bytes were not received, so nothing
+        # after them could be understood.
         return problem is None
 
     def _carry_out(self, group: Group, message: Announce, staging: StagingBuffer) -> str | None:

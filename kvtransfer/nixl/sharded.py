@@ -364,8 +364,7 @@ class ShardedTransport(NixlTransport):
         finally:
             until = time.monotonic() + _CLOSE_S
             for line, number in asked:
-                with contextlib.suppress(
-                    TransferError
-                ):  # the node's supervisor ends a rank that does not answer
+                # The node's supervisor ends a rank that does not answer.
+                with contextlib.suppress(TransferError):
                     line.answer(number, Done, until)
                 line.close()

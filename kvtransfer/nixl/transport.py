@@ -1,4 +1,5 @@
-"""A Transport over NIXL. It translates NIXL's interface and errors into ours; only `nixl_check` imports nixl, too.
+"""A Transport over NIXL. It translates NIXL's interface and errors into ours. Besides this file, only `nixl_check`
+imports nixl.
 
 A whole block is one descriptor. The descriptors of a pool are prepared once, and moves name them by index. Parts of
 blocks are described for each move, because there are far too many to prepare them all.
@@ -216,7 +217,7 @@ class NixlTransport(Transport):
     name = "nixl"
 
     def __init__(self, agent: NixlAgent) -> None:
-        self.agent = agent  # the first one, whose name and options later ones take
+        self.agent = agent  # the first one; it may be closed
         self._agent = agent
         self._ways = [agent]
         self._way_numbers = itertools.count(1)
@@ -291,7 +292,7 @@ class NixlTransport(Transport):
         mine, newest = self._mine, self._ways[-1]
         if mine is None or self._agent is not newest:
             if self._remotes or self._done:
-                return False  # our own moves use the first agent
+                return False  # our own moves still use `_agent`
             if self._prepared is not None:
                 self._agent.release_prepared(self._prepared)
             self._agent = newest

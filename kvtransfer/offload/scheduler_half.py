@@ -116,9 +116,8 @@ class TierScheduler(SchedulerConnector):
         self._entries: dict[str, _Entry] = {}
         self._jobs: dict[int, _Load | _Store] = {}
         self._loading: set[Key] = set()
-        self._loaded: list[
-            Key
-        ] = []  # those of `_loading` whose load has ended since the last step was planned
+        # Those of `_loading` whose load has ended since the last step was planned.
+        self._loaded: list[Key] = []
         self._numbers = itertools.count()
         self._resets = 0
         self._plan = TierPlan()
@@ -260,7 +259,8 @@ class TierScheduler(SchedulerConnector):
         entry.looked = self._step
         right = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
         full = min(right // self._chunk_tokens, len(request.block_hashes) // self._factor)
-        # If this node dies, tokens that the mirror has not got are computed again, so nothing waits here.
+        # If this node dies, tokens that the mirror has not got are computed again. So a mirrored request's chunks are
+        # offered one by one.
         is_mirrored = self._tier.sharing is not None and self._tier.sharing.has_mirror(request)
         at_once = 1 if is_mirrored else self._chunks_per_store
         enough = 1 if num_scheduled > 1 else at_once

@@ -100,9 +100,8 @@ class TierSharing:
         self._peers: OrderedDict[PeerKey, KnownPeer] = OrderedDict()
         self._readers: OrderedDict[PeerKey, PeerAddress] = OrderedDict()  # peers that have copied from here
         self._copied_from: set[PeerKey] = set()
-        self._news: dict[
-            PeerAddress, tuple[list[Key], list[Key]]
-        ] = {}  # for each mirror: keys stored, and gone
+        # For each mirror: keys stored, and gone.
+        self._news: dict[PeerAddress, tuple[list[Key], list[Key]]] = {}
         self._computing = Rate(clock)  # prompt tokens
         self._planned: deque[tuple[int, float]] = deque(maxlen=8)  # steps that are not booked yet
         self._booked_at = 0.0

@@ -201,7 +201,8 @@ class OutgoingTransfers:
             self.close(sending, outcome, reason)
 
     def refuse_all_through(self, link: ConsumerLink, reason: str) -> None:
-        """Refuses these transfers, so that their consumers give them up. They keep the blocks until these are safe."""
+        """Refuses these transfers, so that their consumers give them up. The consumers keep the blocks until these are
+        safe."""
         for sending in self._ledger.through(link):
             if sending.phase is not SendPhase.CLOSED:
                 envelope = Envelope(*link.key, self._side.me.epoch, link.endpoint)

@@ -22,9 +22,8 @@ class ReceivePhase(enum.Enum):
     REGISTERING = enum.auto()  # registration sent, not confirmed
     WAITING = enum.auto()  # for the notice; with push the producer writes meanwhile
     READING = enum.auto()  # pull: we read
-    CONFIRMING = (
-        enum.auto()
-    )  # pull: everything is read; we ask whether the producer held the blocks to the end
+    # Pull: everything is read, and we ask whether the producer held the blocks to the end.
+    CONFIRMING = enum.auto()
     CLOSING = enum.auto()  # given up; something may still write to the blocks
 
     @property
@@ -68,9 +67,8 @@ class IncomingTransfer:
     sample: ChecksumSample = _NOTHING
     num_arrived: int = 0  # leading grains that are here for good and were found right
     unread: list[GrainPlace] = dataclasses.field(default_factory=list)  # in descending order
-    in_flight: dict[HandleId, int] = dataclasses.field(
-        default_factory=dict
-    )  # pull: our reads, and their bytes
+    # Pull: our reads, and their bytes.
+    in_flight: dict[HandleId, int] = dataclasses.field(default_factory=dict)
 
     @property
     def transfer_id(self) -> str:

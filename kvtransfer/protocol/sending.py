@@ -167,9 +167,8 @@ class OutgoingTransfer:
         self.kept = False  # the engine keeps the blocks until `finished_sending`
         self.paired_at: float | None = None  # when source and destination were found to belong together
         self.num_kept = 0  # blocks that `finished_sending` frees
-        self.waiting_since: float | None = (
-            None  # since when the source is complete, for a missing destination
-        )
+        # Since when the source is complete, for a missing destination.
+        self.waiting_since: float | None = None
         self.notice_sent_at: float | None = None
         self.first_posted_at: float | None = None
         self.in_flight: list[Write] = []
