@@ -60,7 +60,7 @@ class CacheFingerprint(msgspec.Struct, frozen=True):
     num_parts: int = 2  # keys and values, or one part of latents
     state_blocks: int = 0  # blocks of recurrent states that each request has in the last group
     kv_version: int = KV_VERSION
-    # Of the messages that the node understands; may differ by one: wire.versions.
+    # The version of the messages that the node understands. Two nodes' may differ by one: wire.versions.
     wire_version: int = WIRE_VERSION
 
 
@@ -215,7 +215,7 @@ class HandoffNotice(msgspec.Struct, frozen=True, tag="notice"):
     num_blocks: int
     # Pull: blocks of the producer's size; [g][0] holds the first token of block `first_block[g]` of the registration.
     source_block_ids: list[list[int]] = []
-    # Of all grains that carry one, eight bytes each, in the order of sending.
+    # The checksums of all grains that carry one, eight bytes each, in the order of sending.
     checksums: bytes = b""
 
 

@@ -83,6 +83,8 @@ class StagingBuffer:
 
 
 class BlockGate:
+    """Says which of our blocks a peer may write to, for each transfer. Thread-safe."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, frozenset[int]] = {}

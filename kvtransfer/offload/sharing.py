@@ -6,8 +6,7 @@ model is faster follows from measurements: the rate of that node's bytes, and th
 there is no recent measurement, the copy is tried.
 
 A chunk that is being copied here counts as being written: nothing loads it, and nothing takes its slot, before the
-reading has ended. A chunk that a peer reads counts as being loaded, until the peer says that it has it, or the lease
-ends.
+reading has ended. A chunk that a peer reads counts as being loaded, until the peer has it or the lease ends.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ ANSWER_S = 1.0
 # A step with fewer prompt tokens than this is mostly fixed cost, so it does not count as a measurement.
 LEAST_PROMPT_TOKENS = 64
 MAX_PEERS = 64  # the most peers that are remembered
-# A mirror has at most this many fetches from one peer at a time. If it copies more slowly than its peer stores, it asks
-# for the rest later, when some of it may be gone.
+# The most fetches of a mirror from one peer at a time. A slow mirror asks for the rest later, when some may be gone.
 MAX_MIRROR_FETCHES = 4
 
 
@@ -145,8 +143,7 @@ class TierSharing:
 
     def ask_for_prefix(self, request: TransferRequest, first: int, end: int, last: int) -> bool:
         """As `begin_fetch`, for a model whose groups need different parts of a prefix. It asks the peer for the blocks
-        from `first` on, which the device lacks. Those before `end` are here, but a longer prefix may need other
-        parts of them."""
+        from `first` on. Those before `end` are here, but a longer prefix may need other parts of them."""
         asked = PrefixQuestion(request, first, end, last)
         for number, fetch in self._fetches.items():
             known = fetch.question
@@ -194,8 +191,7 @@ class TierSharing:
             self._give_up(number)
 
     def _is_worth_it(self, source: PeerAddress, chunks: int, tokens: int, *, answers: int = 1) -> bool:
-        """Returns whether this many chunks arrive, after this many answers, before this many tokens are computed.
-        True if a rate is unknown."""
+        """Whether the chunks arrive, after the answers, before the tokens are computed. True if a rate is unknown."""
         peer = self._peer(PeerKey(source.node_id, source.epoch))
         rate, asking, computing = peer.bytes_per_s.value, peer.answers_per_s.value, self._computing.value
         if rate is None or asking is None or computing is None:
@@ -203,8 +199,7 @@ class TierSharing:
         return answers / asking + chunks * self._chunk_bytes / rate < tokens / computing
 
     def _fetch(self, peer: PeerAddress, keys: Sequence[Key], *, for_mirror: bool) -> int | None:
-        """Returns the fetch's number; None if there is nothing to copy, or no room, or if too much from this peer was
-        wrong."""
+        """Returns the fetch's number; None if there is nothing to copy, no room, or if the peer is left out."""
         fetch = Fetch(next(self._numbers), peer, StoreRoom([], []), self._clock(), for_mirror)
         return fetch.number if self._ask(fetch, keys) else None
 
@@ -324,8 +319,7 @@ class TierSharing:
         self._exchange.send(_sender(ask.envelope), PrefixFound(envelope, ask.number, has))
 
     def _choose(self, found: PrefixFound) -> None:
-        """Chooses the longest prefix of which every group has its part, here or at the peer, and asks the peer for the
-        parts that are not here."""
+        """Chooses the longest prefix that both tiers have together, and asks the peer for the missing parts."""
         key, fetch = key_of(found.envelope), self._fetches.get(found.number)
         if fetch is None or key != (fetch.peer.node_id, fetch.peer.epoch):
             return
@@ -492,8 +486,7 @@ class TierSharing:
             self._exchange.send(reader, TierForgotten(self._exchange.envelope(reader.epoch)))
 
     def _forget_copies(self, owner: PeerKey) -> None:
-        """Forgets everything if some of it was or is being copied from `owner`. Else it does nothing: two nodes
-        would make each other forget for ever."""
+        """Forgets all if some was copied from `owner`. Else two nodes would make each other forget for ever."""
         is_read = any(owner == (fetch.peer.node_id, fetch.peer.epoch) for fetch in self._fetches.values())
         if is_read or owner in self._copied_from:
             self.forget_all()

@@ -348,7 +348,7 @@ class ProducerLinks:
         return self._wrong.get(key.node_id) is not None
 
     def is_left_out(self, key: PeerKey) -> bool:
-        """Whether so many of its transfers arrived wrong that nothing is begun with it, until none has for a while."""
+        """Whether `max_wrong` of its transfers arrived wrong: nothing is begun with it, until none has for a while."""
         return (self._wrong.get(key.node_id) or 0) >= self._settings.max_wrong
 
     def silent(self) -> list[ProducerLink]:

@@ -23,7 +23,7 @@ class Reader:
         self._settings = settings
         self._clock = clock
         self._remotes: dict[PeerKey, RemoteId] = {}
-        # Of both kinds of connections below and above.
+        # The meters of current connections and of leaving ones.
         self.meters: dict[PeerKey, LinkMeter] = {}
         # Connections that no new read uses, while earlier reads may still be in flight.
         self._leaving: dict[PeerKey, RemoteId] = {}

@@ -60,7 +60,7 @@ class Writer:
     def computing(self, sending: OutgoingTransfer, num_tokens: int, slots: int) -> None:
         """The first `slots` layers of a chunk that ends at `num_tokens` have been computed."""
         if sending.destination is not None:
-            # At most so many grains that one layer of them fits into one post.
+            # The most grains of which one layer fits into one post.
             limit = min(self._settings.layerwise_posts, self._slots)
             sending.begin_layers(num_tokens, slots, limit * self._batch(sending.destination))
 

@@ -134,8 +134,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def connect(self, memory: CacheMemory) -> RemoteId:
-        """Prepares moves to and from a peer's memory. `memory` comes from the peer and was not checked by the
-        library."""
+        """Prepares moves to and from a peer's memory. `memory` comes from the peer: its metadata is unchecked."""
 
     @abc.abstractmethod
     def disconnect(self, remote: RemoteId) -> None:
