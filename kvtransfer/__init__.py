@@ -1,6 +1,8 @@
 """How KV blocks travel between nodes. Floor 2: knows the wire, neither the engine nor the router.
 
-The engine sees only `base`, with the `memory` that a cache lies in, and what `config` says of it; a connector is found by name through `registry`, and `multi` makes what a node needs one. `protocol/` is
-what two nodes say to each other, whatever moves the bytes; `nixl/` and `nccl/` move them. `offload/` keeps copies of blocks
-beyond the device. `events` publishes for other programs what was cached and evicted. `nixl_check` asks whether NIXL works on this machine.
+The engine sees only three files: `base` has the contract, `memory` describes the memory of a KV cache, `config` has the
+settings. `registry` finds a connector by name, and `multi` combines the connectors that a node needs into one.
+`protocol/` is what two nodes say to each other, whatever moves the bytes; `nixl/` and `nccl/` move them. `offload/`
+keeps copies of blocks outside the device. `events` publishes which blocks were cached and evicted, for other programs.
+`nixl_check` tests whether NIXL works on this machine.
 """

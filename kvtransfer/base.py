@@ -15,47 +15,50 @@ and never blocks the engine's step. The engine calls both from its one step thre
     update_connector_output ◀──── output ─────────── get_finished
     request_finished (for each request that ended in this step)
 
-A step may have nothing to compute; the worker half is driven all the same, so that plans go out and
-completions come in. When something happens between steps (a block run arrived, a peer was lost), the
-connector calls `ConnectorContext.wake`, and the engine steps.
+A step may have nothing to compute. The engine drives the worker half all the same, so that plans go out and
+completions come in. When something happens between steps (blocks arrived, a peer was lost), the connector calls
+`ConnectorContext.wake`, and the engine steps.
 
 An engine that plans ahead has begun the next step, up to `wait_for_save`, when it asks `get_finished` about this one
-and books it. But when `start_load_kv` begins a load, no step that was planned before is still under way: what a
-peer writes from there on, nothing else does.
+and books it. But when `start_load_kv` begins a load, no step that was planned before is still running, so from there
+on nothing but the peer writes to the load's blocks.
 
-**Two kinds of load.** A *handoff* brings the KV of all of a request's tokens and the token after them: one transfer between two
-nodes, once in a request's life. A *cached* load brings a part of a prefix that a connector has kept, and no token: one of the
-request's tokens is left to compute. A connector is asked whenever a request is to be admitted without blocks, so again after
-each preemption and each failed load, and answers 0 when it has nothing (more) for it. It is not asked about a request whose
-blocks others took after its load: that has to run first.
+**Two kinds of load.** A *handoff* brings the KV of all of a request's tokens and the token after them: one transfer
+between two nodes, once in a request's life. A *cached* load brings a part of a prefix that a connector has kept, and no
+token: it leaves at least one of the request's tokens to compute. The scheduler asks a connector whenever it is about to
+admit a request that has no blocks, so again after each preemption and each failed load. The connector answers 0 when it
+has nothing (more) for the request. The scheduler does not ask about a waiting request whose loaded blocks another
+request took, before it has run; nor about one that was preempted too often.
 
 **Who owns a block.** A block belongs to its request until the request ends. Then:
 
-- *Producer*: `request_finished` returns True to keep the request's blocks: the connector still sends them.
-  The engine frees them when the request's id appears in `finished_sending`. A connector puts each id that it
-  kept there exactly once, when its last byte has left and been confirmed, when the lease ended, when the
-  transfer was cancelled, or when the peer died; never while a handle that reads them is in flight. A request whose
-  transfer ends before its prompt is computed is named in `unwanted_sending`: the engine ends it, and computes no more.
-- *Consumer*: the blocks of a request in WAITING_FOR_REMOTE_KVS may be written by a peer at any moment. The
-  engine reuses none of them before the id appears in `finished_recving` or `failed_recving`. A connector puts
-  it in exactly one of the two, exactly once, and only when nothing can write to the blocks any more. That holds
-  for a request that was aborted while it waited, too: `request_finished` then returns True, the connector tells
-  the peer, and the id appears in `failed_recving` when the peer has confirmed or is known to be dead.
+- *Producer*: `request_finished` returns True to keep the request's blocks, because the connector still sends them.
+  The engine frees them when the request's id appears in `finished_sending`. A connector puts each id that it kept
+  there exactly once: when the last byte has left and was confirmed, when the lease ended, when the transfer was
+  cancelled, or when the peer died; never while a handle that reads the blocks is in flight. If a transfer ends before
+  its prompt is computed, the connector names the request in `unwanted_sending`, and the engine ends it.
+- *Consumer*: a peer may write to the blocks of a request in WAITING_FOR_REMOTE_KVS at any moment. The engine reuses
+  none of them before the id appears in `finished_recving` or `failed_recving`. A connector puts it in exactly one of
+  the two, exactly once, and only when nothing can write to the blocks any more. That holds for a request that was
+  aborted while it waited, too: `request_finished` then returns True, the connector tells the peer, and puts the id in
+  `failed_recving` when the peer has confirmed or is known to be dead.
 - *Quarantine*: a load may fail while a peer can still write to some of its blocks. `LoadFailure.unsafe_blocks` names
   them. The engine takes them from the request at once, so that the request can go on with others, and uses none of
   them for anything before `released_blocks` names it. A connector names each exactly once, when nothing can write to
   it any more.
 - *Cache*: a connector that copies blocks elsewhere reads them while their request runs. When the request ends,
-  `request_finished` returns True until the copies have ended, and `finished_sending` names it then. When the request
-  is preempted its blocks are free at once: `handle_preemptions` waits for the copies that read them.
-- *Reads*: what a running request gives up (a checkpoint of its states, blocks that its window has left) is free at once as
-  well. A connector that copies it names the blocks in its metadata's `reads`: nothing else uses them before `ended_reads`
-  does, once for each time.
+  `request_finished` returns True if copies are still running, and `finished_sending` names the request when they have
+  ended. When the request is preempted, its blocks are free at once: `handle_preemptions` waits for the copies that
+  read them.
+- *Reads*: blocks that a running request gives up (a checkpoint of its states, blocks that its window has left) are free
+  at once, too. A connector that copies them names them in its metadata's `reads`. The engine then uses them for nothing
+  else before `ended_reads` names them, once for each time that `reads` did.
 
-**What a cache must forget.** Everything, when `reset_cache` says so: new weights came, or a block's content turned out wrong.
-What was computed from that cannot be told by its hash. A block hash names the tokens up to the block's end
-and everything else that decides its KV (adapter, media, salt), but not the model: what outlives a process, or is
-shared by several, must be filed under the model's content and the blocks' layout too, and its nodes share one `cache.hash_seed`.
+**What a cache must forget.** `reset_cache` means that a connector must forget all KV that it keeps: new weights came,
+or a block's content turned out wrong, and a hash cannot tell which other blocks were computed from that one. A block
+hash names the tokens up to the block's end and everything else that decides its KV (adapter, media, salt), but not the
+model. So a cache that outlives its process, or that several processes share, must file blocks under the model's content
+and the blocks' layout as well, and all its nodes must have the same `cache.hash_seed`.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ class TransferRequest(Protocol):
     def request_id(self) -> str: ...
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt, then output. A request that moved here from a lost node arrives with output tokens already."""
+        """The prompt, then the output. A request that moved here from a lost node arrives with output tokens."""
         ...
 
     @property
@@ -104,7 +107,7 @@ class TransferRequest(Protocol):
     def transfer(self) -> KVTransferParams | None: ...
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One for each full block of tokens, chained. To be read, not changed. Empty without prefix caching."""
+        """The chained hash of each full block of tokens. Callers must not change it. Empty without prefix caching."""
         ...
 
     @property
@@ -112,7 +115,7 @@ class TransferRequest(Protocol):
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """All of it has to be computed here: nothing is to be loaded from a cache."""
+        """True if every token must be computed here: the connector must load nothing from a cache."""
         ...
 
 
@@ -121,7 +124,7 @@ class ScheduledStep(Protocol):
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
-        """request id -> tokens computed in this step."""
+        """Maps each request id to the number of tokens that this step computes."""
         ...
 
     @property
@@ -130,7 +133,7 @@ class ScheduledStep(Protocol):
     def preempted_req_ids(self) -> set[str]: ...
 
     def new_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
-        """Blocks that a request already running got in this step, per group; empty lists when none."""
+        """The blocks, per group, that this step gave to a request which was already running; empty lists when none."""
         ...
 
 
@@ -139,7 +142,7 @@ BlockIds = Sequence[Sequence[int]]
 
 
 class BlockTables(Protocol):
-    """The block tables of all requests that have blocks, as they are now. To be asked while the scheduler calls."""
+    """The current block tables of all requests that have blocks. Only for use during the scheduler's calls."""
 
     def block_ids(self, request_id: str) -> BlockIds: ...
 
@@ -153,16 +156,18 @@ class BlockGroup(Protocol):
     def keeps_every_token(self) -> bool: ...
     @property
     def window(self) -> int | None:
-        """How many tokens a sliding window reads, counting the one that reads, or how long a chunk is; None where all are read."""
+        """The number of tokens that a sliding window reads, the reading token included, or a chunk's length; None
+        where attention reads every token."""
         ...
 
     def first_read(self, position: int) -> int:
-        """The first token that the one at `position` reads; below 0 where a window reaches back further than there are tokens."""
+        """The first token that the token at `position` reads; below 0 if the window is longer than the prefix."""
         ...
 
     @property
     def blocks_per_request(self) -> int:
-        """Above 0 where recurrent states are kept: a table is so many blocks, and holds what follows from all tokens so far."""
+        """Above 0 for a group that keeps recurrent states: its table has this many blocks, and they hold the states
+        after all tokens so far."""
         ...
 
 
@@ -179,7 +184,7 @@ class ConnectorMetadata:
 
     @property
     def reads(self) -> Sequence[int]:
-        """Blocks that are in use now, and are read from here on: see the module's docstring."""
+        """Blocks that are in use now and that the connector begins to read: *Reads* in the module's docstring."""
         return ()
 
 
@@ -188,40 +193,40 @@ class WorkerMetadata:
 
 
 class Handoff(msgspec.Struct, frozen=True):
-    """A load that has arrived and is right."""
+    """A load that has arrived and was verified."""
 
-    first_token: (
-        int | None
-    )  # the token at position `num_tokens`, sampled by the producer; None: a cached load
-    num_tokens: int  # tokens whose KV is now here, local prefix included
+    # The token at position `num_tokens`, which the producer has sampled; None for a cached load.
+    first_token: int | None
+    num_tokens: int  # tokens whose KV is in the request's blocks now, the local prefix included
 
 
 class LoadFailure(msgspec.Struct, frozen=True):
-    """A load that will not complete. The first `valid_tokens` of the request's tokens are right all the same.
+    """A load that will not complete. The KV of the request's first `valid_tokens` tokens is right all the same.
 
-    A peer may still write to `unsafe_blocks`: see the module's docstring on quarantine. They hold nothing of the
-    first `valid_tokens`.
+    A peer may still write to `unsafe_blocks`: *Quarantine* in the module's docstring. They hold no KV of the first
+    `valid_tokens` tokens.
     """
 
     reason: str
     valid_tokens: int = 0
     unsafe_blocks: frozenset[int] = frozenset()
-    cached: bool = False  # of a cached load: what is missing is computed, whatever `transfer.on_failure` says
+    # A cached load failed: the engine computes what is missing, whatever `transfer.on_failure` says.
+    cached: bool = False
 
 
 class ConnectorOutput(msgspec.Struct):
-    """What happened to transfers since the last step. An id appears at most once in `finished_sending` over a request's
-    life, and once in one of `finished_recving` and `failed_recving` for each load."""
+    """What happened to transfers since the last step. In a request's life, its id appears at most once in
+    `finished_sending`, and for each load once in either `finished_recving` or `failed_recving`."""
 
     finished_sending: set[str] = msgspec.field(default_factory=set)
     finished_recving: dict[str, Handoff] = msgspec.field(default_factory=dict)
     failed_recving: dict[str, LoadFailure] = msgspec.field(default_factory=dict)
     invalid_block_ids: set[int] = msgspec.field(default_factory=set)
-    released_blocks: set[int] = msgspec.field(default_factory=set)  # out of quarantine
-    ended_reads: list[int] = msgspec.field(default_factory=list)  # see the module's docstring
-    # Requests of a producer whose consumer no longer wants their KV: what is not computed yet need not be.
+    released_blocks: set[int] = msgspec.field(default_factory=set)  # blocks that leave quarantine
+    ended_reads: list[int] = msgspec.field(default_factory=list)  # *Reads* in the module's docstring
+    # Requests of a producer whose consumer no longer wants their KV: the engine need not compute the rest.
     unwanted_sending: set[str] = msgspec.field(default_factory=set)
-    # For the connector's own scheduler half, which may add to this output what follows from it.
+    # For the connector's own scheduler half, which may add consequences to this output.
     worker_metadata: WorkerMetadata | None = None
 
     @property
@@ -243,28 +248,26 @@ class TransferStats(msgspec.Struct):
     bytes_sent: int = 0
     bytes_received: int = 0
     blocks_sent: int = 0
-    descriptors_sent: int = 0  # runs of bytes that the transport was asked to move
+    descriptors_sent: int = 0  # runs of bytes that the connector asked the transport to move
     blocks_received: int = 0
     outcomes: dict[str, int] = msgspec.field(default_factory=dict)
     leases_expired: int = 0
     malformed_frames: int = 0
     in_progress: int = 0  # a gauge: transfers under way now, on either side
-    quarantined_blocks: int = 0  # a gauge: see the module's docstring
-    bytes_overlapped: int = 0  # of bytes_sent: complete before the prompt's last forward pass was
+    quarantined_blocks: int = 0  # a gauge: *Quarantine* in the module's docstring
+    # The part of `bytes_sent` that had arrived before the prompt's last forward pass ended.
+    bytes_overlapped: int = 0
     refused: dict[str, int] = msgspec.field(default_factory=dict)  # messages not acted on, by reason
-    blocks_checked: int = 0  # of those received: their checksums were right
-    wrong_kv: dict[str, int] = msgspec.field(
-        default_factory=dict
-    )  # whose were wrong, by the peer that sent them
-    left_out: list[str] = msgspec.field(
-        default_factory=list
-    )  # those of them with which no transfer is begun for a while
-    # A producer's blocks that became free, by what freed them: see `protocol.statistics.Freed`.
+    blocks_checked: int = 0  # received blocks whose checksums were right
+    # Failed checksum comparisons, by the peer that sent the bytes.
+    wrong_kv: dict[str, int] = msgspec.field(default_factory=dict)
+    # Peers that sent wrong KV so often that this node begins no transfer with them for a while.
+    left_out: list[str] = msgspec.field(default_factory=list)
+    # A producer's blocks that became free, by what freed them: see `protocol.statistics.ReleaseReason`.
     blocks_freed: dict[str, int] = msgspec.field(default_factory=dict)
     recent: list[TransferRecord] = msgspec.field(default_factory=list)  # the newest at the end, a few dozen
-    waits: dict[str, WaitHistogram] = msgspec.field(
-        default_factory=dict
-    )  # by stage: see TransferRecord.waits
+    # By stage: see TransferRecord.waits.
+    waits: dict[str, WaitHistogram] = msgspec.field(default_factory=dict)
     tiers: list[TierStatus] = msgspec.field(default_factory=list)
 
 
@@ -281,19 +284,21 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     has_peers: bool = True  # False: an aggregated node, which takes part in no transfer
     tiers: Sequence[TierConfig] = ()
     groups: Sequence[BlockGroup] = ()
-    remote: bool = False  # the tier in host memory reads from those of other nodes, which may read from it
-    mirror: bool = False  # and what running requests fill is copied to another node's
-    # To each of the node's other ranks, in order, where every rank keeps its heads in memory of its own: what moves them there
-    # is told by this. A connector that takes them closes them.
+    # The tier in host memory reads blocks from other nodes' tiers in host memory, and these read from it.
+    remote: bool = False
+    mirror: bool = False  # another node's tier also gets copies of the blocks that running requests fill
+    # One socket to each of the node's other ranks, in rank order, where every rank keeps its heads in its own
+    # memory. The connector sends moves over them to the ranks that carry them out. A connector that takes them
+    # closes them.
     rank_lines: Sequence[socket.socket] = ()
-    tier_lines: Sequence[socket.socket] = ()  # the same for what copies it to tiers
+    tier_lines: Sequence[socket.socket] = ()  # the same, for copies between a rank's memory and its tiers
 
 
 class SchedulerConnector(abc.ABC):
-    """The half that plans. Called by the scheduler, from the step thread, at these points and no other."""
+    """The half that plans. The scheduler calls it from the step thread, at these points and no others."""
 
     def bind_block_tables(self, tables: BlockTables) -> None:
-        """Once, before the first request."""
+        """Called once, before the first request."""
 
     def on_new_request(self, request: TransferRequest) -> None:
         """The scheduler has accepted the request. Nothing is allocated yet."""
@@ -302,123 +307,126 @@ class SchedulerConnector(abc.ABC):
     def get_num_new_matched_tokens(
         self, request: TransferRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens beyond the `num_computed_tokens` found locally can come from outside.
+        """Returns how many tokens beyond the `num_computed_tokens` found locally the connector can bring.
 
-        (None, _) asks to be asked again in a later step. (n, True) means that they arrive while other steps run:
-        the request waits in WAITING_FOR_REMOTE_KVS. (n, False) means that they are there when the step runs. A load
-        that is no handoff leaves at least one token to compute.
+        (None, _): ask again in a later step. (n, True): the tokens arrive while other steps run, and the request waits
+        in WAITING_FOR_REMOTE_KVS. (n, False): the tokens are there when the step runs. A load that is no handoff leaves
+        at least one token to compute.
         """
 
     @abc.abstractmethod
     def update_state_after_alloc(
         self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """The request has blocks now; `num_external_tokens` of its tokens were claimed by this connector.
+        """The request has blocks now; this connector has promised `num_external_tokens` of its tokens.
 
-        After a load that arrives later it is called again, with 0, when the request is admitted. The request's
-        `num_computed_tokens` are those that need no computing: found here and, once admitted, loaded. On a producer this is where its blocks are paired with the destination's: the transfer plan.
+        After a load that arrives later, the scheduler calls this again, with 0, when it admits the request. The
+        request's `num_computed_tokens` need no computing: they were found here or, once the request is admitted, were
+        loaded. On a producer this call pairs the request's blocks with the destination's: the transfer plan.
         """
 
     def wants_checkpoints(self, request: TransferRequest) -> bool:
-        """Whether states are to be copied while the request answers, too, for another node that may have to go on with it. Asked when it is
-        about to run."""
+        """Whether steps shall copy the request's recurrent states while it answers, too, for another node that may have
+        to continue it. Asked when the request is about to run."""
         return False
 
     def checkpoint_kept(
         self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int], *, passing: bool = False
     ) -> None:
-        """The step that is planned copies the request's recurrent states, as they are after its first `num_tokens` tokens, to these
-        blocks before it computes anything: a checkpoint. They are in the order of the request's table of states, and are
-        free when the step is booked, unless `reads` of its metadata names them. `passing`: one of those that were wanted."""
+        """The planned step copies the request's recurrent states to these blocks, a checkpoint, before it computes
+        anything. They are the states after the first `num_tokens` tokens, in the order of the request's table of
+        states. The blocks are free when the step is booked, unless the metadata's `reads` names them. `passing`: the
+        checkpoint was made because `wants_checkpoints` asked for it."""
 
     @abc.abstractmethod
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
-        """Everything that the worker half must know of this step. Must not change `step`."""
+        """Returns everything that the worker half must know of this step. Must not change `step`."""
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
-        """What the worker half reported; called before the scheduler acts on it. May add to it."""
+        """`output` is the worker half's report. Called before the scheduler acts on it; may add to it."""
 
     def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
-        """The request has ended, its blocks are still its own. True keeps them: see the module's docstring."""
+        """The request has ended and still owns its blocks. Returns True to keep them: see the module's docstring."""
         return False
 
     def has_pending_work(self) -> bool:
-        """True while there are plans that no metadata has carried yet: the engine steps again at once."""
+        """True while no metadata has carried some of the plans yet: the engine then steps again at once."""
         return False
 
     def step_took(self, num_prompt_tokens: int, seconds: float) -> None:
-        """The model needed so long for a step that computed tokens of prompts."""
+        """The model took `seconds` for a step that computed `num_prompt_tokens` tokens of prompts."""
 
     def note_events(self) -> None:
-        """From now on events are kept to be taken. Before the first request, if at all."""
+        """Begin to keep events for `take_events`. Called before the first request, if at all."""
 
     def take_events(self) -> Iterable[KVEvent]:
-        """What appeared in its tiers and vanished from them since the last call."""
+        """Returns which blocks appeared in the connector's tiers and vanished from them since the last call."""
         return ()
 
     def reset_cache(self) -> None:
-        """Nothing that was kept so far may be loaded any more, nor what is being stored or loaded now."""
+        """From now on load no KV that was kept so far, nor any that is being stored or loaded now."""
 
 
 class WorkerConnector(abc.ABC):
-    """The half that moves bytes. Called by the engine, from the step thread; nothing here may wait."""
+    """The half that moves bytes. The engine calls it from the step thread, so no method may wait."""
 
     @property
     def peer_endpoint(self) -> str:
-        """Where other nodes reach this connector; "" when they need not."""
+        """The address at which other nodes reach this connector; "" when they need not."""
         return ""
 
     @property
     def tier_endpoint(self) -> str:
-        """Where other nodes ask for what a tier of this one has; "" when they may not."""
+        """The address at which other nodes ask for blocks of this node's tier; "" when they may not."""
         return ""
 
     @property
     def hands_over_states(self) -> bool:
-        """Whether it brings the blocks of recurrent states, as they are after the last token that it brings. Without that a model
-        that keeps some is not served in pools of two roles."""
+        """Whether the connector brings recurrent states, as they are after the last token that it brings. If it does
+        not, a model with recurrent states cannot be served by prefill and decode nodes."""
         return False
 
     @property
     def layerwise(self) -> bool:
-        """True to be called inside the forward pass, layer by layer; it costs the pass a call per layer."""
+        """True to have the forward pass call `wait_for_layer_load` and `save_kv_layer`, once per layer."""
         return False
 
     @abc.abstractmethod
     def register_kv_caches(self, memory: KVCacheMemory) -> None:
-        """Once, before the first step."""
+        """Called once, before the first step."""
 
     @abc.abstractmethod
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None: ...
 
     def handle_preemptions(self) -> None:
-        """Blocks of preempted requests may be overwritten in this step: what is read from them after this does not
-        count as their KV. A connector that cannot tell afterwards waits here until nothing reads them any more;
-        it is the one place where a connector may wait, and briefly."""
+        """This step may overwrite blocks of preempted requests, so bytes read from them after this call do not count
+        as their KV. A connector that could not tell such bytes apart later waits here until nothing reads the blocks.
+        This is the only method that may wait, and only briefly."""
 
     def start_load_kv(self) -> None:
-        """The step begins: set loads in motion."""
+        """The step begins: begin the loads."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Layer `layer` is about to be read. Only synchronous loads wait here."""
+        """The forward pass is about to read layer `layer`. Only synchronous loads wait here."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """Layer `layer` of the step's tokens has been written."""
+        """The forward pass has written layer `layer` of the step's tokens."""
 
     def wait_for_save(self) -> None:
-        """The forward pass is over: all layers of the step's tokens have been written."""
+        """The forward pass is over: it has written all layers of the step's tokens."""
 
     @abc.abstractmethod
     def get_finished(self, finished_req_ids: set[str]) -> ConnectorOutput:
-        """What completed since the last call. `finished_req_ids` ended in the scheduler since the last step."""
+        """Returns what completed since the last call. `finished_req_ids`: requests that the scheduler ended since the
+        last step."""
 
     def stats(self) -> TransferStats:
-        """A snapshot; may be called from any thread."""
+        """A snapshot. Any thread may call this."""
         return TransferStats()
 
     def trace_of(self, request_id: str) -> TransferTrace | None:
-        """What became of its transfer, and where the time went: asked once at most, when the transfer is over, from
-        the step thread. It may never be asked for, so what is kept for it has a bound."""
+        """Returns how the request's transfer ended and where its time went, or None. The engine asks at most once,
+        from the step thread, when the transfer is over. It may never ask, so a connector keeps few traces."""
         return None
 
     def shutdown(self) -> None:
@@ -426,6 +434,6 @@ class WorkerConnector(abc.ABC):
 
 
 class ConnectorFactory(Protocol):
-    """What a connector's module exports and the registry names."""
+    """The callable that a connector's module exports and the registry names."""
 
     def __call__(self, context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]: ...

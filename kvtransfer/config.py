@@ -1,4 +1,4 @@
-"""What may be said of transfers and of tiers of the cache: `transfer:` and `cache.tiers` in tandem.yaml."""
+"""The settings of transfers and of the cache's tiers: `transfer:` and `cache.tiers` in tandem.yaml."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, abo
 
 
 class LoadFailurePolicy(enum.StrEnum):
-    RECOMPUTE = "recompute"  # the decode node computes what is missing itself
+    RECOMPUTE = "recompute"  # the decode node computes the missing KV itself
     FAIL = "fail"  # the request ends with a TransferError
 
 
 class ChecksumPolicy(enum.StrEnum):
-    """Which of the blocks that travel carry a checksum, which the receiver compares before it uses them."""
+    """Which of the blocks on the way carry a checksum. The receiver compares it before it uses the block."""
 
     ALL = "all"
-    SAMPLE = "sample"  # one of sixteen, and each transfer's last; all from a node that has sent a wrong one
+    # One of 16, and each transfer's last; every block from a node that has sent a wrong one.
+    SAMPLE = "sample"
     OFF = "off"
 
 
-# A consumer waits for the end of a lease that it cannot revoke: longer ones are a mistake, or worse.
+# A consumer waits for the end of a lease that it cannot revoke, so it refuses a producer with a longer lease.
 MAX_LEASE_S = 3600.0
 
 
@@ -79,23 +80,23 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EvictionPolicy(enum.StrEnum):
-    """What a full tier gives up."""
+    """Which blocks a full tier evicts."""
 
-    LRU = "lru"  # what was not used for the longest time
-    ARC = "arc"  # balances what is new against what was used again, by what it gave up too soon
+    LRU = "lru"  # those unused for the longest time
+    ARC = "arc"  # weighs new blocks against blocks used again, by which of them it evicted too soon
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of `cache.tiers`: where full blocks are copied to, to be loaded again."""
+    """One entry of `cache.tiers`: a place to which full blocks are copied, and from which they are loaded."""
 
-    cpu: Annotated[int, Meta(ge=1)] | None = None  # bytes of host memory, for each node
+    cpu: Annotated[int, Meta(ge=1)] | None = None  # bytes of host memory, of each node
     disk: str | None = None  # a folder, in which each node of a machine takes a file of `size` bytes
     size: Annotated[int, Meta(ge=1)] | None = None
     policy: EvictionPolicy = EvictionPolicy.LRU
-    block_factor: AtLeastOne = 1  # so many blocks of the device are kept, found and given up together
-    store_threshold: NotNegative = 0  # a block is stored when so many requests had it; 0 and 1: at once
+    block_factor: AtLeastOne = 1  # this many blocks of the device are kept, found and evicted together
+    store_threshold: NotNegative = 0  # a block is stored once this many requests had it; 0 and 1: at once
     spec: str = ""  # `synthetic`, or "package.module:factory" of a tier of another kind
-    options: dict[str, Any] = {}  # that spec's own
+    options: dict[str, Any] = {}  # for the spec alone
 
     def __post_init__(self) -> None:
         if [bool(self.cpu), bool(self.disk), bool(self.spec)].count(True) != 1:

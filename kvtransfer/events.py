@@ -1,11 +1,12 @@
-"""KV events for programs that are not Tandem's, as vLLM publishes them: over ZMQ's PUB and ROUTER, numbered, and kept for a while to be
-asked for again.
+"""Publishes KV events for programs outside Tandem, in vLLM's format: over ZMQ's PUB and ROUTER, numbered. The publisher
+keeps the last messages, so that a subscriber can ask for those that it missed.
 
-A message has three frames: topic, number (eight bytes, big-endian), batch. A subscriber that has missed some sends a number to the replay
-endpoint; it gets the batch with this number and all later ones that are kept, and then the number -1 with no batch.
+A message has three frames: topic, number (eight bytes, big-endian), batch. A subscriber that has missed messages sends
+a number to the replay endpoint. It gets the batch with this number and all later ones that are kept, and then the
+number -1 with no batch.
 
-Everything between our own processes goes through `wire.sockets`. Subscribers speak another protocol and know no keys, so this shares
-nothing with those, not even ZMQ's I/O thread.
+Messages between Tandem's own processes go through `wire.sockets`. Subscribers speak another protocol and have no keys,
+so this file shares nothing with those sockets, not even ZMQ's I/O thread.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ logger = logging.getLogger(__name__)
 
 NAME = "cache.events"
 SEND_QUEUE_FRAMES = 100_000
-# A further process of the machine that is told the same endpoint takes the next free port.
+# If several processes of a machine get the same endpoint, each takes the next free port.
 PORTS_TRIED = 64
 MAX_REQUEST_BYTES = 64
 END = (-1).to_bytes(8, "big", signed=True)
 
 
 class KVEventPublisher:
-    """`publish` is called from one thread; who asks for what it missed is answered by another."""
+    """`publish` is called from one thread; another thread answers subscribers that ask for missed messages."""
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str, kept: int) -> None:
         self._topic = topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
         self._kept: deque[bytes] = deque(maxlen=kept)
-        self._number = 0  # of the next message
+        self._number = 0  # the next message's
         self._lock = threading.Lock()
         self._closed = False
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -76,7 +77,8 @@ class KVEventPublisher:
         )
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """A subscriber that does not read loses what does not fit into its queue, and sees it by the numbers."""
+        """Never blocks. A slow subscriber loses the messages that do not fit into its queue, and sees the gap in the
+        numbers."""
         message = self._encoder.encode(KVEventBatch(time.time(), list(events)))
         with self._lock:
             number = self._number

@@ -1,7 +1,7 @@
-"""Several connectors as one: the first that can load a request's KV loads it, of several tiers the one that has most, and all
-of them hear of everything.
+"""Combines several connectors into one. The first that can load a request's KV loads it; of several tiers, the one with
+the longest prefix does. Each of them is told of everything.
 
-A request that has ended keeps its blocks until each connector that keeps them has let go.
+An ended request keeps its blocks until each connector that kept them has let go.
 """
 
 from __future__ import annotations
@@ -50,20 +50,19 @@ class PartsOutput(WorkerMetadata):
 
 @dataclasses.dataclass(slots=True)
 class _EndedRequest:
-    """A request that has ended, while some connectors keep its blocks."""
+    """A request that has ended while some connectors keep its blocks."""
 
     keepers: set[int]
-    failure: LoadFailure | None = None  # of a load that was under way
+    failure: LoadFailure | None = None  # of a load that was running when the request ended
 
 
 class MultiScheduler(SchedulerConnector):
     def __init__(self, parts: Sequence[SchedulerConnector], *, longest: bool = False) -> None:
-        """`longest`: the one that can load most does, the first of equals."""
+        """`longest`: the connector that can load most loads, and the first of equals. Else the first that can load."""
         self._parts = list(parts)
         self._longest = longest
-        self._loaders: dict[
-            str, tuple[int, bool]
-        ] = {}  # which part was taken at its word, and whether it loads later
+        # Which part promised tokens for each request, and whether they arrive later.
+        self._loaders: dict[str, tuple[int, bool]] = {}
         self._ended: dict[str, _EndedRequest] = {}
 
     def bind_block_tables(self, tables: BlockTables) -> None:
@@ -142,7 +141,8 @@ class MultiScheduler(SchedulerConnector):
     def _let_go(
         self, output: ConnectorOutput, index: int, request_id: str, failure: LoadFailure | None = None
     ) -> bool:
-        """Whether the engine is to hear of it now and in these words."""
+        """Part `index` has let go of the request. Returns whether the engine may be told so now, as the part said
+        it."""
         ended = self._ended.get(request_id)
         if ended is None:
             return True
@@ -151,13 +151,13 @@ class MultiScheduler(SchedulerConnector):
         if ended.keepers:
             return False
         del self._ended[request_id]
-        if ended.failure is not None:  # its blocks may be unsafe
+        if ended.failure is not None:  # the failure may name unsafe blocks
             output.failed_recving[request_id] = ended.failure
             return False
         return True
 
     def _not_postponed(self, blocks: set[int]) -> set[int]:
-        """Without those whose quarantine has not begun, because another connector still reads them."""
+        """Returns `blocks` without those whose quarantine has not begun, because another connector still reads them."""
         for ended in self._ended.values():
             if ended.failure is not None and (early := ended.failure.unsafe_blocks & blocks):
                 rest = ended.failure.unsafe_blocks - early
@@ -267,7 +267,7 @@ def merged_stats(parts: Sequence[TransferStats]) -> TransferStats:
         values = [getattr(part, field) for part in parts]
         if isinstance(values[0], int):
             setattr(merged, field, sum(values))
-        elif field == "left_out":  # one node may have sent wrong KV to several of them
+        elif field == "left_out":  # several parts may have left out one node
             merged.left_out = sorted({node for part in parts for node in part.left_out})
         elif isinstance(values[0], list):
             setattr(merged, field, [item for value in values for item in value])
@@ -279,7 +279,7 @@ def merged_stats(parts: Sequence[TransferStats]) -> TransferStats:
 
 
 def create_connector(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-    """What a node needs: one for its peers, one for each tier of its cache, or several as one."""
+    """Makes what a node needs: a connector for its peers, one for each tier of its cache, or several as one."""
     parts: list[tuple[SchedulerConnector, WorkerConnector]] = []
     if context.has_peers and context.rank_lines and context.config.connector != "nixl":
         raise ConfigurationError(

@@ -1,5 +1,5 @@
-"""Does NIXL work on this machine? Moves a megabyte between two agents, in a process of its own: NIXL writes to
-the terminal, and what is wrong with a plug-in may take the process with it.
+"""Tests whether NIXL works on this machine: moves a megabyte between two agents. It does so in a process of its own,
+because NIXL writes to the terminal, and a broken plug-in may end the process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BACKEND = "UCX"
 
 class NixlReport(msgspec.Struct, frozen=True):
     version: str = ""
-    plugins: list[str] = []  # that the package brings; not all can be loaded everywhere
-    transports: list[str] = []  # that UCX chose between two agents here
+    plugins: list[str] = []  # those in the package; not every machine can load all of them
+    transports: list[str] = []  # those that UCX chose between two agents here
     gigabytes_per_s: float = 0.0
     error: str = ""
 
@@ -37,7 +37,8 @@ class _MoveResult(msgspec.Struct, frozen=True):
 
 
 def check(timeout_s: float = 60.0, device: str = "") -> NixlReport:
-    """Host memory between two agents of one process, or, with `device`, that device's memory between two processes."""
+    """Moves host memory between two agents of one process; with `device`, that device's memory between two processes.
+    Waits at most `timeout_s`."""
     try:
         version = importlib.metadata.version("nixl")
     except importlib.metadata.PackageNotFoundError:
@@ -85,7 +86,7 @@ def _loop_back() -> tuple[list[str], float]:
         peer.decode() if isinstance(peer, bytes) else peer,
     )
     try:
-        _transfer(sender, handle)  # the first one connects
+        _transfer(sender, handle)  # the first transfer connects
         seconds = _transfer(sender, handle)
     finally:
         sender.release_xfer_handle(handle)
@@ -99,7 +100,7 @@ def _loop_back() -> tuple[list[str], float]:
 def _transfer(agent: object, handle: object) -> float:
     began = time.perf_counter()
     state = agent.transfer(handle)  # type: ignore[attr-defined]
-    # NIXL has no event for a completed transfer: its own API is to ask.
+    # NIXL has no event for a completed transfer: its API is to poll.
     while state == "PROC":
         if time.perf_counter() - began > _DEADLINE_S:
             raise TimeoutError(f"a transfer of {_BYTES} bytes did not complete within {_DEADLINE_S:.0f} s")
@@ -119,7 +120,7 @@ class _Offer(msgspec.Struct, frozen=True):
 
 
 def _on_device(device: str) -> tuple[list[str], float]:
-    """Between processes, as nodes are: within one there is another way from a GPU's memory to itself."""
+    """Moves between two processes, as nodes do: within one process UCX reaches a GPU's memory in another way."""
     agent, tensor = _agent_on("sender", device)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_LOG")}
     command = [sys.executable, "-m", "tandem.kvtransfer.nixl_check", device, "receive"]
@@ -154,7 +155,7 @@ def _receive(device: str, out: BinaryIO) -> None:
     agent, tensor = _agent_on("receiver", device)
     tensor.zero_()
     if tensor.is_cuda:
-        tensor.sum().item()  # the zeros are there before anything arrives
+        tensor.sum().item()  # waits, so that the zeros are written before anything arrives
     offered = _Offer(agent.get_agent_metadata(), tensor.data_ptr())
     out.write(msgspec.json.encode(offered) + b"\n")
     out.flush()
@@ -164,7 +165,7 @@ def _receive(device: str, out: BinaryIO) -> None:
 
 
 def _agent_on(name: str, device: str) -> tuple[Any, Any]:
-    # Imported here because host memory can do without it.
+    # Imported here, because moves of host memory do not need it.
     import torch
     from nixl._api import nixl_agent, nixl_agent_config
 
@@ -181,7 +182,7 @@ def _kind_of(tensor: Any) -> tuple[str, int]:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what NIXL prints is not ours to pass on
+    os.dup2(2, 1)  # NIXL prints to stdout, which must have the result alone
     if "receive" in sys.argv:
         _receive(sys.argv[1], out)
         return

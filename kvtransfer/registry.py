@@ -1,5 +1,5 @@
-"""Connectors by name. A connector's module is imported when it is asked for, and not before: what it needs may
-not be installed."""
+"""Finds connectors by name. It imports a connector's module only when asked for it, because the package that the module
+needs may not be installed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ CONNECTORS = {
 
 
 def find_connector(name: str) -> ConnectorFactory:
-    """`name` is a registered one, or "package.module:factory" for a connector that lives elsewhere."""
+    """Returns the factory of a registered connector, or of "package.module:factory". Raises ConfigurationError."""
     found: ConnectorFactory = find_factory("transfer.connector", "connector", name, CONNECTORS)
     return found
 
 
 def find_factory(setting: str, what: str, name: str, known: Mapping[str, str]) -> Any:
-    """`setting` names it, a `what`."""
+    """Returns the factory of the `what` (a connector, a tier) that the setting `setting` names. Raises
+    ConfigurationError when there is none."""
     path = known.get(name, name)
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:

@@ -1,11 +1,12 @@
-"""Who may speak to this process. Every connection between Tandem's processes is ZMQ's CURVE: encrypted, and both sides prove who they are.
+"""Which processes may speak to this one. Every connection between Tandem's processes is ZMQ's CURVE: encrypted, and
+both sides prove who they are.
 
-A process makes a key pair of its own, and its secret half never leaves it. Its public half stands in its endpoints
-(`wire.endpoints`), which travel by Ray in the records of nodes and routers. The controller tells each process the keys of all others;
-`admit` takes them. A connection of any other key ends before a message of it is read.
+A process makes its own key pair, whose secret half never leaves it. The public half stands in its endpoints
+(`wire.endpoints`), which travel by Ray in the records of nodes and routers. The controller tells each process the
+keys of all others, and `admit` takes them. A connection with any other key ends before one of its messages is read.
 
-An admitted key is a member of the cluster: what a member says is believed as far as each protocol says. Nothing here tells a router's
-key from a node's.
+A process with an admitted key is a member of the cluster, and each protocol says how far it believes a member.
+Nothing here tells a router's key from a node's.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
-# A connection that has not proved by then that it is a member's is closed.
+# A connection that has not proved by then that it belongs to a member is closed.
 HANDSHAKE_S = 3.0
-# A new process may speak before others have been told of it: so many connections with keys that are not known wait for that, until they
-# are closed.
+# A new process may speak before others know its key. At most this many connections with unknown keys wait for that,
+# until HANDSHAKE_S is over.
 MAX_HELD = 1024
-# Strangers may come by the thousand: so many lines of the log tell of them.
+# Strangers may come by the thousand, so the log has one line about them in this time.
 LOG_PERIOD_S = 60.0
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"tandem"
 
 
 class ProcessKeys:
-    """The key pair of this process, and the keys that it admits. Its own is one of them."""
+    """The key pair of this process, and the keys that it admits, its own among them."""
 
     def __init__(self) -> None:
         if not zmq.has("curve"):
@@ -60,11 +61,13 @@ class ProcessKeys:
         return key_text(self._public)
 
     def admit(self, keys: Iterable[str]) -> None:
-        """All of them, every time. A connection that stands is not ended when its key is missing: it cannot be made again."""
+        """Replaces the admitted keys. An open connection is not ended if its key is missing, but cannot be made
+        again."""
         self._set(self._own | frozenset(map(key_bytes, keys)))
 
     def accompany(self, keys: Iterable[str]) -> None:
-        """Those of the processes that belong to this one, which the controller does not name: admitted for as long as it lives."""
+        """Admits, for as long as this process lives, the processes that belong to it: the controller does not name
+        them."""
         self._own |= frozenset(map(key_bytes, keys))
         self._set(self._admitted | self._own)
 
@@ -77,16 +80,16 @@ class ProcessKeys:
         return key in self._admitted
 
     def protect_listener(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it is bound."""
+        """Called before the socket is bound."""
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorkeeper no key is admitted
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorkeeper, admits no key
 
     def protect_caller(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        """Before it is connected to the address that is returned. Raises NodeLost for what is no endpoint. (Names of hosts are none: ZMQ
-        would look them up in its I/O thread, and every other link would wait.)"""
+        """Called before the socket is connected to the returned address. Raises NodeLost for a text that is no
+        endpoint. A host name is none: ZMQ would look it up in its I/O thread, and every other link would wait."""
         parsed = parse_endpoint(endpoint)
         if parsed is None:
             raise NodeLost(
@@ -98,7 +101,7 @@ class ProcessKeys:
         return f"tcp://{parsed.address}"
 
     def endpoint_of(self, socket: zmq.Socket[bytes]) -> str:
-        """Where a listener of this process, which is bound, is reached."""
+        """Returns the endpoint of this process's bound listener."""
         host, _, port = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")
         return str(Endpoint(self.public, host.strip("[]"), int(port)))
 
@@ -112,10 +115,11 @@ class _Question(NamedTuple):
 
 
 class Doorkeeper:
-    """Answers ZMQ's question whether a connection may be made (ZAP, ZeroMQ's RFC 27), in a thread of its own. One for each context.
+    """Answers ZMQ's question whether a connection may be made (ZAP, ZeroMQ's RFC 27), in a thread of its own. There
+    is one for each context.
 
-    A stranger gets no answer: ZMQ closes its connection when the time for the handshake is over. A process that becomes a member in that time
-    is answered then, and one that becomes a member later tries again by itself.
+    A stranger gets no answer, and ZMQ closes its connection when HANDSHAKE_S is over. If the process becomes a
+    member in that time, it gets its answer then. If it becomes one later, it connects again by itself.
     """
 
     def __init__(
@@ -129,12 +133,12 @@ class Doorkeeper:
         self.died: str | None = None
         self._zap = context.socket(zmq.ROUTER)
         self._zap.bind(_ZAP_ADDRESS)
-        # An inproc pair, so that a change wakes the thread instead of a timeout polling for it.
+        # An inproc pair lets a change wake the thread; else the thread would have to poll with a timeout.
         self._bell = context.socket(zmq.PAIR)
         self._bell.bind(f"inproc://doorbell-{id(self)}")
         self._button = context.socket(zmq.PAIR)
         self._button.connect(f"inproc://doorbell-{id(self)}")
-        self._lock = threading.Lock()  # of the button
+        self._lock = threading.Lock()  # guards the button
         self._closed = False
         keys.on_change = self._ring
         self._thread = threading.Thread(target=self._run, name="doorkeeper", daemon=True)
@@ -170,7 +174,7 @@ class Doorkeeper:
                     self._take(self._zap.recv_multipart())
                 self._drop_late()
         except Exception as error:
-            # Without it no connection is admitted; those that stand go on. The owner of an inbox looks at `died`.
+            # Without this thread no connection is admitted; open ones go on. An inbox's owner looks at `died`.
             self.died = f"{type(error).__name__}: {error}"
             logger.exception("the doorkeeper's thread died: no new connection is admitted")
 
@@ -193,7 +197,8 @@ class Doorkeeper:
                 self._drop(self._held.popleft())
 
     def _let_in_members(self) -> None:
-        """Once the keys have changed. Not with each question: with many strangers each would take as long as all of them."""
+        """Called when the keys have changed, and not for each question: with many strangers, each would take as long
+        as all of them."""
         held, self._held = self._held, deque()
         for question in held:
             if question.key in self._keys:
@@ -202,7 +207,7 @@ class Doorkeeper:
                 self._held.append(question)
 
     def _drop_late(self) -> None:
-        """They are held in the order in which they asked."""
+        """Drops questions whose time is over. They are held in the order in which they came."""
         now = self._clock()
         while self._held and now - self._held[0].asked_at >= HANDSHAKE_S:
             self._drop(self._held.popleft())

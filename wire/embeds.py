@@ -1,8 +1,9 @@
-"""Prompts of rows of numbers, each of which stands in the place of one token's embedding (`prompt_embeds`).
+"""Prompts of rows of numbers, each in place of one token's embedding (`prompt_embeds`).
 
-In the prompt's token ids a placeholder stands for each. So its content is named beside them, as that of images is: a run of `ROWS_TOGETHER`
-rows is one `MediaFeature`, whose identifier is a hash of these rows. Blocks are called by it in prefix caches, in news of them and by routers,
-and two prompts that begin with the same rows share these.
+In the prompt's token ids, one placeholder stands for each row. So the rows' content is named separately, as an
+image's is: a run of `ROWS_TOGETHER` rows is one `MediaFeature`, whose identifier is a hash of these rows. Prefix
+caches, their news and routers use it in a block's hash, so two prompts that begin with the same rows share their
+blocks.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from tandem.wire.images import MediaFeature
 
 PLACEHOLDER = 0  # a token id that every vocabulary has
 ROWS_TOGETHER = 16
-# Bytes of a number of each type.
+# The bytes of one number, by type.
 TYPES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-# What the rows of one prompt may take: they travel to a node in one frame, which is bounded.
+# The most bytes of one prompt's rows: they travel to a node in one frame, whose size is bounded.
 MOST_BYTES = 48 << 20
 
 
 class PromptEmbeds(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Row by row, little-endian, nothing between them."""
+    """The rows, one after another without gaps, little-endian."""
 
     dtype: str
     width: int
@@ -39,7 +40,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is some rows and nothing more."""
+        """Whether the data are complete rows, at least one, within MOST_BYTES."""
         return (
             self.dtype in TYPES
             and self.width > 0
@@ -48,7 +49,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
         )
 
     def features(self) -> list[MediaFeature]:
-        """What the rows are called, run by run."""
+        """Returns one feature for each run of rows."""
         kind, run = f"{self.dtype}/{self.width}/".encode(), ROWS_TOGETHER * self.row_bytes
         return [
             MediaFeature(

@@ -1,11 +1,11 @@
-"""What a node that reads prompts asks of an encoder node, and what it gets: the rows that stand in the place of an image's placeholders.
+"""A node that reads prompts asks an encoder node for the rows of an image, which stand in place of its placeholders.
 
     Encode ──▶ the encoder node looks into its cache, or runs its vision tower
     ◀── EncodedRows, one or several for each part, or EncodingRefused
 
-Rows are a function of the image's content and of the model's. Both are named in either direction, and the receiver sums the bytes up: rows of
-another model, of another image or of an earlier question are never used. Who asks keeps a deadline, and encodes the image itself when it is
-over, so nothing here is sent twice.
+Rows are a function of the image's content and the model's. The question and the answer name both, and the receiver
+checks a checksum, so rows of another model, of another image or of an earlier question are never used. The asking
+node keeps a deadline and then encodes the image itself, so nothing here is sent twice.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import msgspec
 
 from tandem.wire.embeds import PromptEmbeds
 
-# What one message carries of a part's rows: a frame is bounded, and a link is shared.
+# The most bytes of rows in one message: a frame's size is bounded, and other messages share the link.
 MOST_BYTES = 8 << 20
 
 
 class WantedPart(msgspec.Struct, frozen=True):
     part: int
-    length: int  # tokens that it becomes
+    length: int  # the number of its placeholder tokens
     columns: int = 0  # see MediaFeature
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
-    """Encode these parts of an image, unless that takes longer than `timeout_s`: then nothing is waited for any more."""
+    """Encode these parts of an image, within `timeout_s`: after that the asking node does not wait."""
 
     question: int  # unguessable
     reply_to: str
@@ -42,14 +42,15 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
 class EncodedRows(msgspec.Struct, frozen=True, tag="rows"):
     question: int
     model: str
-    identifier: str  # the part's, as MediaFeature has it
-    first: int  # of the part's rows; those of one part come in order
+    identifier: str  # the part's, as in MediaFeature
+    first: int  # the part's row with which these begin; a part's messages come in order
     rows: PromptEmbeds
-    checksum: bytes  # of the above
+    checksum: bytes  # of `model`, `identifier`, `first` and `rows`
 
 
 class EncodingRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """There will be no rows. What is wrong with an image its client hears from the node that reads the prompt, which tries for itself."""
+    """No rows will come. The asking node then encodes the image itself, and tells its client if the image is at
+    fault."""
 
     question: int
     reason: str

@@ -1,7 +1,7 @@
-"""Where a process is reached: `tcp://KEY@ADDRESS:PORT`.
+"""The address of a process with its public key: `tcp://KEY@ADDRESS:PORT`.
 
-KEY is the public half of the listener's key pair (`wire.curve`). An endpoint that names it can be given to any other process: a
-connection there reaches the holder of that key, or none.
+KEY is the public half of the listener's key pair (`wire.curve`). Any process may pass an endpoint on: a connection
+to it reaches the holder of that key, or fails.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Endpoint(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Without the key: for people."""
+        """The endpoint without its key, for people."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_endpoint(text: str) -> Endpoint | None:
-    """None for what is no endpoint, and for a host's name: looking it up might wait."""
+    """Returns None for a text that is no endpoint, and for one with a host name, because a look-up might block."""
     try:
         parts = urlsplit(text)
         host, port, key = parts.hostname, parts.port, parts.username
@@ -49,7 +49,7 @@ def parse_endpoint(text: str) -> Endpoint | None:
 
 
 def key_of(endpoint: str) -> str:
-    """Raises ValueError for what is no endpoint."""
+    """Raises ValueError for a text that is no endpoint."""
     parsed = parse_endpoint(endpoint)
     if parsed is None:
         raise ValueError(f"{endpoint!r} is no endpoint: it must be tcp://KEY@ADDRESS:PORT")
@@ -57,7 +57,7 @@ def key_of(endpoint: str) -> str:
 
 
 def shown(endpoint: str) -> str:
-    """For logs and views: the address alone."""
+    """Returns the address alone, for logs and views; or the text, if it is no endpoint."""
     parsed = parse_endpoint(endpoint)
     return parsed.address if parsed is not None else endpoint
 
@@ -67,7 +67,7 @@ def key_text(key: bytes) -> str:
 
 
 def key_bytes(text: str) -> bytes:
-    """Raises ValueError for what is no key."""
+    """Raises ValueError for a text that is no key."""
     try:
         key = base64.b64decode(text + "=", altchars=b"-_", validate=True)
     except ValueError as error:  # binascii.Error is one

@@ -1,21 +1,21 @@
-"""Everything that can go wrong, as one tree. Foreign exceptions are translated into it at one seam each.
+"""All errors of Tandem, as one tree. Foreign exceptions are translated into it at one seam each.
 
 TandemError
 ├── RequestError            the request's fault; retrying it unchanged will not help
 │   ├── InvalidRequest          400
-│   │   └── InvalidImage            an image that is none, or not what it says, or too large
+│   │   └── InvalidImage            not an image, or not what it claims to be, or too large
 │   ├── ContextLengthExceeded   400
 │   └── UnknownModel            404
-├── Unavailable             no node can take it now; retry later                    503
+├── Unavailable             no node can take the request now; retry later           503
 │   ├── Overloaded
 │   ├── AdapterMissing          the node lacks the adapter, or has one of that name with other weights
-│   └── NodeLost                the node died or stopped answering: another may take it
-├── DeadlineExceeded        it took longer than it was allowed to                   504
-├── Cancelled               its owner no longer wants it                            499
+│   └── NodeLost                the node died or stopped answering: another may take the request
+├── DeadlineExceeded        the request took longer than it was allowed to          504
+├── Cancelled               the client no longer wants it                           499
 ├── TransferError           KV did not arrive, or arrived and did not verify        502
 ├── ConfigurationError      the operator's settings cannot work; says what to change
 └── InternalError           a bug of ours; the message says where                   500
-    └── InvalidLogits           the model computed something that is no number
+    └── InvalidLogits           the model computed something that is not a number
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class InvalidLogits(InternalError):
 
 
 class WireError(msgspec.Struct, frozen=True):
-    """A TandemError as it crosses a socket."""
+    """A TandemError as a message field."""
 
     code: str
     message: str

@@ -1,7 +1,9 @@
-"""What routers and nodes must read alike of images: how many placeholder tokens one takes, and where in a prompt they stand.
+"""What routers and nodes must agree on about images: how many placeholder tokens one takes, and where in a prompt
+they stand.
 
-A router makes the prompt, with a run of placeholder tokens for each part of an image that the model's vision tower encodes by itself. It
-sends the images' files beside it. A node makes pixels of a file when it encodes it; KV that is there already needs none.
+A router makes the prompt, with a run of placeholder tokens for each part of an image that the model's vision tower
+encodes by itself, and sends the images' files with it. A node decodes a file only to encode it: images whose KV is
+cached stay files.
 """
 
 from __future__ import annotations
@@ -19,21 +21,22 @@ from tandem.wire.errors import ConfigurationError
 if TYPE_CHECKING:
     from PIL import Image
 
-# As Pillow calls them. What else it reads has seen fewer hostile files.
+# Pillow's names. Its readers of other formats have met fewer hostile files.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-# transformers scales nothing beyond this.
+# transformers scales no side beyond this.
 _LONGEST_SIDE = 4096
 
 
 class MediaFeature(msgspec.Struct, frozen=True, array_like=True):
-    """A run of placeholder tokens in a prompt that stands for a part of an image."""
+    """A run of placeholder tokens in a prompt, which stands for a part of an image."""
 
-    identifier: str  # of the part's content
+    identifier: str  # derived from the part's content
     offset: int
     length: int
-    image: int = 0  # which of the request's
-    part: int = 0  # which of that image's
-    columns: int = 0  # tokens of a row, where positions are counted by rows and columns; 0: one after the other, as a text's
+    image: int = 0  # which of the request's images
+    part: int = 0  # which part of that image
+    # Tokens per row, if positions count rows and columns; 0: they count on one by one, as a text's.
+    columns: int = 0
 
 
 class ImagePlaces(NamedTuple):
@@ -44,16 +47,17 @@ class ImagePlaces(NamedTuple):
 
 
 class TiledImages(msgspec.Struct, frozen=True, tag="tiled"):
-    """Idefics3 and SmolVLM: an image is scaled, and cut into tiles of one size; a small copy of the whole image is the last of them."""
+    """Idefics3 and SmolVLM: an image is scaled and cut into tiles of one size. The last tile is a small copy of it
+    all."""
 
     tile: int  # pixels of a side
-    longest: int  # to so many pixels is an image's longer side scaled before it is cut
+    longest: int  # an image's longer side is scaled to this many pixels before it is cut
     is_cut: bool  # False: one tile, the whole image
-    tokens: int  # of a tile
+    tokens: int  # per tile
     token_id: int  # the placeholder
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles; none where the whole image is one tile."""
+        """Returns the rows and columns of tiles; (0, 0) if the whole image is one tile."""
         if not self.is_cut:
             return 0, 0
         width, height = self._scaled(width, height)
@@ -65,7 +69,7 @@ class TiledImages(msgspec.Struct, frozen=True, tag="tiled"):
         return (high, wide) if high > 1 or wide > 1 else (0, 0)
 
     def _scaled(self, width: int, height: int) -> tuple[int, int]:
-        """The shorter side becomes even by growing."""
+        """Returns the scaled width and height. The shorter side grows to an even number."""
         ratio = width / height
         if width >= height:
             width, height = self.longest, int(self.longest / ratio)
@@ -85,12 +89,13 @@ class TiledImages(msgspec.Struct, frozen=True, tag="tiled"):
         return math.ceil(side / self.tile)
 
     def parts(self, width: int, height: int) -> list[ImagePlaces]:
-        """In the prompt's order."""
+        """Returns the placeholders of each tile, in the prompt's order."""
         rows, columns = self.grid(width, height)
         return [ImagePlaces(self.tokens)] * (rows * columns + 1)
 
     def written(self, placeholder: str, width: int, height: int) -> str:
-        """What takes the place of the one placeholder that a chat template writes for an image, as the model's own processor has it."""
+        """Returns the text that replaces the one placeholder of an image in a chat template's output, as the model's
+        own processor writes it."""
         around, run = "<fake_token_around_image>", placeholder * self.tokens
         rows, columns = self.grid(width, height)
         tiles = "".join(
@@ -103,16 +108,16 @@ class TiledImages(msgspec.Struct, frozen=True, tag="tiled"):
 
 
 class GriddedImages(msgspec.Struct, frozen=True, tag="gridded"):
-    """Qwen-VL: an image keeps its shape, and is scaled to a number of pixels between two bounds. It is one part, whose tokens
-    have positions by row and column."""
+    """Qwen-VL: an image keeps its shape, and is scaled to a number of pixels between two bounds. It is one part, whose
+    tokens have positions by row and column."""
 
     side: int  # pixels of a token's side
-    fewest: int  # pixels of an image
+    fewest: int  # the fewest pixels of an image
     most: int
     token_id: int  # the placeholder
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tokens."""
+        """Returns the rows and columns of tokens."""
         side = self.side
         rows, columns = round(height / side), round(width / side)
         area = rows * columns * side * side
@@ -136,7 +141,8 @@ ImageRules = TiledImages | GriddedImages
 
 
 def image_rules(config: Mapping[str, Any], processor: Mapping[str, Any]) -> ImageRules | None:
-    """By a model's config.json and by how its folder says that images are prepared. None: Tandem reads no images for such a model."""
+    """Returns the rules from a model's config.json and its image processor's settings. None: Tandem reads no images for
+    such a model. Raises ConfigurationError."""
     kind = config.get("model_type")
     if kind in ("smolvlm", "idefics3"):
         rules: ImageRules = _tiled(kind, config, processor)
@@ -184,7 +190,8 @@ def _side(size: Any, usual: int) -> int:
 
 
 def processor_settings(read_json: Any) -> dict[str, Any]:
-    """How images are prepared, as a model's folder says. `read_json`: an optional file of it, by name; empty if it is not there."""
+    """Returns the image processor's settings in a model's folder. `read_json` returns an optional file's content by
+    name, or an empty mapping."""
     settings: dict[str, Any] = read_json("preprocessor_config.json")
     if not settings:
         settings = read_json("processor_config.json").get("image_processor") or {}
@@ -194,7 +201,7 @@ def processor_settings(read_json: Any) -> dict[str, Any]:
 def media_features(
     token_ids: Sequence[int], token_id: int, parts: Sequence[Sequence[ImagePlaces]], digests: Sequence[str]
 ) -> list[MediaFeature] | None:
-    """The runs of `token_id`, where they are those of the images' parts; None where they are not."""
+    """Returns the runs of `token_id` in the prompt; None if they do not match the images' parts."""
     features: list[MediaFeature] = []
     wanted = [(image, part, *places) for image, of in enumerate(parts) for part, places in enumerate(of)]
     at, end = 0, len(token_ids)
@@ -213,15 +220,16 @@ def digest_of_image(file: bytes) -> str:
 
 
 def open_image(file: bytes) -> Image.Image:
-    """Opens an image; an animation's first picture. Raises what Pillow raises, some of it only when pixels are asked for."""
-    # Imported here because most models need nothing of it.
+    """Opens an image, or an animation's first picture. Raises Pillow's errors; some of them come only when its
+    pixels are read."""
+    # Imported here, because most models read no images.
     from PIL import Image
 
     return Image.open(io.BytesIO(file), formats=FORMATS)
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """As transformers reads an image for a chat: turned as its camera was held, without transparency."""
+    """Returns the image as transformers reads it for a chat: turned upright by its camera's mark, and opaque."""
     from PIL import ImageOps
 
     turned: Image.Image = ImageOps.exif_transpose(image)

@@ -1,13 +1,13 @@
-"""What happens to a node's KV cache, block by block: in the shape that vLLM publishes, so that its subscribers can read ours.
+"""Events of a node's KV cache, block by block, in the form that vLLM publishes, so that its subscribers can read ours.
 
-A field's place is its name here: arrays travel, not maps. New fields go to the end.
+They travel as arrays, so a field's place is its name. New fields go to the end.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-# The device's own blocks, whatever the device. A tier's medium is its name in capital letters.
+# The blocks of the device, whatever it is. A tier's medium is its name in capital letters.
 DEVICE_MEDIUM = "GPU"
 
 ExtraKeys = tuple[str, ...]
@@ -16,27 +16,26 @@ ExtraKeys = tuple[str, ...]
 class BlockStored(
     msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, tag="BlockStored"
 ):
-    """Blocks that can be found from now on, each the next one's parent. A tier says only which: tokens, and what else made the hash, came
-    when the device stored them."""
+    """These blocks can be found from now on. Each is the next one's parent. A tier's event has only hashes: the
+    device's event had the tokens and the rest of what made them."""
 
     block_hashes: list[bytes]
-    parent_block_hash: (
-        bytes | None
-    )  # of the block before the first; None for a prompt's first block, and from tiers
+    # The hash of the block before the first one; None for a prompt's first block, and in events of tiers.
+    parent_block_hash: bytes | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None = None
     medium: str | None = DEVICE_MEDIUM
     lora_name: str | None = None
-    # For each block what besides its tokens made its hash. None: nothing.
+    # For each block, what made its hash besides its tokens. None: nothing.
     extra_keys: list[ExtraKeys | None] | None = None
-    group_idx: int | None = None  # the KV cache group; None when there is one
+    group_idx: int | None = None  # the KV cache group; None if there is only one
 
 
 class BlockRemoved(
     msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, tag="BlockRemoved"
 ):
-    """No copy of these is left in the medium."""
+    """The medium has no copy of these blocks any more."""
 
     block_hashes: list[bytes]
     medium: str | None = DEVICE_MEDIUM

@@ -1,8 +1,8 @@
-"""Numbered lines: how a router and a node notice every message that is lost between them, and heal it.
+"""Numbered lines: a router and a node notice every lost message between them, and send it again.
 
-Two processes that talk have two lines, one in each direction. A line belongs to one incarnation of its sender and one of
-its receiver, and it has an id that only grows. Every message that matters has a number on its line: 1, 2, 3 and so on. What only
-describes the present (Ping, NodeStatus, ClockReading) has none: the next one replaces it.
+Two processes have two lines, one in each direction. A line belongs to one incarnation of its sender and one of its
+receiver, and has an id that only grows. Every message that matters has a number on its line: 1, 2, 3 and so on. A
+message that only describes the present (Ping, NodeStatus, ClockReading) has none, because the next one replaces it.
 
     sender                                            receiver
        │ ── Letter(line 4, number 7, sent 7, body) ──▶ │   the next number: delivered
@@ -10,21 +10,22 @@ describes the present (Ping, NodeStatus, ClockReading) has none: the next one re
        │ ── Letter(line 4, number 9, ...) ───────────▶ │   a gap: nothing after it is delivered
        │ ◀────────────────────── Resend(line 4, after 7) │   at once, and later once more
        │ ── Letter 8, Letter 9 ──────────────────────▶ │   from the sender's replay buffer
-       │ ◀──── any letter (heard line 4, number 9) ── │   acknowledged: the buffer forgets them
+       │ ◀──── any letter (heard line 4, number 9) ── │   acknowledged: the buffer drops them
 
-- **Every letter says how far its sender has come** (`sent`), also one without a number. So a status or a ping, which come several
-  times a second, betray a message that was lost at the tail.
-- **Every letter acknowledges** (`heard`): the highest number that its sender received without a gap. A Submit needs no answer of
-  its own: it has arrived when its number is acknowledged.
-- **Delivery is in order and at most once.** A number that was delivered before is dropped; a letter after a gap is dropped too, and
-  comes again.
-- **The replay buffer is bounded.** When what is asked for is gone from it, or when the sender forgot the receiver, the sender begins
-  a new line. The receiver sees a higher line id and drops everything that belongs to the old one. A node then lists the requests that
-  it holds (`Holding`), and the router moves those that are missing there, or of which tokens are missing. Nothing is listed otherwise.
-- **Incarnations.** A letter for another incarnation of the receiver is dropped and counted. So is one of an incarnation of the
-  sender that was replaced.
+- **Every letter has the highest number that its sender has used** (`sent`), even a letter without a number. So a
+  status or a ping, which come several times a second, show that the last messages were lost.
+- **Every letter acknowledges** (`heard`): it has the highest number that its sender received without a gap. A Submit
+  needs no answer of its own: it has arrived when its number is acknowledged.
+- **Delivery is in order and at most once.** The receiver drops a number that it has delivered before. It also drops a
+  letter after a gap, which comes again.
+- **The replay buffer is bounded.** If a requested message is no longer in it, or if the sender forgot the receiver, the
+  sender begins a new line. The receiver sees a higher line id and drops everything of the old line. A node then
+  lists the requests that it holds (`Holding`), and the router moves those that are missing, or whose tokens are
+  missing.
+- **Incarnations.** A letter for another incarnation of the receiver is dropped and counted, and so is one of an earlier
+  incarnation of the sender.
 
-Nothing here knows the transport. It may lose, double, delay and reorder frames, and break its connections.
+This file does not depend on the transport, which may lose, double, delay and reorder frames, and break its connections.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from tandem.wire.tracing import ClockReading
 
 B = TypeVar("B")
 
-# A receiver that waits for a resent message asks again after so long, then after twice as long, up to the longest.
+# A receiver with a gap asks again after RETRY_S, and then after twice as long each time, up to RETRY_MAX_S.
 RETRY_S = 0.2
 RETRY_MAX_S = 1.0
-# What one line keeps for its receiver until it is acknowledged: some seconds of the busiest node's tokens.
+# What one line keeps until the receiver acknowledges it: some seconds of the busiest node's tokens.
 REPLAY_BYTES = 64 << 20
 REPLAY_FRAMES = 50_000
 PAST_INCARNATIONS = 16
@@ -64,15 +65,15 @@ class Resend(msgspec.Struct, frozen=True, tag="resend"):
 
 
 class Letter(msgspec.Struct, Generic[B], frozen=True, array_like=True):
-    """What travels between a router and a node: a message, and where it stands on its line."""
+    """A message between a router and a node, with its place on its line."""
 
-    sender: str  # the endpoint where the sender is reached
+    sender: str  # the sender's endpoint
     sender_epoch: int
     receiver_epoch: int
     line: int
-    number: int  # 0: this message has none
+    number: int  # 0: the message has none
     sent: int  # the highest number on this line so far
-    heard_line: int  # the other direction: the line that the sender reads,
+    heard_line: int  # the other direction: the line that the sender receives,
     heard: int  # and the highest number that came on it without a gap
     body: B
 
@@ -101,7 +102,7 @@ class SendingLine:
     kept_bytes: int = 0
 
     def keep(self, frame: bytes, now: float, max_bytes: int, max_frames: int) -> None:
-        """The frame with number `sent`."""
+        """Keeps the frame with number `sent`, and drops the oldest ones beyond the limits."""
         self.kept.append((now, frame))
         self.kept_bytes += len(frame)
         while self.kept_bytes > max_bytes or len(self.kept) > max_frames:
@@ -118,7 +119,7 @@ class SendingLine:
         self.kept_bytes -= len(frame)
 
     def frames_after(self, number: int) -> list[bytes] | None:
-        """None when some of them are gone."""
+        """Returns the frames after this number; None if some of them are no longer kept."""
         missing = self.sent - number
         if missing > len(self.kept):
             return None
@@ -126,7 +127,7 @@ class SendingLine:
 
     @property
     def unheard_since(self) -> float | None:
-        """When the oldest message that is not acknowledged was sent."""
+        """When the oldest unacknowledged message was sent; None if there is none."""
         return self.kept[0][0] if self.kept else None
 
 
@@ -134,18 +135,20 @@ class SendingLine:
 class _Peer:
     epoch: int
     out: SendingLine
-    line: int = 0  # the line that comes from it; 0: none yet
-    heard: int = 0  # on that line, without a gap
-    asked_at: float | None = None  # when a gap was last asked about; None: there is none
+    line: int = 0  # the line that comes from the peer; 0: none yet
+    heard: int = 0  # the highest number on that line without a gap
+    asked_at: float | None = None  # when a Resend for the gap was last sent; None: there is no gap
     retry_s: float = RETRY_S
-    past: tuple[int, ...] = ()  # its earlier incarnations
+    past: tuple[int, ...] = ()  # the peer's earlier incarnations
 
 
 class Lines(Generic[B]):
-    """All lines of one process. The lock, if one is given, is held whenever a frame is made and sent, so that numbers leave in order.
+    """All lines of one process. It holds the lock, if one is given, whenever it makes and sends a frame, so that
+    numbers leave in order.
 
-    `deliver` gets each message once and in order. `begun(endpoint)`: a new line has begun in one of the directions, so messages may be lost
-    for good. `replaced(endpoint)`: another incarnation listens there now. All three are called without the lock.
+    `deliver` gets each message once and in order. `begun(endpoint)`: a new line has begun in one of the directions, so
+    messages may be lost for good. `replaced(endpoint)`: another incarnation listens there now. All three are called
+    without the lock.
     """
 
     def __init__(
@@ -162,11 +165,12 @@ class Lines(Generic[B]):
         replay_bytes: int = REPLAY_BYTES,
         replay_frames: int = REPLAY_FRAMES,
     ) -> None:
-        """`meets_strangers`: every process that writes here is answered. Otherwise only those that `meet` named are heard."""
-        self.endpoint = ""  # where this process is reached; set before anything is sent
+        """`meets_strangers`: any process that writes here is heard and answered. Otherwise only those that `meet`
+        named."""
+        self.endpoint = ""  # this process's; set before anything is sent
         self.epoch = epoch
-        self.gaps = 0  # times that messages were asked for again
-        self.resent = 0  # messages
+        self.gaps = 0  # how often a Resend was sent for a new gap
+        self.resent = 0  # messages that were sent again
         self.restarts = 0  # lines that could not be healed
         self.foreign = 0  # letters for, or from, another incarnation
         self._send_frame = send_frame
@@ -185,15 +189,15 @@ class Lines(Generic[B]):
     # --- sending
 
     def meet(self, endpoint: str, epoch: int) -> None:
-        """From now on this incarnation is spoken to there, and heard. Its lines begin, unless they have begun."""
+        """From now on sends to this incarnation and hears it. Begins its lines, unless they have begun."""
         with self._lock:
             peer = self._peers.get(endpoint)
             if peer is None or peer.epoch != epoch:
                 self._peers[endpoint] = _Peer(epoch, self._new_line())
 
     def send(self, endpoint: str, body: msgspec.Struct) -> Position:
-        """Where the message stands on its line, for comparing with `acknowledged`. Raises NodeLost for an endpoint that
-        was never met, and when the transport does."""
+        """Returns the message's place on its line, to compare with `acknowledged`. Raises NodeLost for an endpoint
+        that was never met, and if the transport does."""
         with self._lock:
             peer = self._peers.get(endpoint)
             if peer is None:
@@ -225,7 +229,8 @@ class Lines(Generic[B]):
         return Position(out.id, out.sent)
 
     def begin_anew(self, endpoint: str) -> None:
-        """What was sent there and not acknowledged is dropped. What comes from there is still heard."""
+        """Drops what was sent there and not acknowledged, and begins a new line. What comes from there is still
+        heard."""
         with self._lock:
             peer = self._peers.get(endpoint)
             if peer is not None:
@@ -238,22 +243,22 @@ class Lines(Generic[B]):
     def _new_line(self) -> SendingLine:
         return SendingLine(next(self._ids))
 
-    # --- what the other side is known to have
+    # --- what the other side has received
 
     def acknowledged(self, endpoint: str) -> Position:
-        """The last message there that is known to have arrived."""
+        """Returns the place of the last message there that is known to have arrived."""
         with self._lock:
             peer = self._peers.get(endpoint)
             return Position(peer.out.id, peer.out.heard) if peer is not None else Position(0, 0)
 
     def received(self, endpoint: str) -> Position:
-        """The last message from there that was delivered."""
+        """Returns the place of the last message from there that was delivered."""
         with self._lock:
             peer = self._peers.get(endpoint)
             return Position(peer.line, peer.heard) if peer is not None else Position(0, 0)
 
     def unheard_since(self, endpoint: str) -> float | None:
-        """When the oldest message there was sent that is not acknowledged; None when all are."""
+        """Returns when the oldest unacknowledged message there was sent; None if all are acknowledged."""
         with self._lock:
             peer = self._peers.get(endpoint)
             return peer.out.unheard_since if peer is not None else None
@@ -261,7 +266,7 @@ class Lines(Generic[B]):
     # --- receiving
 
     def receive(self, letter: Letter[B | Resend]) -> None:
-        """From one thread at a time."""
+        """Takes a letter. Only one thread at a time may call this."""
         number = letter.number
         with self._lock:
             peer = self._peers.get(letter.sender)
@@ -276,7 +281,7 @@ class Lines(Generic[B]):
                     else letter.sent <= peer.heard and type(letter.body) is not Resend
                 )
             )
-            if in_order and peer is not None:  # what nearly every letter is
+            if in_order and peer is not None:  # true for nearly every letter
                 if number:
                     peer.asked_at = None
                 if letter.heard_line == peer.out.id:
@@ -288,12 +293,12 @@ class Lines(Generic[B]):
         try:
             self._deliver(letter.body)  # type: ignore[arg-type]  # a Resend is never delivered
         finally:
-            # Only now: `received` promises that the message was delivered.
+            # Only now, because `received` promises that the message was delivered.
             if number and peer.line == letter.line:
                 peer.heard = number
 
     def _receive_other(self, letter: Letter[B | Resend]) -> _Peer | None:
-        """Its sender, if its message is to be delivered."""
+        """Takes a letter out of order. Returns its sender if its message is to be delivered."""
         events: list[Callable[[], None]] = []
         with self._lock:
             peer = self._sender_of(letter, events)
@@ -321,12 +326,12 @@ class Lines(Generic[B]):
         return met
 
     def _take(self, letter: Letter[Any], peer: _Peer, events: list[Callable[[], None]]) -> bool:
-        """Whether its message is to be delivered."""
+        """Returns whether the letter's message is to be delivered."""
         out = peer.out
         if letter.heard_line == out.id:
             out.acknowledge(letter.heard)
         if letter.line < peer.line:
-            return False  # it was on its way while its line was replaced
+            return False  # it was on its way when its line was replaced
         if letter.line > peer.line:
             peer.line, peer.heard, peer.asked_at = letter.line, 0, None
             events.append(lambda: self._begun(letter.sender))
@@ -350,9 +355,10 @@ class Lines(Generic[B]):
         elif now < peer.asked_at + peer.retry_s:
             return
         else:
-            peer.retry_s = min(2 * peer.retry_s, RETRY_MAX_S)  # on a slow link the answer is on its way
+            # The link may be slow, and the answer on its way.
+            peer.retry_s = min(2 * peer.retry_s, RETRY_MAX_S)
         peer.asked_at = now
-        with contextlib.suppress(NodeLost):  # the next letter is another occasion
+        with contextlib.suppress(NodeLost):  # the next letter tries again
             self._write(endpoint, peer, Resend(peer.line, peer.heard))
 
     def _resend(self, endpoint: str, peer: _Peer, asked: Resend, events: list[Callable[[], None]]) -> None:
@@ -366,14 +372,14 @@ class Lines(Generic[B]):
             events.append(lambda: self._begun(endpoint))
             return
         self.resent += len(frames)
-        with contextlib.suppress(NodeLost):  # it asks again
+        with contextlib.suppress(NodeLost):  # the receiver asks again
             for frame in frames:
                 self._send_frame(endpoint, frame)
 
 
 class NumberedChannel:
-    """A node's inbox and outbox, with numbered lines to every router that has written to it. It has its address at once; what arrives
-    before `listen` waits."""
+    """A node's inbox and outbox, with numbered lines to every router that has written to it. It has its address at
+    once; messages that arrive before `listen` wait."""
 
     def __init__(self, host: str, epoch: int, *, name: str) -> None:
         self._outbox = Outbox()
@@ -398,7 +404,7 @@ class NumberedChannel:
         begun: Callable[[str], None],
         replaced: Callable[[str], None],
     ) -> None:
-        """The three are those of `Lines`; they are called in the inbox's thread."""
+        """Begins to receive. The three callbacks are those of `Lines`, called in the inbox's thread."""
         self._on_message, self._begun, self._replaced = on_message, begun, replaced
         self._inbox.listen()
 

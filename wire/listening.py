@@ -1,9 +1,9 @@
-"""Whether a process still listens at an address, asked without waiting and without its help.
+"""Finds out whether a process still listens at an address, without waiting and without the process's help.
 
-The kernel accepts connections for a process that is stuck, stopped or starved. So an address that accepts has its process,
-and the machine and the way to it are there: a caller that waits for an answer waits rightly. One that refuses has lost its
-process, or there is a firewall. One that does not answer at all has lost its machine, or the way between is cut. The
-last two are reasons enough to go on without it, and no proof that it has ended.
+The kernel accepts connections for a process that is stuck, stopped or starved. So if an address accepts, its process is
+there, and so are the machine and the way to it: a caller that waits for an answer may go on waiting. If it refuses, the
+process is gone, or a firewall refuses. If nothing answers, the machine is gone, or the way to it is cut. The last
+two are reason enough to go on without the process, and no proof that it has ended.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from tandem.wire.endpoints import parse_endpoint
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 1.0  # one that has accepted is asked again
-ANSWER_S = 1.2  # a kernel answers at once; the first packet that is lost is sent again after a second
-PATIENCE_S = 10.0  # an attempt is kept
+AGAIN_S = 1.0  # an address that has accepted is tried again after this long
+ANSWER_S = 1.2  # a kernel answers at once; it sends a lost first packet again after a second
+PATIENCE_S = 10.0  # an attempt is dropped after this long
 
 
 class Listener(enum.Enum):
-    UNKNOWN = enum.auto()  # ask again
+    UNKNOWN = enum.auto()  # not decided yet: call again
     ACCEPTS = enum.auto()
     REFUSES = enum.auto()
     DOES_NOT_ANSWER = enum.auto()
 
 
 class ListenerProbe:
-    """Keeps one attempt for each address. What it never asks again it forgets by itself."""
+    """Keeps one attempt for each address. It drops old attempts at addresses that are not asked about any more."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,7 +42,8 @@ class ListenerProbe:
         self._accepted: dict[str, float] = {}
 
     def look(self, endpoint: str) -> Listener:
-        """Each address that accepts is tried again once a second at most."""
+        """Returns what is known of the address. Never blocks. An address that accepts is tried at most once a
+        second."""
         self._drop_what_is_old()
         attempt = self._attempts.pop(endpoint, None)
         if attempt is None:
@@ -77,7 +78,7 @@ class ListenerProbe:
         return _Attempt(connection, self._clock())
 
     def _drop_what_is_old(self) -> None:
-        """These addresses may never be asked about again."""
+        """Drops what may never be asked about again."""
         now = self._clock()
         self._accepted = {endpoint: until for endpoint, until in self._accepted.items() if now < until}
         for endpoint, attempt in list(self._attempts.items()):
@@ -102,7 +103,7 @@ class _Attempt(NamedTuple):
 
 
 def address_of(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]] | None:
-    """None for what is no endpoint."""
+    """Returns the endpoint's socket family and address; None if it is no endpoint."""
     parsed = parse_endpoint(endpoint)
     if parsed is None:
         return None

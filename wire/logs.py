@@ -1,7 +1,8 @@
-"""A process's log: its level, and lines for people or for machines. The same for nodes, routers and the controller.
+"""A process's log: its level, and its lines, for people or for machines. Nodes, routers and the controller all use it.
 
-By custom a line about a request begins with its id ("ID: what happened"), and names the ids that nodes know it by as they are
-(`req-...`). Lines for machines carry both as fields, so that one search finds a request in every component.
+By custom a line about a request begins with the request's id ("ID: what happened"), and also names the ids by which
+nodes know it (`req-...`). Lines for machines carry both as fields, so that one search finds a request in every
+component.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LogsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "text"
 
 
-# What a process keeps of its log for those who ask from elsewhere; all of it is where its standard error goes.
+# How much of its log a process keeps for other processes that ask. All of it goes to its standard error.
 KEPT_LINES = 5_000
 KEPT_CHARS = 1 << 20
 LONGEST_LINE = 8_000
@@ -50,7 +51,7 @@ PAGE_LINES = 1_000
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    number: int  # counts the lines of a process
+    number: int  # counts the process's lines
     unix_time: float
     level: str
     logger: str
@@ -58,32 +59,33 @@ class LogLine(msgspec.Struct, frozen=True):
 
     @property
     def request_id(self) -> str | None:
-        """As its caller knows it. Only a router's lines have it."""
+        """The request's id, as its client knows it. Only a router's lines have it."""
         found = _SUBJECT.match(self.message) if _is_of_router(self.logger) else None
         return found[1] if found is not None else None
 
     @property
     def attempts(self) -> list[str]:
-        """The ids of requests by which nodes know them."""
+        """The ids by which nodes know the request."""
         return list(dict.fromkeys(_ATTEMPT.findall(self.message)))
 
 
 class LogPosition(msgspec.Struct, frozen=True):
-    """The last line that was seen of a process."""
+    """The last line that a reader has seen of a process."""
 
-    process: str  # one start of it
+    process: str  # names one start of the process
     number: int
 
 
 class LogPage(msgspec.Struct, frozen=True):
     process: str
     lines: list[LogLine]
-    lost: int = 0  # lines after the last that was seen, which are not kept any more
-    more: bool = False  # there are newer ones
+    lost: int = 0  # lines after the last seen one that are no longer kept
+    more: bool = False  # there are newer lines
 
 
 class LogsQuery(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`names`: processes, or pools, which mean all of their nodes; empty: all. A process that is not in `after` gives its `last` lines."""
+    """`names`: processes, or pools, which mean all of their nodes; empty: all. A process that is not in `after`
+    returns its `last` lines."""
 
     names: list[str] = []
     after: dict[str, LogPosition] = {}
@@ -92,11 +94,11 @@ class LogsQuery(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
 class ClusterLogs(msgspec.Struct, frozen=True):
     pages: dict[str, LogPage]
-    silent: dict[str, str]  # processes that gave no lines, and why
+    silent: dict[str, str]  # processes that returned no lines, and why
 
 
 class RecentLines(logging.Handler):
-    """The last lines of this process's log, numbered."""
+    """Keeps the last lines of this process's log, numbered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +110,7 @@ class RecentLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # The handler before this one has made it, where lines are for people.
+            # If lines are for people, the handler before this one has made the message.
             message = record.__dict__.get("message") or record.getMessage()
             if record.exc_info:
                 message += "\n" + self._exceptions.formatException(record.exc_info)
@@ -142,12 +144,12 @@ _recent = RecentLines()
 
 
 def recent_page(after: LogPosition | None, last: int, most: int = PAGE_LINES) -> LogPage:
-    """The lines of this process's log after one that was seen, or the last ones."""
+    """Returns the lines of this process's log after the last seen one, or the last lines."""
     return _recent.page(after, last, most)
 
 
 class TextLines(logging.Formatter):
-    """`LINE`. The text of a second is made once, for all of its lines."""
+    """Formats `LINE`. The text of a second is made once, for all lines in it."""
 
     def __init__(self) -> None:
         super().__init__(LINE)
@@ -183,7 +185,7 @@ class JsonLines(logging.Formatter):
         attempts = list(dict.fromkeys(_ATTEMPT.findall(message)))
         if attempts:
             line["attempts"] = attempts
-        # Only a router knows requests by their callers' ids; elsewhere a line begins with the name of a node.
+        # Only routers know requests by their clients' ids; elsewhere a line begins with a node's name.
         if (found := _SUBJECT.match(message)) is not None and _is_of_router(record.name):
             line["request_id"] = found[1]
         if record.exc_info:
@@ -196,11 +198,11 @@ def _is_of_router(logger: str) -> bool:
 
 
 def begin_logging(config: LogsConfig, component: str, stream: TextIO | None = None) -> None:
-    """Where the process has none yet. `component` is its name."""
+    """Sets the process's logging up, unless it has some. `component` is its name."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(component) if config.format == "json" else TextLines())
     logging.basicConfig(level=config.level.upper(), handlers=[handler])
     if _recent not in logging.getLogger().handlers:
         logging.getLogger().addHandler(_recent)
-    # A line for each export or question is no news.
+    # A line for each export or question is of no use to the reader.
     logging.getLogger("httpx").setLevel(logging.WARNING)

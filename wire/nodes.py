@@ -1,4 +1,4 @@
-"""Who is in the cluster."""
+"""The nodes and routers of a cluster, as they are announced, and what routers report about nodes."""
 
 from __future__ import annotations
 
@@ -15,61 +15,58 @@ from tandem.wire.versions import WIRE_VERSION
 class Role(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
-    AGGREGATED = "aggregated"  # does both; never sends KV away
-    ENCODE = "encode"  # makes rows of images for the nodes that read prompts, and runs no requests
+    AGGREGATED = "aggregated"  # computes prompts and decodes; never sends KV away
+    ENCODE = "encode"  # makes rows of images for nodes that read prompts; runs no requests
 
     @property
     def writes_answers(self) -> bool:
         return self in (Role.DECODE, Role.AGGREGATED)
 
 
-# Of nodes that run requests.
+# The roles of nodes that run requests.
 ENGINE_ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 
 
 class NodeState(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
-    DRAINING = "draining"  # finishes what it has, takes nothing new
+    DRAINING = "draining"  # finishes its requests and takes no new ones
     FAILED = "failed"
 
 
 class NodeInfo(msgspec.Struct, frozen=True, cache_hash=True):
-    """A node as the controller announces it to the routers. A restarted node has a new epoch."""
+    """A node as the controller announces it to routers. A restarted node has a new epoch."""
 
     node_id: str
     role: Role
     epoch: int
-    request_endpoint: (
-        str  # where routers send Submit, Cancel and Ping; its key is the node's in every connection
-    )
-    peer_endpoint: (
-        str  # where other nodes send handoff messages, or images to encode; "" when there is no connector
-    )
+    # Where routers send Submit, Cancel and Ping. Its key is the node's in every connection.
+    request_endpoint: str
+    # Where other nodes send handoff messages, or images to encode; "" if there is no connector.
+    peer_endpoint: str
     model: str
     max_model_len: int
     block_size: int
-    content: str = (
-        ""  # the digest of its configuration, weights and tokenizer: a request runs on nodes of one content
-    )
+    # The digest of configuration, weights and tokenizer: a request runs on nodes of one content.
+    content: str = ""
     tokenizer: str = ""  # the SHA-256 of its tokenizer.json, which routers compare with theirs
-    # What a request's blocks hold: its tokens' keys and values, recurrent states (so many blocks, however long it is), or both.
+    # What a request's blocks hold: keys and values of its tokens, recurrent states (the same number of blocks,
+    # however long the request is), or both.
     keeps_tokens: bool = True
     state_blocks: int = 0
-    tier_endpoint: str = (
-        ""  # where other nodes ask for what its tier in host memory has; "" when they may not
-    )
+    # Where other nodes ask for blocks of its tier in host memory; "" if they may not.
+    tier_endpoint: str = ""
     mirrors: bool = False  # nodes copy the blocks of each other's running requests
-    vectors: VectorModel | None = None  # None: its model makes none
-    pin_seconds: float = 0.0  # for so long a turn keeps its KV there for its job's next turn; 0: it does not
-    wire_version: int = WIRE_VERSION  # of the messages that it speaks: wire.versions
+    vectors: VectorModel | None = None  # None: its model makes no vectors
+    pin_seconds: float = 0.0  # how long a turn keeps its KV there for its job's next turn; 0: not at all
+    wire_version: int = WIRE_VERSION  # of the messages that it understands: wire.versions
     tensor_parallel: int = 1  # ranks that share each of its layers
     pipeline_parallel: int = 1  # stages that share its layers
-    start_s: float = 0.0  # from its launch until it was ready, by the controller's clock; 0: not known
+    start_s: float = 0.0  # from its launch until it was ready, by the controller's clock; 0: unknown
 
     @property
     def incarnation(self) -> str:
-        """Tells one start of the node from another. Public, and the epoch does not follow from it."""
+        """Names this start of the node. It is public: the epoch cannot be computed from it."""
         return hashlib.sha256(self.epoch.to_bytes(8, "big")).hexdigest()[:16]
 
 
@@ -79,40 +76,41 @@ class RouterInfo(msgspec.Struct, frozen=True):
     url: str  # where clients reach it
     inbox_endpoint: str  # where nodes answer it; its key is the router's in every connection
     door: str = ""  # where another router of its machine gets its listening socket
-    desk: str = ""  # where the others on its port ask it what it knows
+    desk: str = ""  # where its siblings ask it
 
 
 class RouterQueue(msgspec.Struct, frozen=True):
-    """What a router has in line, for the controller, which decides how many nodes there are; and what it serves."""
+    """A router's line and state, for the controller, which decides from them how many nodes there are."""
 
-    queued: int = 0  # sequences that no node has room for
-    oldest_wait_s: float = 0.0  # of these, how long ago the first came
-    adapters: dict[str, str] = {}  # that requests may name: their digests, by name
-    accepts: bool = False  # connections of clients
-    is_ending: bool = False  # its process was told to end: another one must take its place
+    queued: int = 0  # sequences for which no node has room
+    oldest_wait_s: float = 0.0  # how long ago the first of them came
+    adapters: dict[str, str] = {}  # the adapters that requests may name: their digests, by name
+    accepts: bool = False  # whether it accepts clients' connections
+    is_ending: bool = False  # its process was told to end: another router must take its place
     answers: int = 0  # since it started
-    errors: int = 0  # of these, with a status from 500 on, but for 503
-    out_of_view: dict[str, str] = {}  # why nodes get no new requests, by their ids; paused ones are not named
+    errors: int = 0  # answers with a status from 500 on, except 503
+    # By node id: why the node gets no new requests. Paused nodes are not named.
+    out_of_view: dict[str, str] = {}
 
 
 class NodeSighting(msgspec.Struct, frozen=True):
-    """What a router knows of a node, for a controller that the node does not answer."""
+    """What a router knows of a node, for a controller that gets no answer from the node."""
 
     node_id: str
     epoch: int
-    silent_s: float  # since the router heard it, or, if it never did, was told of it
-    state: NodeState | None = None  # as the node said last
+    silent_s: float  # since the router last heard the node, or else since it was told of it
+    state: NodeState | None = None  # the last that the node reported
     step_age_s: float = 0.0
     detail: str = ""
 
 
 def new_epoch() -> int:
-    """Unguessable and, for all purposes here, never the same twice. A secret of the cluster: what names it is believed."""
+    """Returns a new, unguessable number. An epoch is a secret of the cluster: a message that names it is trusted."""
     return secrets.randbits(62)
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
-    """The other side of a KV transfer: which node, which incarnation of it, and where it listens."""
+    """The other side of a KV transfer: a node, its incarnation, and where it listens."""
 
     node_id: str
     epoch: int

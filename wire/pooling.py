@@ -8,20 +8,19 @@ import msgspec
 
 
 class PoolingKind(enum.StrEnum):
-    MEAN = "mean"  # of all tokens
+    MEAN = "mean"  # the mean over all tokens
     LAST = "last"  # the last token's
     CLS = "cls"  # the first token's
 
 
 class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a model is made for, as its nodes say; and what one request asks for, as a router does. A router writes nothing but
-    `dimensions`: all else is the model's."""
+    """How a vector is made. A node says what its model is made for, and a request says what its client wants; there the
+    router sets only `dimensions`, because everything else is the model's."""
 
     kind: PoolingKind
     normalize: bool = True  # the vector's length is 1
-    dimensions: int | None = (
-        None  # so many of its first numbers, as Matryoshka models are trained for; None: all
-    )
+    # Only this many of its first numbers, for Matryoshka models; None: all.
+    dimensions: int | None = None
 
 
 class VectorModel(msgspec.Struct, frozen=True):
@@ -29,4 +28,4 @@ class VectorModel(msgspec.Struct, frozen=True):
 
     pooling: Pooling
     size: int  # numbers in a vector
-    generates: bool = True  # False: its checkpoint has nothing that chooses tokens, so it makes vectors only
+    generates: bool = True  # False: its checkpoint has no head that chooses tokens, so it makes vectors only

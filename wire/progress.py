@@ -1,7 +1,7 @@
-"""What a long work says of itself while it runs, and for how long it has said nothing new.
+"""The latest step of a long task, and how long ago it came.
 
-A work that goes on is never ended for the time that it takes, only for standing still. What is said twice is no progress: a thread
-may repeat itself for ever beside work that hangs.
+A task is never ended because it takes long, only because it stands still. A repeated report is no progress: a thread
+may repeat itself for ever while the work hangs.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import threading
 from collections.abc import Callable
 
 Report = Callable[[str, float], None]
-"""What is being done, and how much of it is done (0 to 1)."""
+"""Takes what is being done, and which fraction of it is done (0 to 1)."""
 
 _AMOUNT = re.compile(r" \([\d,]+ MB\)$")
-_TINY_S = 1e-6  # what rounding leaves
-_LOOKS = 20  # at a work, within the time that it may stand still
+_TINY_S = 1e-6  # less than this is rounding
+_LOOKS = 20  # how often a task is looked at within the time that it may stand still
 
 
 def with_amount(what: str, num_bytes: int) -> str:
-    """For a work whose end is not known: how far it has got."""
+    """Adds the amount that is done, for work whose total is unknown."""
     return f"{what} ({num_bytes // 1_000_000:,} MB)"
 
 
@@ -28,7 +28,7 @@ def without_amount(what: str) -> str:
 
 
 class LastProgress:
-    """The latest progress of one task. `report` may be called from any thread."""
+    """The latest progress of one task. Any thread may call `report`."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -48,16 +48,16 @@ class LastProgress:
         return self._now() - self._new_at
 
     def next_look(self, limit_s: float) -> float:
-        """How long to sleep before `silent_s` is looked at again; 0: it has stood still for `limit_s`."""
+        """Returns how long to sleep before looking at `silent_s` again; 0: the task has stood still for `limit_s`."""
         left = limit_s - self.silent_s
         return min(left, limit_s / _LOOKS) if left > _TINY_S else 0.0
 
     def overslept(self, seconds: float) -> None:
-        """The process that looks stood still itself for so long, and could hear nothing."""
+        """The watching process itself stood still for `seconds`, and could receive no report."""
         self._new_at += max(0.0, seconds)
 
     def __str__(self) -> str:
-        """Where it is, at the end of a sentence."""
+        """The latest step, as the end of a sentence."""
         what, fraction = self._last
         if not what:
             return "and had said nothing"
@@ -65,7 +65,7 @@ class LastProgress:
 
 
 class SaidProgress:
-    """The last step of a work, numbered, for those who wait for the next. Any thread may report, any may wait."""
+    """The latest step of a task, numbered, for threads that wait for the next one. Any thread may report or wait."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -79,13 +79,13 @@ class SaidProgress:
                 self._changed.notify_all()
 
     def after(self, seen: int, timeout_s: float) -> tuple[int, str, float]:
-        """The latest step and its number; waits for one that is newer than `seen`."""
+        """Returns the latest step with its number. Waits at most `timeout_s` for one that is newer than `seen`."""
         with self._changed:
             self._changed.wait_for(lambda: self._step[0] > seen or self._is_over, timeout_s)
             return self._step
 
     def end(self) -> None:
-        """No waiter is kept from now on."""
+        """From now on `after` does not wait."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

@@ -1,13 +1,14 @@
 """Router -> node and node -> router.
 
-A router binds one Inbox and names it as `reply_to`; a node answers every router there, one TokenBatch per
-engine step for all of that router's requests. A router pings each node twice a second or so; a node sends its
-NodeStatus to every router that pinged it lately, and aborts the requests of one that fell silent. All of these
-travel on numbered lines (`wire.lines`), so none is lost in silence.
+A router binds one Inbox and names it as `reply_to`. A node answers every router there, with one TokenBatch per
+engine step for all of that router's requests. A router pings each node about twice a second. A node sends its
+NodeStatus to every router that pinged it lately, and aborts the requests of a router that fell silent. All of these
+travel on numbered lines (`wire.lines`), so no loss goes unnoticed.
 
-When they speak of caches they call a prompt's blocks by one hash for each block and everything before it, the same in every process of a
-cluster (`block_hashes`). A node's cache has hashes of its own, which other processes cannot foretell. These are for routing alone: routers
-make them of prompts, nodes of the blocks that they cache, and a wrong match costs time and no answer.
+About caches, routers and nodes name a prompt's blocks by `block_hashes`: one hash for each block and everything
+before it, the same in every process of a cluster. A node's cache has hashes of its own, which other processes cannot
+compute. `block_hashes` serve routing alone: routers compute them from prompts, nodes from the blocks that they
+cache. A wrong match costs time, and never changes an answer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tandem.wire.tracing import ClockReading, NodeTrace
 
-# Every request needs several ids, and the system's randomness is a call of the kernel: so many are drawn at once.
+# Every request needs several ids, and the system's randomness costs a system call, so one call draws many.
 _DRAWN_BYTES = 4096
 _ID_DIGITS = re.compile(".{32}")
 _drawn: list[str] = []
@@ -40,7 +41,7 @@ os.register_at_fork(after_in_child=_drawn.clear)
 
 
 def new_id() -> str:
-    """32 hexadecimal digits that are not to be guessed, and never the same twice. From any thread."""
+    """Returns 32 hexadecimal digits, unguessable and never the same twice. Any thread may call this."""
     while True:
         try:
             return _drawn.pop()
@@ -49,12 +50,12 @@ def new_id() -> str:
 
 
 class TransferRole(enum.StrEnum):
-    PRODUCE = "produce"  # compute the prompt here, send its KV to the peer
-    CONSUME = "consume"  # the peer computes the prompt; wait for its KV
+    PRODUCE = "produce"  # compute the prompt here, and send its KV to the peer
+    CONSUME = "consume"  # the peer computes the prompt: wait for its KV
 
 
 class KVTransferParams(msgspec.Struct, frozen=True):
-    """This node's part in one KV transfer. Made by the router, never accepted from a client."""
+    """This node's part in one KV transfer. The router makes it, and never accepts one from a client."""
 
     transfer_id: str  # unguessable; the same on both nodes
     role: TransferRole
@@ -62,57 +63,58 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 
 
 class CachePeers(msgspec.Struct, frozen=True):
-    """Nodes whose tiers in host memory have to do with a request's KV, by their `tier_endpoint`. Named by the router."""
+    """Nodes whose tiers in host memory may hold this request's KV, by their `tier_endpoint`. The router names them."""
 
-    source: PeerAddress | None = None  # likely has more of the prompt than the node that reads it
-    mirror: PeerAddress | None = None  # copies the request's blocks, to go on with it when this node dies
+    # Likely has more of the prompt than the node that reads it: copy from there.
+    source: PeerAddress | None = None
+    mirror: PeerAddress | None = None  # copies the request's blocks, to continue it if this node dies
 
 
 class KeepAnswer(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The node that decodes the request keeps its tokens, for any router that asks for them by `answer_id`. The end of the router
-    that submitted it does not end it."""
+    """The node that decodes the request keeps its tokens for any router that asks for `answer_id`. If the router that
+    submitted it ends, the request goes on."""
 
     answer_id: str  # unguessable
-    attempt: int  # of an answer that was submitted several times the highest counts
-    note: bytes  # what another router needs to make the answer of the tokens; the node does not read it
+    attempt: int  # if an answer was submitted several times, the highest attempt counts
+    note: bytes  # what another router needs to make the answer from the tokens; the node does not read it
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forbid_unknown_fields=True):
-    """Start a request. With `transfer` both nodes get one, at the same time, under the same request id."""
+    """Start a request. With `transfer`, both nodes get a Submit at the same time, with the same request id."""
 
     request_id: str
     reply_to: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    timeout_s: float  # what is left of the request's deadline; a duration, because clocks disagree
-    output_token_ids: list[int] = []  # tokens it already has, when it moves here from a lost node
+    timeout_s: float  # how much of the request's time is left; a duration, because clocks differ
+    output_token_ids: list[int] = []  # the tokens that the request brings when it moves here from a lost node
     transfer: KVTransferParams | None = None
     priority: int = 0  # lower runs first, under the priority policy
     cache_salt: str | None = None
-    lora: str | None = None  # its adapter's identity: wire.adapters
-    media: list[MediaFeature] = []  # where images stand in the prompt, in order; or its `embeds`
-    images: list[bytes] = []  # their files
-    trace: bool = False  # send a NodeTrace when it is over
+    lora: str | None = None  # the adapter's identity: wire.adapters
+    media: list[MediaFeature] = []  # where images, or the rows of `embeds`, stand in the prompt, in order
+    images: list[bytes] = []  # the images' files
+    trace: bool = False  # send a NodeTrace when the request is over
     keep: KeepAnswer | None = None
     cache_peers: CachePeers | None = None
-    pooling: Pooling | None = None  # a vector of the prompt is wanted, and no token
-    job_id: str | None = None  # the agent's work that it is a turn of, unlike that of any other tenant
-    is_last_step: bool = False  # of that job: no further turn follows
-    embeds: PromptEmbeds | None = None  # in the place of the whole prompt's tokens
-    encoders: list[
-        PeerAddress
-    ] = []  # for each image the encoder node that has its rows, or makes them; none: this node does
+    pooling: Pooling | None = None  # the client wants a vector of the prompt, and no token
+    # The agent's job of which this request is a turn; no other tenant's job has this id.
+    job_id: str | None = None
+    is_last_step: bool = False  # the job has no further turn
+    embeds: PromptEmbeds | None = None  # rows in place of all tokens of the prompt
+    # For each image the encoder node that has or makes its rows. Empty: this node encodes the images.
+    encoders: list[PeerAddress] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Forget these requests in whatever phase they are. Unknown ids are not an error: they may have ended."""
+    """Forget these requests, whatever their phase. Unknown ids are no error, because the requests may have ended."""
 
     reply_to: str
     request_ids: list[str]
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """The router is alive; answer with a NodeStatus, and to `asked_at` with a ClockReading too."""
+    """The router is alive. Answer with a NodeStatus, and if `asked_at` is set with a ClockReading, too."""
 
     reply_to: str
     asked_at: float | None = None  # on the router's monotonic clock
@@ -132,8 +134,8 @@ class Recall(msgspec.Struct, frozen=True, tag="recall"):
 
 
 class Follow(msgspec.Struct, frozen=True, tag="follow"):
-    """Send the kept answer's tokens from index `after` on, and those that follow, as chunks of `request_id`. May be sent again; a Cancel
-    of that id ends it."""
+    """Send the kept answer's tokens from index `after` on, and those to come, as chunks of `request_id`. A router
+    may send this again. A Cancel of `request_id` ends it."""
 
     reply_to: str
     request_id: str
@@ -142,22 +144,24 @@ class Follow(msgspec.Struct, frozen=True, tag="follow"):
 
 
 class ListCache(msgspec.Struct, frozen=True, tag="list_cache"):
-    """Answer with CacheNews from number 0 on: some of it is missing."""
+    """The router lacks some of the news: answer with CacheNews from number 0 on."""
 
     reply_to: str
 
 
 class TurnEnded(msgspec.Struct, frozen=True, tag="turn_ended"):
-    """The answer of a job's turn is whole. To the nodes that had it, so that they know whether the next turn comes soon."""
+    """The answer of a job's turn is complete. Sent to the nodes that had it, for their guess when the next turn
+    comes."""
 
     reply_to: str
     request_id: str
     job_id: str
-    called: list[str] | None  # the tools, by name; None: this router reads no calls
+    called: list[str] | None  # names of the tools that it calls; None: this router reads no calls
 
 
 class EndAnswer(msgspec.Struct, frozen=True, tag="end_answer"):
-    """The kept answer is no longer wanted: if it is being made it ends as cancelled. `forget`: it is not kept either."""
+    """The kept answer is no longer wanted: if it is still being made, end it as cancelled. `forget`: keep it no
+    longer."""
 
     reply_to: str
     answer_id: str
@@ -168,29 +172,30 @@ ToNode = Submit | Cancel | Ping | Ask | Recall | Follow | EndAnswer | ListCache 
 
 
 class TokenChunk(msgspec.Struct, omit_defaults=True, gc=False):
-    """New output tokens of one request, an end, or both. The scheduler makes it, and the same struct goes to the router.
+    """New output tokens of one request, its end, or both. The scheduler makes it, and the same struct goes to the
+    router.
 
-    `start` is the index of the first of them in the request's output. Both nodes report the first token
-    (the prefill node because it sampled it, the decode node because it began from it), so a receiver drops
-    what it already has by index, and the loss of either report loses nothing.
+    `start` is the index of its first token in the request's output. Both nodes report the first token (the prefill node
+    because it sampled it, the decode node because it began from it). So a receiver drops tokens that it has, by index,
+    and the loss of either report loses nothing.
     """
 
     request_id: str
     start: int
     token_ids: list[int]
     finish: FinishReason | None = None
-    stop_token: int | None = None  # which stop token ended it, with finish=stop
+    stop_token: int | None = None  # the stop token that ended it, with finish=stop
     error: WireError | None = None  # with finish=error
     logprobs: list[TokenLogprobs] | None = None  # one per token id
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, on the first chunk
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; once, on the first chunk
-    queue_s: float = 0.0  # on the first chunk: from its arrival at the node to its first step
-    preemptions: int = 0  # with the end: how often it lost its blocks and went back in line
-    vector: bytes | None = None  # what was asked for with `Submit.pooling`: float32, the lowest byte first
+    queue_s: float = 0.0  # on the first chunk: from the request's arrival at the node to its first step
+    preemptions: int = 0  # with the end: how often the request lost its blocks and waited again
+    vector: bytes | None = None  # the answer to `Submit.pooling`: float32, little-endian
 
     @staticmethod
     def failed(request_id: str, start: int, error: WireError) -> TokenChunk:
-        """An error's end, after `start` tokens."""
+        """Ends the request with an error after `start` tokens."""
         return TokenChunk(request_id, start, [], FinishReason.ERROR, error=error)
 
 
@@ -200,13 +205,13 @@ class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
     chunks: list[TokenChunk]
 
 
-# A step's tokens, in vLLM's buckets.
+# The buckets of `NodeCounters.step_tokens`, which are vLLM's.
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 WAIT_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 20.0)
 
 
 class WaitHistogram(msgspec.Struct, frozen=True):
-    """How long something took, each time: `counts[i]` took at most WAIT_BOUNDS_S[i], the last of them longer."""
+    """How often something took how long: `counts[i]` times at most WAIT_BOUNDS_S[i], and the last of them longer."""
 
     total_s: float = 0.0
     counts: tuple[int, ...] = (0,) * (len(WAIT_BOUNDS_S) + 1)
@@ -222,58 +227,61 @@ class WaitHistogram(msgspec.Struct, frozen=True):
 
 
 class TierStatus(msgspec.Struct, frozen=True):
-    """A tier of the KV cache beyond the device's: how full it is, and what it has done since the node's epoch began."""
+    """A tier of the node's KV cache: how full it is, and its totals since the node's epoch began."""
 
     name: str
     used_bytes: int
     total_bytes: int
-    asked_tokens: int  # of prompts, not found on the device
-    found_tokens: int  # of these, found here
+    asked_tokens: int  # prompt tokens not found on the device, and looked for here
+    found_tokens: int  # those of them that were found here
     loaded_bytes: int
     stored_bytes: int
     evicted_bytes: int
     loaded_tokens: int = 0
-    loading_seconds: float = 0.0  # that requests waited for these
-    fetched_bytes: int = 0  # copied from other nodes' tiers, where that cost less than computing
-    mirrored_bytes: int = 0  # copied from a node whose mirror this one is
+    loading_seconds: float = 0.0  # how long requests waited for `loaded_tokens`, together
+    fetched_bytes: int = 0  # copied from other nodes' tiers, because that took less than computing
+    mirrored_bytes: int = 0  # copied from nodes whose mirror this one is
 
 
 class NodeCounters(msgspec.Struct, frozen=True, gc=False):
-    """Totals since the node's epoch began. Only ever grow."""
+    """Totals since the node's epoch began. They only grow."""
 
     requests_started: int = 0
     requests_admitted: int = 0
-    queue_seconds: float = 0.0  # of those that were admitted: from arrival to the first step, together
+    queue_seconds: float = 0.0  # from arrival to the first step, for all admitted requests together
     requests_finished: dict[str, int] = {}  # by finish reason
     prompt_tokens_computed: int = 0  # tokens of prompts that went through the model here
     prompt_tokens_cached: int = 0  # tokens of prompts found in the local prefix cache
     prompt_tokens_received: int = 0  # tokens of prompts whose KV came from a peer
     prompt_tokens_loaded: int = 0  # tokens of prompts whose KV came from a tier of this node's cache
-    prompt_tokens_looked_up: int = 0  # tokens of prompts that were looked for in the local prefix cache
-    prompt_tokens_asked: int = 0  # of these not found: looked for at a peer or in a tier
-    loads_failed: int = 0  # requests whose KV from outside did not come as it was promised
+    prompt_tokens_looked_up: int = 0  # tokens of prompts that were looked up in the local prefix cache
+    prompt_tokens_asked: int = 0  # those not found there, and looked for at a peer or in a tier
+    loads_failed: int = 0  # requests whose KV did not come from outside as promised
     output_tokens: int = 0
     preemptions: int = 0
     encoder_tokens: int = 0  # tokens of images that the vision tower made here
-    encoder_tokens_reused: int = 0  # that prompts found made already
-    encoder_tokens_received: int = 0  # that an encoder node made for a prompt here
-    encoder_tokens_sent: int = 0  # of an encoder node: to nodes that read prompts
-    encoder_fallbacks: dict[str, int] = {}  # images that this node encoded because no rows came, by why
+    encoder_tokens_reused: int = 0  # tokens of images that prompts found already made
+    encoder_tokens_received: int = 0  # tokens of images that an encoder node made for a prompt here
+    encoder_tokens_sent: int = 0  # an encoder node's: sent to nodes that read prompts
+    encoder_fallbacks: dict[str, int] = {}  # images that this node encoded because no rows came, by reason
     pins_made: int = 0  # turns that kept their blocks for their job's next turn
-    pins_met: int = 0  # of these: the next turn came in time, and began as they did
-    pins_ended: dict[str, int] = {}  # by why
+    pins_met: int = 0  # pins whose next turn came in time and began with the same tokens
+    pins_ended: dict[str, int] = {}  # ends of pins, by reason
     blocks_evicted: int = 0  # of the prefix cache, for other tokens
-    evictions_timed: int = 0  # a share of these, and how long they were cached, and in no use, together
+    # A sample of the evicted blocks: how many, and how long they had been cached, and unused, all together.
+    evictions_timed: int = 0
     evicted_after_seconds: float = 0.0
     evicted_idle_seconds: float = 0.0
-    reuses_timed: int = 0  # of a share of the blocks: a request found one that was in no use, and for how long it had not been
+    # A sample of the unused blocks that a request found: how many, and how long they had been unused, all together.
+    reuses_timed: int = 0
     reused_after_seconds: float = 0.0
     steps: int = 0
     step_seconds: float = 0.0
-    step_tokens: list[int] = []  # steps by how many tokens they computed: STEP_TOKEN_BOUNDS, the last longer
+    # How many steps computed how many tokens: up to each of STEP_TOKEN_BOUNDS, and more in the last.
+    step_tokens: list[int] = []
     tokens_scheduled: int = 0  # in all steps together
     malformed_frames: int = 0
-    line_gaps: int = 0  # times that messages of a router were missing and asked for again
+    line_gaps: int = 0  # how often messages of a router were missing and requested again
     transfer_bytes_sent: int = 0
     transfer_bytes_received: int = 0
     transfer_blocks_sent: int = 0
@@ -281,24 +289,25 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False):
     transfers_finished: dict[str, int] = {}  # by outcome: "sent", "received", or why it ended otherwise
     leases_expired: int = 0
     transfer_descriptors_sent: int = 0  # runs of bytes that were moved
-    transfer_bytes_overlapped: int = 0  # of those sent: complete before the prompt's last forward pass was
+    # Sent bytes that had arrived before the prompt's last forward pass ended.
+    transfer_bytes_overlapped: int = 0
     transfer_refusals: dict[str, int] = {}  # messages of peers that were not acted on, by reason
     transfer_blocks_freed: dict[str, int] = {}  # blocks kept for a transfer, by what freed them
-    transfer_blocks_checked: int = 0  # of those received: their checksums were right
-    # Received blocks by the node that sent them: their checksum was wrong, or computing them again gave other values.
+    transfer_blocks_checked: int = 0  # received blocks whose checksums were right
+    # By the node that sent them: received blocks with a wrong checksum, or with other values when computed again.
     wrong_kv: dict[str, int] = {}
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
     transfer_wait_seconds: dict[str, WaitHistogram] = {}
-    speculative_steps: int = 0  # in which a request had drafts
+    speculative_steps: int = 0  # steps in which a request had drafts
     speculative_drafted: int = 0
     speculative_accepted: int = 0
-    speculative_accepted_at: list[int] = []  # of these, by their position in the draft
+    speculative_accepted_at: list[int] = []  # accepted tokens by their position in the draft
     kv_checks: int = 0  # received prompts that were computed again in idle time, to compare their KV
-    model_errors: int = 0  # requests ended because the model computed something that is no number
+    model_errors: int = 0  # requests that ended because the model computed something that is not a number
 
 
 class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False):
-    """A node's own account of itself, a few times a second. `step_age_s` betrays a wedged engine."""
+    """A node's state, sent a few times a second. `step_age_s` shows an engine that hangs."""
 
     node_id: str
     role: Role
@@ -308,39 +317,41 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False):
     total_blocks: int
     running: int
     waiting: int
-    waiting_tokens: int  # prompt tokens not yet computed of everything queued and running
+    waiting_tokens: int  # prompt tokens of queued and running requests that are not computed yet
     transfers: int  # under way
-    held_blocks: int  # of finished requests, until their transfer is confirmed
-    step_age_s: float  # since the engine last completed a step or found itself idle
+    held_blocks: int  # blocks of ended requests that wait until their transfer is confirmed
+    step_age_s: float  # since the engine last completed a step or was idle
     counters: NodeCounters
-    detail: str = ""  # why, when failed
-    loading: int = 0  # of those that wait: their prompt's KV is on its way
-    cached_blocks: int = 0  # that a prefix can be found in, in use or free
-    held_requests: int = 0  # that have ended, and whose blocks wait for their transfer
-    # Blocks that the requests here are expected to take beyond those that they have. With `free_blocks` it says how much room there is.
+    detail: str = ""  # why the node failed
+    loading: int = 0  # waiting requests whose prompt's KV is on its way
+    cached_blocks: int = 0  # blocks in which a prefix can be found, in use or free
+    held_requests: int = 0  # ended requests whose blocks wait for their transfer
+    # Blocks that the requests here are expected to take beyond those that they have. With `free_blocks` this shows
+    # how much room there is.
     wanted_blocks: int = 0
-    oldest_wait_s: float = 0.0  # of the requests that wait: how long ago the first of them came
-    quarantined_blocks: int = 0  # of failed transfers: a peer may still write to them
-    pinned_requests: int = 0  # that have ended, and keep their blocks for their job's next turn
-    pinned_blocks: int = 0  # of these, in no other use: they give way when a request could not run otherwise
-    tiers: list[TierStatus] = []  # of its cache, beyond the device's blocks
-    left_out: list[
-        str
-    ] = []  # prefill nodes from which nothing is taken for a while: their KV arrived wrong here
-    adapters: dict[str, str] = {}  # the LoRA adapters that it has: their digests, by name
-    age_s: float = 0.0  # what was submitted since then is not in it: requests are read between two steps
+    oldest_wait_s: float = 0.0  # how long ago the first of the waiting requests came
+    quarantined_blocks: int = 0  # blocks of failed transfers to which a peer may still write
+    pinned_requests: int = 0  # ended turns that keep their blocks for their job's next turn
+    pinned_blocks: int = 0  # their blocks in no other use: given up if a request could not run otherwise
+    tiers: list[TierStatus] = []
+    # Prefill nodes from which this node takes nothing for a while, because their KV arrived wrong here.
+    left_out: list[str] = []
+    adapters: dict[str, str] = {}  # the LoRA adapters that the node has: their digests, by name
+    # The age of this status. It lacks requests submitted since then, because the node reads them between two steps.
+    age_s: float = 0.0
 
     @property
     def room_blocks(self) -> int:
-        """Those that a request can have: what is pinned gives way."""
+        """Blocks that a new request can have: pinned blocks are given up for it."""
         return self.free_blocks + self.pinned_blocks
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):
     """All requests of one router that a node holds, each with the number of output tokens that it has reported.
 
-    Sent when messages may have been lost for good, and to an Ask. A request that was submitted at or before `line` and `number`, the
-    router's last message that the node had acted on, and that is not listed, has ended here or never arrived.
+    Sent when messages may have been lost for good, and to answer an Ask. `line` and `number` name the router's last
+    message on which the node has acted. A request that was submitted at or before it, and is not listed, has ended here
+    or never arrived.
     """
 
     node_id: str
@@ -351,13 +362,13 @@ class Holding(msgspec.Struct, frozen=True, tag="holding"):
 
 
 class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
-    """To a Recall."""
+    """The answer to a Recall."""
 
     node_id: str
     epoch: int
     answer_id: str
-    keep: KeepAnswer | None = None  # None: it is not here
-    broken: bool = False  # it ended before its end: cancelled, or failed
+    keep: KeepAnswer | None = None  # None: the node does not keep the answer
+    broken: bool = False  # the answer is incomplete: it was cancelled, or failed
 
 
 class CacheChange(msgspec.Struct, frozen=True, array_like=True):
@@ -367,8 +378,8 @@ class CacheChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheNews(msgspec.Struct, frozen=True, tag="cache_news"):
-    """What the node's prefix cache holds, and then what changes. With number 0 begins a list of everything, which takes the place of all
-    that was told before; each further message has the next number."""
+    """What the node's prefix cache holds, and then its changes. Number 0 begins a list of everything, which replaces
+    all earlier news. Each further message has the next number."""
 
     node_id: str
     epoch: int
@@ -382,21 +393,23 @@ _TOKEN_BYTES = 4
 
 
 def root_hash(salt: str | None, lora: str | None = None) -> int:
-    """Before the first block: what besides tokens makes all of a prompt's KV another."""
+    """Returns the parent of a prompt's first block: it stands for what changes all of the prompt's KV besides
+    tokens."""
     if salt is None and lora is None:
         return 0
     return xxhash.xxh3_64_intdigest(repr((salt, lora)).encode("utf-8", "surrogatepass"))
 
 
 def beside_media(parent: int, keys: Sequence[str]) -> int:
-    """What stands for the block before one that images lie in. `keys`: as its events name them."""
+    """Returns the parent of a block with images, from its real one. `keys`: the images' keys, as KV events name
+    them."""
     return root_hash(repr((parent, list(keys))))
 
 
 def hashes_with_media(
     token_ids: Sequence[int], block_size: int, parent: int, media: Sequence[MediaFeature]
 ) -> list[int]:
-    """As `block_hashes`, of a prompt with images, or of rows in the place of tokens."""
+    """As `block_hashes`, for a prompt with images, or with rows in place of tokens."""
     hashes: list[int] = []
     ends = [each.offset + each.length for each in media]
     begins = [each.offset for each in media]
@@ -414,7 +427,7 @@ def hashes_with_media(
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list[int]:
-    """One for each full block. `parent`: that of the block before them, or the root."""
+    """Returns one hash for each full block. `parent`: the hash of the block before them, or the root's."""
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -8,7 +8,7 @@ import msgspec
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Ends an answer whose last tokens are one pattern, so many times in a row."""
+    """Ends an answer whose last tokens repeat one pattern at least `min_count` times in a row."""
 
     max_pattern_size: int  # tokens
     min_pattern_size: int = 1
@@ -16,10 +16,10 @@ class RepetitionDetection(msgspec.Struct, frozen=True, omit_defaults=True, forbi
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Checked by the router against the API's limits; nodes trust the ranges but not the sender's sizes.
+    """The router checks these against the API's limits. Nodes trust the ranges, but not the sizes.
 
-    `seed` is never absent: the router draws one for a request that has none, so that any node
-    continues the request exactly. A token's noise is a function of (seed, position) alone.
+    `seed` is always set: the router draws one for a request that has none, so that any node continues the request
+    exactly. A token's noise is a function of (seed, position) alone.
     """
 
     max_tokens: int = 16
@@ -32,28 +32,28 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    bad_words: list[list[int]] = []  # each a token sequence that must not be completed
+    bad_words: list[list[int]] = []  # token sequences that the answer must not complete
     stop_token_ids: list[int] = []  # besides the model's own end-of-sequence tokens
     ignore_eos: bool = False
     seed: int = 0
-    logprobs: int | None = None  # how many alternatives beside the chosen token; None is off
+    logprobs: int | None = None  # how many alternatives besides the chosen token; None is off
     prompt_logprobs: int | None = None
-    # What the answer must follow, in llguidance's Lark dialect: a JSON schema is `start: %json {...}`.
+    # The grammar that the answer must follow, in llguidance's Lark dialect: a JSON schema is `start: %json {...}`.
     grammar: str | None = None
     repetition_detection: RepetitionDetection | None = None
-    hidden_states: str | None = None  # the prompt's are wanted in a file of this name
+    hidden_states: str | None = None  # write the prompt's hidden states to a file of this name
 
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"  # an end-of-sequence or stop token was sampled, or what it says repeats itself
+    STOP = "stop"  # an end-of-sequence or stop token was sampled, or the answer repeats itself
     LENGTH = "length"  # max_tokens or the context is used up
-    HANDOFF = "handoff"  # the prefill node is done; the decode node goes on. Not the request's end
-    ABORT = "abort"  # cancelled by its owner
+    HANDOFF = "handoff"  # the prefill node is done, and the decode node goes on: not the request's end
+    ABORT = "abort"  # cancelled
     ERROR = "error"  # the chunk's `error` says why
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: the token that stands there, and the best alternatives."""
+    """Log-probabilities at one position: the token there, and the best alternatives."""
 
     token_id: int
     logprob: float

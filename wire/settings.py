@@ -1,7 +1,8 @@
-"""What a setting's type says of it: which values it takes, in the operator's words, and what it is for.
+"""Settings that describe themselves: a setting's type says which values it takes, in the operator's words, and what
+it is for.
 
-A setting is a field of a frozen struct: `port: Annotated[int, Meta(ge=0, le=65535), about("0 takes a free one")] = 8000`.
-From that come the refusal of any other value, the line in `tandem init`'s file and the row in docs/settings.md.
+A setting is a field of a frozen struct: `port: Annotated[int, Meta(ge=0, le=65535), about("0 takes a free one")] =
+8000`. The type makes the refusal of any other value, the line in `tandem init`'s file and the row in docs/settings.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from msgspec import Meta
 from tandem.wire.errors import ConfigurationError
 
 _STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
-LONGEST_S = 1_000_000.0  # far beyond what anyone waits, and what the code that adds up waits can bear
+LONGEST_S = 1_000_000.0  # far beyond any useful wait, and still safe to add up
 
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 NotEmpty = Annotated[str, Meta(pattern=r"\S")]
@@ -27,7 +28,7 @@ NotNegative = Annotated[int, Meta(ge=0)]
 
 
 def about(description: str) -> Meta:
-    """One sentence or two, in Markdown."""
+    """Describes a setting in one or two sentences of Markdown."""
     return Meta(description=description)
 
 
@@ -38,7 +39,8 @@ def description_of(annotation: Any) -> str:
 
 
 def check_fields(section: msgspec.Struct, name: str) -> None:
-    """For a struct's `__post_init__`: what its fields' types say holds for values from code as for those from a file."""
+    """For a struct's `__post_init__`: checks values from code against the fields' types, as values from a file are.
+    Raises ConfigurationError."""
     for field in msgspec.structs.fields(section):
         value = getattr(section, field.name)
         if isinstance(value, msgspec.Struct):
@@ -51,8 +53,8 @@ def check_fields(section: msgspec.Struct, name: str) -> None:
 
 
 def without_defaults(value: Any) -> Any:
-    """What has to be kept, or told another version, of structs: what is not the default. It knows by itself what is. Maps, lists and
-    what is in them as they are."""
+    """Returns a value with only those fields of its structs that differ from the defaults, to be kept or sent to
+    another version, which has its own defaults. Maps, lists and their items stay as they are."""
     if isinstance(value, dict):
         return {key: without_defaults(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -79,8 +81,9 @@ _OUT_OF_RANGE = re.compile(r"Expected `\w+` (?:[<>]|of length|matching)")
 
 
 def refusal(annotation: Any, value: object, reason: str) -> str:
-    """What a value of this type must be, and what was given instead. `reason` is msgspec's message. A list or mapping
-    is not repeated, because it may hold a key; the reason says where in it the mistake is."""
+    """Returns a sentence that says what a value of this type must be, and what was given. `reason` is msgspec's
+    message. The sentence does not repeat a list or mapping, which may hold a key; the reason says where in it the
+    mistake is."""
     members = _members(msgspec.inspect.type_info(annotation))
     if isinstance(value, (list, dict)) and any(isinstance(member, _CONTAINERS) for member in members):
         inside = next(
@@ -129,7 +132,7 @@ def _choices(kind: msgspec.inspect.Type) -> list[str]:
 
 
 def choices_at(annotation: Any, path: str) -> list[str]:
-    """The strings that are allowed at a place of a type. `path` is as msgspec writes it: `messages[0].role`."""
+    """Returns the strings that a type allows at `path`, written as in msgspec's messages: `messages[0].role`."""
     kinds = _members(msgspec.inspect.type_info(annotation))
     for step in _STEP.findall(path):
         kinds = [member for kind in kinds for member in _inside(kind, step)]
@@ -154,7 +157,7 @@ def _inside(kind: msgspec.inspect.Type, step: str) -> Sequence[msgspec.inspect.T
 
 
 def _range(kind: msgspec.inspect.Type) -> str:
-    """ "" for a type without limits."""
+    """Returns the limits in words; "" for a type without limits."""
     match kind:
         case msgspec.inspect.StrType(pattern=str()):
             return "not be empty"

@@ -1,13 +1,12 @@
 """The two ends of every message stream, on libzmq: an inbox binds and receives, an outbox connects and sends.
 
-One direction per socket (ZMQ PUSH/PULL): a reply travels through the asker's own inbox, whose endpoint the
-question names. So no end keeps per-connection state, a restarted process is simply a new endpoint, and any
-thread may send. High-water marks are explicit, and a message that cannot be queued is an error to its sender,
-never a silent drop.
+A socket has one direction (ZMQ PUSH/PULL): a reply travels to the asker's own inbox, whose endpoint the question
+names. So no end keeps per-connection state, a restarted process is simply a new endpoint, and any thread may send.
+High-water marks are explicit, and a message that cannot be queued is an error to its sender, never a silent drop.
 
-There are two kinds of inbox. `Inbox` has a thread, for processes whose work is a thread. `LoopInbox` is read by an asyncio event loop.
-All sockets of a process share one ZMQ context, and with it one I/O thread, one key pair and one doorkeeper (`wire.curve`): only
-processes that were admitted by `admit` are heard.
+There are two kinds of inbox. `Inbox` has a thread of its own. An asyncio event loop reads `LoopInbox`. All sockets of a
+process share one ZMQ context, and with it one I/O thread, one key pair and one doorkeeper (`wire.curve`): only
+processes that `admit` has named are heard.
 """
 
 from __future__ import annotations
@@ -34,34 +33,37 @@ M = TypeVar("M")
 # A frame this large is a mistake or an attack: the longest legitimate one is a prompt of a few million ids.
 MAX_FRAME_BYTES = 64 << 20
 SEND_QUEUE_FRAMES = 100_000
-# Messages of one connection that lie in an inbox unread. Further ones wait on their way, and then with their sender.
+# Unread messages of one connection in an inbox. More of them wait on their way, and then with their sender.
 RECEIVE_QUEUE_FRAMES = 10_000
-# All sockets of a process; ZMQ's own limit is 1023.
+# The most sockets of a process. ZMQ's own default is 1023.
 MAX_SOCKETS = 8192
-# A machine that is lost closes no connection. A connection on which nothing came for KEEPALIVE_IDLE_S is probed this often, this
-# far apart, and closed when no probe is answered.
+# A lost machine closes no connection. If nothing came on a connection for KEEPALIVE_IDLE_S, the kernel probes it
+# this often and this far apart, and closes it if no probe is answered.
 KEEPALIVE_IDLE_S = 60
 KEEPALIVE_PROBES = 3
 KEEPALIVE_INTERVAL_S = 10
-# Between two attempts to reach an endpoint, doubling from the first value to the second.
+# The time between two attempts to reach an endpoint doubles from the first value to the second.
 RECONNECT_S = 0.05
 RECONNECT_MAX_S = 1.0
-# For one attempt. The kernel alone would try again ever more seldom, and for half a minute not notice that a link is whole again.
+# One attempt's time-out. The kernel alone would wait longer after each attempt, and might notice a repaired link half a
+# minute late.
 CONNECT_S = 2.0
-# What a LoopInbox handles in one turn of the loop. A message for many sequences can take milliseconds.
+# A LoopInbox handles at most this much in one turn of the loop. A message for many sequences can take milliseconds.
 MESSAGES_PER_TURN = 256
 TURN_S = 0.005
 
 
 def raise_descriptor_limit() -> None:
-    """To what the system allows. Every connection is a descriptor, a stranger's too until it is closed, and many systems begin with 1024."""
+    """Raises the limit of descriptors to the system's own. Every connection takes one, a stranger's too until it is
+    closed, and many systems begin with 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Process:
-    """What all sockets of this process share. The ZMQ context begins with the first user and ends with the last one; the keys stay."""
+    """What all sockets of this process share. The ZMQ context begins with its first user and ends with its last; the
+    keys stay."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,7 +81,7 @@ class _Process:
 
     @property
     def deaf(self) -> str | None:
-        """Why no new connection is admitted any more."""
+        """Why no new connection is admitted any more; None while they are."""
         doorkeeper = self._doorkeeper
         return doorkeeper.died if doorkeeper is not None else None
 
@@ -94,7 +96,7 @@ class _Process:
             return self._context
 
     def leave(self) -> None:
-        """The last user waits here until lingering messages have left."""
+        """The last user waits here until its lingering messages have left."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._context is not None and self._doorkeeper is not None:
@@ -108,17 +110,19 @@ _process = _Process()
 
 
 def public_key() -> str:
-    """By which other processes admit this one. The secret half of the pair never leaves the process."""
+    """The key by which other processes admit this one. The secret half of the pair never leaves the process."""
     return _process.keys.public
 
 
 def admit(keys: Iterable[str]) -> None:
-    """The public keys of all processes that may speak to this one, every time; its own need not be among them."""
+    """Names all processes that may speak to this one, by their public keys. Each call replaces the last one's keys.
+    This process's own key need not be among them."""
     _process.keys.admit(keys)
 
 
 def accompany(keys: Iterable[str]) -> None:
-    """The public keys of processes that belong to this one: they may speak to it besides those that `admit` names."""
+    """Names processes that belong to this one, by their public keys. They may speak to it, too, whatever `admit`
+    names."""
     _process.keys.accompany(keys)
 
 
@@ -143,10 +147,10 @@ def _bind_pull_socket(context: Context, host: str, port: int, name: str) -> zmq.
 
 
 class _Reader(Generic[M]):
-    """What both kinds of inbox do with what arrives.
+    """The part of both inboxes that handles frames.
 
-    A frame that does not decode is counted in `malformed` and dropped; nothing a peer sends ends the stream.
-    An exception out of `on_message` is logged and counted in `handler_errors`: the stream goes on.
+    A frame that does not decode is counted in `malformed` and dropped: nothing that a peer sends ends the stream. An
+    exception out of `on_message` is logged and counted in `handler_errors`, and the stream goes on.
     """
 
     def __init__(
@@ -170,7 +174,7 @@ class _Reader(Generic[M]):
             if len(frames) != 1:
                 raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
             message = self._decoder.decode(frames[0])
-        # RecursionError: nesting that msgspec refuses by raising what the interpreter raises.
+        # msgspec refuses deep nesting with the interpreter's RecursionError.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self.malformed += 1
             logger.warning("%s: refused a malformed frame of %d bytes: %s", self._name, len(frames[0]), error)
@@ -183,9 +187,9 @@ class _Reader(Generic[M]):
 
 
 class Inbox(_Reader[M]):
-    """Receives messages of one type in a thread of its own, and hands each to `on_message` there.
+    """Receives messages of one type in a thread of its own, and calls `on_message` there.
 
-    It has its address at once; what arrives before `listen` waits, unless it `listens` from the start.
+    It has its address at once. Messages that arrive before `listen` wait, unless it `listens` from the start.
     """
 
     def __init__(
@@ -200,7 +204,7 @@ class Inbox(_Reader[M]):
     ) -> None:
         super().__init__(host, message_type, on_message, name=name, port=port)
         self._died: str | None = None
-        # An inproc pair, so that close() wakes the thread instead of a timeout polling for it.
+        # An inproc pair lets close() wake the thread; else the thread would have to poll with a timeout.
         stop_address = f"inproc://stop-{id(self)}"
         self._stop_receiver = self._context.socket(zmq.PAIR)
         self._stop_receiver.bind(stop_address)
@@ -223,7 +227,7 @@ class Inbox(_Reader[M]):
         try:
             self._receive_until_closed()
         except Exception as error:
-            # The owner looks at `died`: an end that goes unnoticed would leave everything waiting.
+            # The owner looks at `died`: an unnoticed end would leave everything waiting.
             self._died = f"{type(error).__name__}: {error}"
             logger.exception("%s: the receiving thread died", self._name)
 
@@ -238,7 +242,8 @@ class Inbox(_Reader[M]):
             self._handle(self._socket.recv_multipart())
 
     def close(self) -> None:
-        """Stop receiving. Idempotent; returns when the thread has ended."""
+        """Stops receiving, and returns when the thread has ended. Idempotent. Raises InternalError if it does not
+        end."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -253,10 +258,11 @@ class Inbox(_Reader[M]):
 
 
 class LoopInbox(_Reader[M]):
-    """Receives messages of one type on an asyncio event loop: made, read and closed there.
+    """Receives messages of one type on an asyncio event loop: it is made, read and closed there.
 
-    It has its address at once; what arrives before `listen` waits. The loop watches the descriptor by which ZMQ says that something came.
-    ZMQ says it once, so everything is read before the loop waits again: at once, or after the others' turn.
+    It has its address at once; messages that arrive before `listen` wait. The loop watches ZMQ's descriptor, which
+    becomes readable once for all messages that have come. So the inbox reads all of them before the loop waits
+    again, in several turns if there are many.
     """
 
     def __init__(
@@ -288,7 +294,7 @@ class LoopInbox(_Reader[M]):
             except zmq.Again:
                 return
             self._handle(frames)
-            if self._socket.closed:  # by what it handled
+            if self._socket.closed:  # `on_message` has closed the inbox
                 return
             if time.monotonic() > until:
                 break
@@ -308,15 +314,15 @@ class LoopInbox(_Reader[M]):
 
 
 class Outbox:
-    """Sends messages to named endpoints, without blocking, from any thread.
+    """Sends messages to endpoints, without blocking, from any thread.
 
-    Connections are made on first use and kept until `forget`. Messages to one endpoint arrive in the order
-    they were sent. Delivery is not confirmed: a sender that needs to know asks for an answer and sets a deadline.
+    It connects on first use and keeps the connection until `forget`. Messages to one endpoint arrive in the order of
+    sending. Delivery is not confirmed: a sender that needs to know asks for an answer and sets a deadline.
     """
 
     def __init__(self, *, unacknowledged_s: float = 0.0) -> None:
-        """A connection is made again, and what was on its way is lost, when the other side's kernel has acknowledged nothing for
-        `unacknowledged_s`. 0: the kernel tries for a quarter of an hour, ever more seldom."""
+        """If the other side's kernel has acknowledged nothing for `unacknowledged_s`, the connection is made again,
+        and the messages on their way are lost. 0: the kernel tries for a quarter of an hour, with growing pauses."""
         self._unacknowledged_s = unacknowledged_s
         self._encoder = msgspec.msgpack.Encoder()
         self._context = _process.enter()
@@ -325,15 +331,15 @@ class Outbox:
         self._closed = False
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        """Raises NodeLost when the endpoint's queue is full, as its reader has been gone or stuck for long, or when
-        there can be no connection with it.
+        """Raises NodeLost if the endpoint's queue is full, because its reader has been gone or stuck for long, or if no
+        connection with it is possible.
 
-        After close() nothing is sent and nothing is raised.
+        After close() it sends nothing and raises nothing.
         """
         self.send_frame(endpoint, self._encoder.encode(message))
 
     def send_frame(self, endpoint: str, frame: bytes) -> None:
-        """The same, for a message that is encoded already."""
+        """As `send`, for a message that is already encoded."""
         with self._lock:
             if self._closed:
                 return
@@ -350,7 +356,7 @@ class Outbox:
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
         try:
             socket = self._context.socket(zmq.PUSH)
-        except zmq.ZMQError as error:  # there are too many already, or no descriptor is left
+        except zmq.ZMQError as error:  # the process has too many sockets, or no descriptor is left
             raise NodeLost(f"cannot connect to {endpoint!r}: {error}") from error
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         socket.setsockopt(zmq.LINGER, 0)
@@ -371,17 +377,18 @@ class Outbox:
         return socket
 
     def forget(self, endpoint: str) -> None:
-        """Drop the connection and whatever is queued on it."""
+        """Drops the connection and the messages that are queued on it."""
         with self._lock:
             socket = self._sockets.pop(endpoint, None)
         if socket is not None:
-            # Closing alone is done by another thread, which a successor at the same address could overtake.
-            with contextlib.suppress(zmq.ZMQError):  # it was never connected
+            # Another thread carries out `close`, and a new connection to the same address could overtake it.
+            with contextlib.suppress(zmq.ZMQError):  # the socket was never connected
                 socket.disconnect(socket.getsockopt_string(zmq.LAST_ENDPOINT))
             socket.close(linger=0)
 
     def close(self, linger_ms: int = 200) -> None:
-        """Idempotent. Queued messages have up to `linger_ms` to leave; the last user of the process's sockets waits for that."""
+        """Idempotent. Queued messages have up to `linger_ms` to leave; the last user of the process's sockets waits for
+        them."""
         with self._lock:
             if self._closed:
                 return

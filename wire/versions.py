@@ -1,29 +1,35 @@
-"""Which versions of the messages a process understands, and by what rules they change.
+"""The versions of the messages, which versions a process understands, and the rules by which messages change.
 
-Processes of two versions of Tandem work together while a cluster goes over from one to the other. WIRE_VERSION is the version of the
-messages between nodes, routers, the controller and commands. (Router processes that tell each other what they know are of one version, and so
-are the ranks of a node. A router hands its listening socket and the page with its tally of connections to one of any version: `router/http/door.py`.) A process speaks with those of its own version, of the one before and of the one after. Every node states its version where it is
-announced (`NodeInfo`) and in its first word to another node (`CacheFingerprint`). Two that are further apart do not speak: the router, or
-the other node, says so in its log, and requests go elsewhere.
+Processes of two versions of Tandem work together while a cluster goes over from one to the other. WIRE_VERSION is the
+version of the messages between nodes, routers, the controller and commands. A process speaks with processes of its own
+version, of the one before and of the one after. A node states its version when it is announced (`NodeInfo`) and in
+its first message to another node (`CacheFingerprint`). If two versions are further apart, the processes do not
+speak: the router, or the other node, says so in its log, and requests go elsewhere.
 
-No message is translated. That works because of what a change may be:
+Sibling processes of a router, and the ranks of a node, always have one version. A router hands its listening socket,
+and the page with its tally of connections, to a router of any version: `router/http/door.py`.
 
-- **A field is added, and it has a default.** Who does not know it reads the rest of the message. Who does not get it has the default, so the
-  default means what was done before there was the field. In a message that is a list on the wire (`array_like`), it is the last one.
-- **What asks for an answer refuses what it does not know** (`Submit` and the structs in it that say so): a request must not run without what it
-  asked for. These leave out what has its default, so a request that does not use the new field runs on a node of either version. A router
-  sends one that does use it only to nodes whose `NodeInfo.wire_version` has the field: SINCE names such fields, `needed_version` reads them
-  off a message, and a test finds those that are missing.
-- **A message or a name of an enum is added.** It is sent only to processes that have said that they are of a version that has it. SINCE
-  names messages of routers to nodes, too.
-- **Nothing is taken away, renamed or given another type or meaning.** What is no longer used stays where it is.
+No message is translated. That works because these are the only changes:
 
-tests/wire/versions/ holds a description of every version's messages. A test compares the messages as they are with the description of
-WIRE_VERSION, and each version with the one before it. Until a version is released its own description may be written again:
+- **A field is added, and has a default.** A process that does not know the field reads the rest of the message. A
+  process that does not get it uses the default, so the default must mean what was done before the field existed. In
+  a message that is a list on the wire (`array_like`), the new field is the last.
+- **A message that asks for something refuses fields that it does not know** (`Submit`, and the structs in it that
+  say so), because a request must not run without what it asked for. These messages leave out fields at their
+  default, so a request that does not use a new field runs on a node of either version. A router sends a request that
+  uses it only to nodes whose `NodeInfo.wire_version` has the field. SINCE names such fields, `needed_version` reads
+  them from a message, and a test finds missing ones.
+- **A message or a member of an enum is added.** It is sent only to processes that have stated a version with it.
+  SINCE names messages from routers to nodes, too.
+- **Nothing is removed, renamed or given another type or meaning.** Unused fields stay where they are.
+
+tests/wire/versions/ has a description of every version's messages. A test compares the current messages with the
+description of WIRE_VERSION, and each version with the one before it. Until a version is released, its description
+may be written again:
 
     python -m tests.wire.descriptions
 
-What two processes of different versions do, with WIRE_VERSION 7 on one side:
+What two processes do, if the one has WIRE_VERSION 7:
 
     the other side's   router and node                         two nodes
     8                  they work together                      they work together
@@ -32,17 +38,17 @@ What two processes of different versions do, with WIRE_VERSION 7 on one side:
     5 or less          the node gets no requests, and the      the handshake is refused as incompatible: the decode
                        router's log says why                   node computes the prompt itself
 
-The bytes of KV have a version of their own, KV_VERSION: what a block's bytes mean, and the order in which they lie, beyond what a
-fingerprint says of it. There is no speaking with the version before: KV of two versions never mixes, neither by transfer nor through a
-tier. A request whose two nodes have different ones is computed where it decodes.
+The bytes of KV have a version of their own, KV_VERSION: what a block's bytes mean, and their order, beyond what a
+fingerprint says. Two KV versions never mix, not even neighbouring ones, neither by transfer nor through a tier. If a
+request's two nodes have different KV versions, the decode node computes the prompt.
 
-To add a field to a message that describes, such as NodeStatus: give it a default, and count WIRE_VERSION up if the last version was released.
-To add one to a request: the same, and name it in SINCE with the new version. After the next release it can go from there: every node in
-reach has the field.
+To add a field to a message that describes, such as NodeStatus: give it a default, and count WIRE_VERSION up if the last
+version was released. To add one to a request: the same, and name it in SINCE with the new version. After the next
+release the entry can go, because every node in reach has the field.
 
-To change what a field means: add another one, and fill both. Who knows the new one reads that.
+To change what a field means: add another one, and fill both. A process that knows the new one reads that.
 
-Settings are not messages. A process gets its settings from a controller that knows every setting in them.
+Settings are not messages: a process gets its settings from a controller that knows all of them.
 """
 
 from __future__ import annotations
@@ -54,8 +60,9 @@ import msgspec
 WIRE_VERSION = 1
 KV_VERSION = 2
 
-# The version that a message of routers to nodes ("Ping"), or a field of one that refuses what it does not know ("Submit.lora"), came
-# with, if not every version in reach has it. A node of a version before could not read the message, nor any after it on the same line.
+# The version that brought a message from routers to nodes ("Ping"), or a field of a message that refuses unknown fields
+# ("Submit.lora"), unless every version in reach has it. A node of an earlier version could not read such a message,
+# nor any later one on the same line.
 SINCE: Mapping[str, int] = {}
 
 # How far two versions may be apart.
@@ -63,7 +70,7 @@ REACH = 1
 
 
 def out_of_reach(version: int) -> str | None:
-    """Why a process that speaks this version cannot be spoken with, or None."""
+    """Returns why this process cannot speak with one of this version; None if it can."""
     if abs(version - WIRE_VERSION) <= REACH:
         return None
     older = "its" if version < WIRE_VERSION else "this process's"
@@ -74,8 +81,8 @@ def out_of_reach(version: int) -> str | None:
 
 
 def needed_version(message: msgspec.Struct) -> int:
-    """The first version that understands all of the message; 0: every one in reach does. A field at its default is left out, and asks
-    for nothing."""
+    """Returns the first version that understands all of the message; 0 if every version in reach does. A field at its
+    default is left out, so it needs no version."""
     return max(_versions_in(message), default=0) if SINCE else 0
 
 

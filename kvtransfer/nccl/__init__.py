@@ -1,14 +1,15 @@
-"""The NCCL connector: KV blocks move by torch.distributed, point to point; by gloo where the cache is in host memory.
+"""The NCCL connector: torch.distributed moves KV blocks, point to point; over gloo if the cache is in host memory.
 
-There is no world that every node has to be in. Two nodes that have something to transfer make a process group of two,
-when they first need it; it ends when either leaves. What is to be sent is announced first, so that no thread waits in a
-receive, and no kernel on a device, for something that may never come.
+There is no world that every node must join. Two nodes make a process group of two when they first have something to
+transfer, and it ends when either leaves. The sender announces what it will send, so that no thread waits in a
+receive, and no kernel on a device, for bytes that may never come.
 
-options    `transfer.options`
-group      torch.distributed: a group of two, deadlines, errors translated into ours
-pool       the KV cache as units: gathered before they are sent, scattered when they arrive; which blocks a peer may write
-pair       the two ends of a pair, a thread each, and what they say to each other beside the bytes
-transport  all of it as a `kvtransfer.protocol.transport.Transport`
+options    `transfer.options` of this connector
+group      torch.distributed: a group of two, with deadlines, whose errors it translates
+pool       the KV cache as units, gathered before they are sent and scattered when they arrive; which blocks a peer may
+           write
+pair       the two ends of a pair, a thread each, and their messages besides the bytes
+transport  a `kvtransfer.protocol.transport.Transport` made of pairs
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""torch.distributed: a process group of two, with a deadline for everything, and errors translated into ours.
+"""torch.distributed: a process group of two, with a deadline for everything, whose errors it translates into ours.
 
-Nothing else in Tandem uses torch.distributed. No default group is ever made: groups are values here, and one that
-breaks harms no other.
+This connector makes no default group: each group is a value of its own, and one that breaks harms no other.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from torch._C._distributed_c10d import TCPStore
 from tandem.wire.errors import ConfigurationError, TransferError
 
 DATA_TAG, ABORT_TAG = 0, 1
-# So often gloo tries to connect to a member that does not answer, each time for its whole time-out.
+# gloo tries this often to connect to a member that does not answer, each time for its whole time-out.
 GLOO_TRIES = 5
 
 
 @contextlib.contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """torch.distributed raises RuntimeError and its subclasses, and ValueError for arguments."""
+    """Raises torch.distributed's errors as TransferError. It raises RuntimeError and its subclasses, and ValueError for
+    arguments."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -47,13 +47,13 @@ def choose_backend(wanted: str, device: torch.device) -> str:
 
 
 class StoreServer:
-    """Where the two members find each other; it lives as long as the caller's end of the pair."""
+    """The store at which the two members find each other. It lives as long as the caller's end of the pair."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with _translated("opening a store"), socket.create_server((host, 0), family=family) as listening:
             self.host, self.port = host, listening.getsockname()[1]
-            # Bound by us, and to one address: left to itself the store listens on all of them.
+            # Bound here, to one address: by itself the store would listen on all of them.
             self.store = TCPStore(
                 host,
                 self.port,
@@ -72,10 +72,10 @@ def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 class Group:
-    """`rank` is 0 for the caller and 1 for the callee. Used by one thread, but for `abort`."""
+    """`rank` is 0 for the caller and 1 for the callee. One thread uses it; any thread may call `abort`."""
 
     def __init__(self, backend: str, store: TCPStore, rank: int, host: str, timeout_s: float) -> None:
-        """The peer is waited for, and then the connection, each for at most `timeout_s`."""
+        """Waits for the peer, and then for the connection, each for at most `timeout_s`. Raises TransferError."""
         self._backend = backend
         self._peer = 1 - rank
         with _translated("waiting for the peer"):
@@ -87,22 +87,22 @@ class Group:
             )
 
     def send(self, data: torch.Tensor, timeout_s: float) -> None:
-        """Returns when it has left, or raises."""
+        """Returns when the bytes have left. Raises TransferError."""
         with _translated("sending"):
             self._group.send([data], self._peer, DATA_TAG).wait(timedelta(seconds=timeout_s))
 
     def receive(self, data: torch.Tensor, timeout_s: float) -> None:
-        """Returns when it is here, or raises."""
+        """Returns when the bytes are here. Raises TransferError."""
         with _translated("receiving"):
             self._group.recv([data], self._peer, DATA_TAG).wait(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """Every thread that waits in this group raises at once. Callable from any thread."""
+        """Makes every thread that waits in this group raise at once. Any thread may call this."""
         with contextlib.suppress(RuntimeError):
             if self._backend == "nccl":
                 self._group.abort()
             else:
-                # gloo cannot be aborted; but a receive that times out closes every connection of its group.
+                # gloo has no abort, but a receive that times out closes every connection of its group.
                 nothing = torch.empty(1, dtype=torch.uint8)
                 self._group.recv([nothing], self._peer, ABORT_TAG).wait(timedelta(milliseconds=1))
 
@@ -116,7 +116,7 @@ def _gloo(store: TCPStore, rank: int, host: str, timeout_s: float) -> Any:
 
 
 def _nccl(store: TCPStore, rank: int, timeout_s: float) -> Any:
-    # A wait blocks this thread and raises at its deadline. Left to itself NCCL's watchdog ends the process instead.
+    # A wait then blocks its thread and raises at its deadline. By default NCCL's watchdog ends the process instead.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")

@@ -1,4 +1,4 @@
-"""`transfer.options` of this connector."""
+"""`transfer.options` of the NCCL connector."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from tandem.wire.errors import ConfigurationError
 
 
 class NcclOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
-    backend: str = "auto"  # nccl where the cache is on a GPU, else gloo
+    backend: str = "auto"  # nccl if the cache is on a GPU, else gloo
     connect_timeout_s: float = 5.0  # for two nodes to find each other, and again to connect
     move_timeout_s: float = 10.0  # for one operation, which has at most 32 MiB; then the group is given up
-    idle_s: float = (
-        60.0  # a pair that has moved nothing for so long is taken down; the next transfer makes a new one
-    )
+    # A pair that has moved nothing for this long is taken down. The next transfer makes a new one.
+    idle_s: float = 60.0
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> NcclOptions:

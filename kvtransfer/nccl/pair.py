@@ -1,15 +1,15 @@
 """The two ends of a pair: the caller posts moves, the callee carries out its part of them.
 
     caller                                     callee
-      │ ── Open ───────────────────────────────▶ │   both make their member of the group
+      │ ── Open ───────────────────────────────▶ │   each makes its member of the group
       │ ── Announce(write, units) ─────────────▶ │   posts the receive
-      │ ═ the units, side by side ═════════════▶ │   copies them into its cache, if they are still expected
+      │ ═ the units, side by side ═════════════▶ │   copies them into its cache, if it still expects them
       │ ◀───────────────────────────────Landed ─ │
       │ ── Announce(read, units) ──────────────▶ │
       │ ◀═════════════ the units, side by side ═ │
 
-Each end is one thread, which sleeps while there is nothing to do. Every wait has a deadline, and what breaks takes the
-pair down: its moves fail, and the next transfer with this peer makes another.
+Each end is one thread, which sleeps while there is nothing to do. Every wait has a deadline. An error takes the pair
+down: its moves fail, and the next transfer with this peer makes a new pair.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """How to reach a node: what its peers get as CacheMemory.agent_metadata. `key` proves that a caller got it."""
+    """How to reach a node. Its peers get this as CacheMemory.agent_metadata. `key` proves that a caller has got it."""
 
     endpoint: str
     key: bytes
@@ -47,7 +47,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """The caller waits at this store for the other member of its group."""
+    """To the callee: the caller waits at this store for the other member of its group."""
 
     pair_id: str
     key: bytes
@@ -58,7 +58,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
-    """Write: these units of yours come next. Read: send these units of yours."""
+    """To the callee. Write: these units of yours come next. Read: send these units of yours."""
 
     pair_id: str
     number: int
@@ -69,7 +69,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
 
 
 class Landed(msgspec.Struct, frozen=True, tag="landed"):
-    """A write is in the callee's cache; or not, and why."""
+    """To the caller: a write is in the callee's cache, or `problem` says why it is not."""
 
     pair_id: str
     number: int
@@ -77,7 +77,7 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """The caller has taken its end down."""
+    """To the callee: the caller has taken its end down."""
 
     pair_id: str
 
@@ -98,12 +98,12 @@ class PairContext(msgspec.Struct, frozen=True):
 
 
 class PairEnd(abc.ABC):
-    """What both ends have: a thread, which can be kept from the cache at any moment."""
+    """The common part of both ends: a thread, which another thread can shut out of the cache at any moment."""
 
     def __init__(self, node: PairContext) -> None:
         self.node = node
         self._closed = threading.Event()
-        # Held while the thread touches the cache: some milliseconds, never while it waits for the peer.
+        # The thread holds it while it touches the cache: for milliseconds, and never while it waits for the peer.
         self._touching = threading.Lock()
         self._group: Group | None = None
         self._thread = threading.Thread(target=self._run, name=f"{node.name}-pair", daemon=True)
@@ -112,8 +112,8 @@ class PairEnd(abc.ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """When this returns, nothing of this pair touches the cache any more. Its thread ends by itself: at once, or
-        when the group that it is just making has been made or has failed."""
+        """When this returns, the pair touches the cache no more. Its thread ends by itself: at once, or, if it is
+        making its group, when that has succeeded or failed."""
         self._closed.set()
         with self._touching:
             group = self._group
@@ -138,7 +138,7 @@ class PairEnd(abc.ABC):
 
     @contextlib.contextmanager
     def _cache(self) -> Iterator[CacheUnits]:
-        """For as long as this is open the cache may be touched; a TransferError when it may not any more."""
+        """While the context is open, the thread may touch the cache. Raises TransferError after `stop`."""
         with self._touching:
             if self._closed.is_set():
                 raise TransferError("the pair is being taken down")
@@ -146,8 +146,8 @@ class PairEnd(abc.ABC):
 
 
 class PairCaller(PairEnd):
-    """`number`s of moves are the transport's handles. It ends when nothing has moved for a while; the next
-    move then makes another."""
+    """The end that posts moves. Their `number`s are the transport's handles. It ends when nothing has moved for
+    `idle_s`; the next move then makes a new one."""
 
     def __init__(self, node: PairContext, peer: Rendezvous, reply_to: str) -> None:
         super().__init__(node)
@@ -156,7 +156,8 @@ class PairCaller(PairEnd):
         self._reply_to = reply_to
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[HandleId, Move] | None] = queue.SimpleQueue()
-        # By when a write that has begun must have landed; None for what can be taken back: a read, and what waits.
+        # By when a begun write must be in the peer's cache; None for moves that can be taken back: reads, and moves
+        # that have not begun.
         self._open: dict[HandleId, float | None] = {}
         self._broken: str | None = None
         self._idle = False
@@ -164,7 +165,7 @@ class PairCaller(PairEnd):
     # ── the transport's thread ──
 
     def post(self, number: HandleId, move: Move) -> bool:
-        """False: it has ended for want of work."""
+        """False: the pair has ended because it was idle. Raises TransferError if it is broken."""
         with self._lock:
             if self._broken is not None:
                 raise TransferError(self._broken)
@@ -187,7 +188,7 @@ class PairCaller(PairEnd):
             return False
 
     def cancel(self, number: HandleId) -> bool:
-        """Whether it is over with this. A write that has begun is not: the peer may be copying it."""
+        """Returns whether the move is over with this. A begun write is not: the peer may be copying it."""
         with self._touching, self._lock:
             if self._open.get(number) is not None:
                 return False
@@ -236,7 +237,7 @@ class PairCaller(PairEnd):
         self.node.send(self.peer.endpoint, message)
 
     def _serve_next(self, group: Group, staging: StagingBuffer) -> bool:
-        """False: the pair is no longer needed."""
+        """Carries out the next move. False: the pair is no longer needed."""
         try:
             item = self._queue.get(timeout=self.node.options.idle_s)
         except queue.Empty:
@@ -291,7 +292,7 @@ class PairCaller(PairEnd):
             return number in self._open
 
     def _set_deadline(self, number: HandleId, deadline: float) -> bool:
-        """False: it is not wanted any more, or has landed already."""
+        """False: the move is no longer wanted, or has already ended."""
         with self._lock:
             if number not in self._open:
                 return False
@@ -324,7 +325,7 @@ class PairCallee(PairEnd):
             group = self._make_group(store, 1)
             staging = StagingBuffer(node.pool.device)
             while True:
-                # The caller takes an idle pair down; one that is not heard of for longer has died.
+                # The caller takes an idle pair down. If it sends nothing for longer than that, it has died.
                 message = self._queue.get(timeout=2 * node.options.idle_s)
                 if message is None or self._closed.is_set() or not self._serve(group, message, staging):
                     break
@@ -332,7 +333,7 @@ class PairCallee(PairEnd):
             logger.info("%s: %s has not been heard of for long", node.name, opened.caller)
         except TransferError as error:
             if not self._closed.is_set():
-                # As text: a handler that keeps the record would keep the error's frames, and with them the group's sockets.
+                # As text: a handler that keeps the record would keep the error's frames, and so the group's sockets.
                 logger.warning("%s: the pair with %s broke: %s", node.name, opened.caller, str(error))
         except BaseException:
             logger.exception("%s: a pair's thread died", node.name)
@@ -352,8 +353,8 @@ class PairCallee(PairEnd):
         finally:
             if message.operation is Operation.WRITE:
                 node.send(self._opened.reply_to, Landed(self.pair_id, message.number, problem or ""))
-        # What was refused has been received all the same, but units that do not exist have not: nothing that comes
-        # after them would be understood.
+        # A problem ends the pair at both ends. If the units do not exist, their bytes were not received, so nothing
+        # after them could be understood.
         return problem is None
 
     def _carry_out(self, group: Group, message: Announce, staging: StagingBuffer) -> str | None:

@@ -1,4 +1,5 @@
-"""The KV cache as units: gathered into one run of bytes before they are sent, scattered when they have come."""
+"""The KV cache as units: gathers them into one run of bytes before they are sent, and scatters them when they
+arrive."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ import torch
 from tandem.kvtransfer.base import flat_bytes, longest_word
 from tandem.kvtransfer.protocol.transport import UnitIds
 
-MAX_MOVE_BYTES = 64 << 20  # twice what the protocol posts at once
+MAX_MOVE_BYTES = 64 << 20  # twice the most that the protocol posts at once
 
 
 class CacheUnits:
-    """Shared by all pairs; it has no state but the memory."""
+    """The units of this node's KV cache. All pairs share it; it has no state but the memory."""
 
     def __init__(self, cache: torch.Tensor, block_bytes: int) -> None:
         self.device = cache.device
@@ -26,7 +27,7 @@ class CacheUnits:
         self._bytes = flat_bytes(cache)
 
     def problem(self, unit_bytes: int, units: Sequence[int]) -> str | None:
-        """Why there are no such units; None when there are. They come from a peer."""
+        """Returns why the cache cannot have these units, which a peer has named; None if it has them."""
         if not units or not 0 < unit_bytes <= self.block_bytes or len(units) * unit_bytes > MAX_MOVE_BYTES:
             return f"{len(units)} units of {unit_bytes} bytes"
         if min(units) < 0 or (max(units) + 1) * unit_bytes > self.num_bytes:
@@ -40,7 +41,7 @@ class CacheUnits:
         )
 
     def gather(self, unit_bytes: int, units: UnitIds, staging: torch.Tensor) -> torch.Tensor:
-        """The units, side by side in `staging`."""
+        """Copies the units side by side into `staging`, and returns that part of it."""
         rows, words = self._rows(unit_bytes), len(units) * unit_bytes
         into = staging[:words]
         ids = torch.from_numpy(units).to(self.device)
@@ -53,13 +54,13 @@ class CacheUnits:
         rows.index_copy_(0, ids, data.view(rows.dtype).view(len(units), -1))
 
     def _rows(self, unit_bytes: int) -> torch.Tensor:
-        """[units, words]"""
+        """Returns the cache as [units, words]."""
         whole = self.num_bytes // unit_bytes * unit_bytes
         return self._bytes[:whole].view(longest_word(unit_bytes)).view(self.num_bytes // unit_bytes, -1)
 
 
 class StagingBuffer:
-    """One pair's memory between the cache and the network; and on a device, its stream."""
+    """One pair's memory between the cache and the network, and on a device the pair's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,12 +77,14 @@ class StagingBuffer:
         return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
     def finish(self) -> None:
-        """Everything that was asked of the device has been done."""
+        """Waits until the device has done everything that was queued on the stream."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class BlockGate:
+    """Says which of our blocks a peer may write to, for each transfer. Thread-safe."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, frozenset[int]] = {}
@@ -91,12 +94,12 @@ class BlockGate:
             self._open[transfer_id] = frozenset(blocks)
 
     def expect_no_more(self, transfer_id: str) -> None:
-        """Waits for a copy that is under way: some milliseconds."""
+        """Returns when no write for the transfer can come any more. Waits for a copy that is running: milliseconds."""
         with self._lock:
             self._open.pop(transfer_id, None)
 
     @contextlib.contextmanager
     def landing(self, transfer_id: str, blocks: set[int]) -> Iterator[bool]:
-        """Whether a write may land; it stays so while the context is open."""
+        """Yields whether a write may be copied into these blocks; the answer holds while the context is open."""
         with self._lock:
             yield blocks <= self._open.get(transfer_id, frozenset())

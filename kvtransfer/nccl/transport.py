@@ -1,4 +1,4 @@
-"""Pairs as a Transport: who is connected to whom, and which message is for which pair."""
+"""A Transport made of pairs. It keeps the pair of each connection, and passes each message to its pair."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class NcclTransport(Transport):
         self._ids = itertools.count(1)
         self._remotes: dict[RemoteId, PairCaller] = {}
         self._owners: dict[HandleId, PairCaller] = {}
-        self._lock = threading.Lock()  # guards what the inbox's and the pairs' threads look at
+        self._lock = threading.Lock()  # guards the next two, which the inbox's and the pairs' threads read
         self._callers: dict[str, PairCaller] = {}
         self._callees: dict[str, PairCallee] = {}
         self._leaving: list[PairCaller | PairCallee] = []
         self._closed = False
-        self.refused = 0  # messages about no pair of ours
+        self.refused = 0  # messages that name no pair of ours
 
     # ── Transport ──
 
@@ -96,7 +96,7 @@ class NcclTransport(Transport):
         return remote
 
     def _call(self, node: PairContext, peer: Rendezvous, reply_to: str) -> PairCaller:
-        """A pair, made in a thread of its own while the asking thread goes on."""
+        """Returns a new pair. Its own thread connects, so the caller does not wait."""
         caller = PairCaller(node, peer, reply_to)
         with self._lock:
             self._callers[caller.pair_id] = caller
@@ -214,7 +214,7 @@ class NcclTransport(Transport):
         if full:
             self.refused += 1
             return
-        for callee in before:  # it was restarted, or gave its end up
+        for callee in before:  # the caller was restarted, or gave its end up
             callee.close()
         with self._lock:
             callee = self._callees[message.pair_id] = PairCallee(node, message, self._on_ended)

@@ -1,13 +1,13 @@
 """The NIXL connector: KV blocks move between the nodes' memory by RDMA, shared memory or TCP, whatever UCX finds.
 
-interfaces on which network devices UCX listens
-lanes      which way UCX moves them, from its own log
-transport  NIXL's interface and errors, translated into ours: a `kvtransfer.protocol.transport.Transport`
-sharded    the same where the ranks of a node, or of its peers, keep their heads apart: of one move, several
-rank_lines what rank 0 and another rank of its node say of transfers
+interfaces  on which network devices UCX listens
+lanes       over which lanes UCX moves blocks, read from its own log
+transport   a `kvtransfer.protocol.transport.Transport` over NIXL, whose errors it translates
+sharded     the same if the ranks of a node, or of its peers, keep their heads apart: splits each move
+rank_lines  the messages between rank 0 and another rank of its node, and the line that carries them
 rank_thread another rank's part of transfers
-staging    the same by way of host memory, for a cache on a GPU
-options    `transfer.options` of this connector
+staging     the same through a copy in host memory, for a cache on a GPU
+options     `transfer.options` of this connector
 """
 
 from __future__ import annotations

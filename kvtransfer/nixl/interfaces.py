@@ -1,6 +1,6 @@
-"""On which network devices UCX listens. By itself it takes every one that there is, and what listens there cannot tell a peer from a
-stranger: so no interface but the one with the node's own address. RDMA devices stay, for no stranger gets in by those without
-being told how.
+"""Chooses the network devices on which UCX listens. By default UCX takes every device, and its listeners cannot tell
+a peer from a stranger. So only the interface with the node's own address is allowed, and RDMA devices: through those
+a stranger cannot come in without being told how.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RECORD = struct.Struct("16s2s2s4s16x")  # struct ifreq: the interface's name, t
 
 
 def addresses() -> dict[str, str]:
-    """Every address of this machine, and the interface that has it."""
+    """Returns the interface of each address of this machine."""
     return {**_ipv4(), **_ipv6()}
 
 
@@ -51,7 +51,8 @@ def _ipv6() -> dict[str, str]:
 
 
 def devices_for(host: str) -> str | None:
-    """The value of UCX_NET_DEVICES for a node that is reached at this address; None: all of them, as nothing is known of the address."""
+    """Returns UCX_NET_DEVICES for a node at this address; None for all devices, if no interface has the address or
+    there are no others."""
     where = addresses()
     if (own := where.get(host)) is None:
         return None
@@ -61,12 +62,13 @@ def devices_for(host: str) -> str | None:
     return "^" + ",".join(others) if others else None
 
 
-_setting = threading.Lock()  # the environment is the whole process's
+_setting = threading.Lock()  # the environment belongs to the whole process
 
 
 @contextlib.contextmanager
 def listening_at(host: str) -> Iterator[None]:
-    """UCX reads its settings when a backend is made. What the operator has set is obeyed."""
+    """UCX reads its settings when a backend is made: make it within this context. A value that the operator has set
+    stays."""
     with _setting:
         if DEVICES in os.environ:
             yield

@@ -1,8 +1,8 @@
-"""Which way blocks go: the lanes that UCX chose, from its own log.
+"""Says over which lanes blocks move: those that UCX chose, read from its own log.
 
-NIXL has no question for that, and UCX falls back in silence: where CUDA's IPC and RDMA are both out of reach, keys and
-values on a GPU are staged through host memory and sent over TCP, a hundred times slower. UCX names its lanes in its log
-when a connection is made. The log goes to memory of this process, and is read there.
+NIXL cannot be asked for them, and UCX falls back silently: if neither CUDA's IPC nor RDMA is in reach, it stages KV
+on a GPU through host memory and sends it over TCP, a hundred times slower. UCX logs its lanes when it makes a
+connection. Here the log goes to memory of this process, which reads it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import sys
 
 logger = logging.getLogger(__name__)
 
-# Lanes that reach a GPU's memory by themselves, by what their names begin with.
+# The beginnings of the names of lanes that reach a GPU's memory by themselves.
 _DIRECT = ("cuda_ipc", "rc", "dc", "ud_mlx5", "gga", "srd", "rocm_ipc", "ze_ipc")
 
 
 def lanes_in(ucx_log: str) -> list[str]:
-    """From lines such as "... intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)". A process's connection to itself
-    is not among them."""
+    """Returns the lanes in lines such as "... intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)", without those
+    of a process's connection to itself."""
     found: set[str] = set()
     for line in ucx_log.splitlines():
         if "cfg#" in line and "self cfg#" not in line:
@@ -35,8 +35,8 @@ def reaches_device(lanes: list[str]) -> bool:
 
 
 class LaneLog:
-    """One for a process: UCX reads where its log goes when it is loaded. Where the user has set that, or UCX was there
-    before, nothing is known."""
+    """UCX's log in this process. UCX decides where its log goes when it is loaded, so there is one. It stays empty
+    if the operator has set UCX's log variables, or if UCX was loaded before."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -57,13 +57,13 @@ class LaneLog:
         self._set = ["UCX_LOG_LEVEL", "UCX_LOG_FILE"]
 
     def after_loading(self) -> None:
-        """What processes begun by this one load must not be told of our file."""
+        """Removes the variables, because child processes that load UCX must not write to our file."""
         for name in self._set:
             os.environ.pop(name, None)
         self._set = []
 
     def new_lanes(self) -> list[str]:
-        """The lanes of connections made since the last call."""
+        """Returns the lanes of connections made since the last call."""
         if self._file is None:
             return []
         ctypes.CDLL(None).fflush(None)  # UCX writes through the C library's buffers
@@ -78,7 +78,7 @@ _warned = False
 
 
 def name_lanes(peer: str, *, on_device: bool) -> None:
-    """To the node's log, when the first blocks have moved to or from a peer."""
+    """Logs the lanes to a peer, when the first blocks have moved to or from it."""
     global _warned
     lanes = LANE_LOG.new_lanes()
     if not lanes:

@@ -1,4 +1,4 @@
-"""`transfer.options` of this connector."""
+"""`transfer.options` of the NIXL connector."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _OF_BACKEND = "backend."
 
 class NixlOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
     backend: str = "UCX"
-    # How often NIXL's progress thread looks after itself although nothing woke it, in milliseconds. With 0, NIXL's
-    # default, it spins and takes a core.
+    # How often NIXL's progress thread wakes without an event, in milliseconds. At 0, NIXL's default, it spins and
+    # takes a core.
     progress_ms: int = 100
-    # `host`: KV on a GPU goes by way of page-locked host memory, as much as the KV cache has.
+    # `host`: KV on a GPU moves through page-locked host memory, as large as the KV cache.
     staging: Literal["none", "host"] = "none"
 
-    # The backend's own, written as `backend.NAME`.
+    # The backend's own parameters, written as `backend.NAME`.
     parameters: dict[str, str] = msgspec.field(default_factory=dict)
 
     @classmethod

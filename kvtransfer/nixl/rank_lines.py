@@ -1,8 +1,9 @@
-"""What rank 0 and another rank of a node say to each other of transfers, and the line that carries it: a pair of Unix sockets that both
-inherit, so that its end is the end of a process.
+"""The messages between rank 0 and another rank of its node about transfers, and the line that carries them: a pair
+of Unix sockets that both processes inherit, so the line ends when either process does.
 
-Rank 0 alone knows requests, peers and what is to move. It tells each rank which bytes of its own memory go where, and the rank says
-when they have. What must be known before anything else is asked with a number and waited for; moves are not waited for.
+Only rank 0 knows requests, peers and moves. It tells each rank which bytes of the rank's own memory go where, and the
+rank says when they have moved. Rank 0 asks with a number for what it must know before it goes on, and waits for the
+answer; it does not wait for moves.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from tandem.wire.handoff import CacheMemory, CacheShard
 
 
 class OpenCache(msgspec.Struct, frozen=True, tag=True):
-    """Make the rank's KV cache reachable. Once, before anything else."""
+    """Make the rank's KV cache reachable. Sent once, before anything else."""
 
     number: int
-    name: str  # of the agent
+    name: str  # of the rank's agent
     host: str
     options: NixlOptions
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
-    """Not answered: where it fails, moves fail."""
+    """Has no answer: if it fails, the rank's moves to this peer fail."""
 
     remote: int
     memory: CacheMemory
 
 
 class ForgetPeer(msgspec.Struct, frozen=True, tag=True):
-    """Answered when nothing to or from it is in flight that could still touch memory."""
+    """Answered when no move to or from the peer is in flight that could still touch memory."""
 
     number: int
     remote: int
 
 
 class PostMove(msgspec.Struct, frozen=True, tag=True):
-    """A `Move` of the rank's own pool. Answered with `MoveOver`."""
+    """A `Move` in the rank's own pool. Answered with `MoveOver`."""
 
     number: int
     remote: int
@@ -75,7 +76,7 @@ class CloseEarlierWays(msgspec.Struct, frozen=True, tag=True):
 
 
 class CloseCache(msgspec.Struct, frozen=True, tag=True):
-    """Answered when nothing of this rank moves any more."""
+    """Answered when nothing moves to or from this rank's cache any more."""
 
     number: int
 
@@ -102,7 +103,8 @@ class CacheOpened(msgspec.Struct, frozen=True, tag=True):
 
 class HeadsSummed(msgspec.Struct, frozen=True, tag=True):
     number: int
-    sums: bytes  # of each grain, of each layer where they are asked for by layer, of each head: eight bytes
+    # Eight bytes for each grain, for each layer of it if the sums are by layer, for each head.
+    sums: bytes
 
 
 class WayOpened(msgspec.Struct, frozen=True, tag=True):
@@ -130,7 +132,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class MessageLine:
-    """One end. Neither sending nor receiving waits: what the socket does not take is kept, and goes with the next look."""
+    """One end of a line. Neither `send` nor `receive` waits: bytes that the socket does not take go with a later
+    call."""
 
     def __init__(self, sock: socket.socket, kind: Any) -> None:
         self._sock = sock
@@ -159,7 +162,7 @@ class MessageLine:
             self.is_over = True
 
     def receive(self) -> list[Any]:
-        """What has come. What came before the line's end comes first."""
+        """Returns the messages that have come. After the line's end, `is_over` is True and the last ones still come."""
         self.flush()
         try:
             while not self.is_over:
@@ -181,13 +184,14 @@ class MessageLine:
         return messages
 
     def wait(self, timeout_s: float | None) -> None:
-        """Until something has come, the line is over, or so long; None: without end, for a rank whose line it is to end with."""
+        """Waits until something has come, the line is over, or `timeout_s` has passed. None waits without end: for a
+        rank that ends with its line."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         poll.poll(None if timeout_s is None else max(1, int(timeout_s * 1000)))
 
     def end(self) -> None:
-        """From another thread: what waits here goes on, and finds it over."""
+        """Ends the line. Any thread may call this; a `wait` in another thread returns and finds the line over."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -203,7 +207,7 @@ class RankLine:
         self.rank = rank
         self._line = MessageLine(sock, FromRank)
         self._numbers = itertools.count()
-        self._moves: dict[int, str | None] = {}  # None: not over
+        self._moves: dict[int, str | None] = {}  # outcomes by number; None: still moving
         self._asked: dict[int, Answer | Failure | None] = {}
 
     @property
@@ -228,7 +232,8 @@ class RankLine:
         return number
 
     def outcome(self, number: int) -> str | None:
-        """Of a move: None while it is under way, "" when all has arrived, else why not. The last two end it."""
+        """Returns None while the move is under way, "" when all of it has arrived, else why it failed. The last two
+        forget the move."""
         problem = self._moves[number]
         if problem is None and self.is_over:
             problem = self.ended
@@ -246,11 +251,12 @@ class RankLine:
         return isinstance(self._asked[number], Done)
 
     def forget(self, number: int) -> None:
-        """Its answer is not waited for."""
+        """Nothing will wait for the answer to this question."""
         del self._asked[number]
 
     def answer(self, number: int, kind: type[A], until: float) -> A:
-        """Waits for it, and for nothing else that this thread does; raises TransferError where none comes."""
+        """Waits for the answer, until `until`; this thread does nothing else meanwhile. Raises TransferError if none
+        comes, or one of another kind."""
         try:
             while (answer := self._asked[number]) is None:
                 self.hear()
@@ -275,7 +281,7 @@ class RankLine:
             if isinstance(message, MoveOver):
                 if message.number in self._moves:
                     self._moves[message.number] = message.problem
-            elif message.number in self._asked:  # else it came too late to be waited for
+            elif message.number in self._asked:  # else the answer came too late
                 self._asked[message.number] = message
 
     def close(self) -> None:

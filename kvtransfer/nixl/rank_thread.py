@@ -1,8 +1,8 @@
-"""Another rank's part of transfers: a thread beside the one that computes, with an agent of its own, which moves the blocks of the rank's
-heads as rank 0 says.
+"""Another rank's part of transfers: a thread beside the computing one, with a NIXL agent of its own. It moves the
+blocks of the rank's heads as rank 0 says.
 
-It knows no requests and no protocol. It ends with its line, which ends with rank 0's process at the latest, and never keeps its own
-process alive.
+It knows no requests and no protocol. It ends with its line, at the latest when rank 0's process ends, and never
+keeps its own process alive.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from tandem.wire.handoff import CacheShard
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.001  # at what is in flight
+_LOOK_S = 0.001  # between two looks at moves in flight
 
 
 class RankTransfers:
-    """`failed` is called from the thread when it dies of a bug: then rank 0 gets no answers, and the process must end. `host`: this
-    machine's address, where it is not rank 0's."""
+    """`failed` is called from the thread when a bug ends it: rank 0 then gets no answers, so the process must end.
+    `host`: this machine's address, if it is not rank 0's machine."""
 
     def __init__(
         self, sock: socket.socket, memory: KVCacheMemory, failed: Callable[[], None], host: str = ""
@@ -59,8 +59,8 @@ class RankTransfers:
         self._failed = failed
         self._checksums = CacheChecksums(memory)
         self._transport: NixlTransport | None = None
-        self._remotes: dict[int, RemoteId | str] = {}  # or why there is no connection
-        self._in_flight: dict[HandleId, int] = {}  # and the number of its move
+        self._remotes: dict[int, RemoteId | str] = {}  # a str says why there is no connection
+        self._in_flight: dict[HandleId, int] = {}  # each handle's move, by the move's number
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="rank-transfers", daemon=True)
 
@@ -72,11 +72,11 @@ class RankTransfers:
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Once its line is over, or rank 0 has closed it."""
+        """Waits for the thread, whose line is over or was closed by rank 0."""
         self._thread.join(timeout_s)
 
     def stop(self, timeout_s: float) -> None:
-        """Ends it, whether rank 0 has closed it or not."""
+        """Ends the line and waits for the thread, whether rank 0 has closed it or not."""
         self._line.end()
         self._thread.join(timeout_s)
 

@@ -1,10 +1,12 @@
-"""NIXL between nodes whose ranks keep their heads, and their stage's layers, in memory of their own, and any others.
+"""NIXL for nodes whose ranks keep their heads, and their stage's layers, in their own memory; their peers may be any
+nodes.
 
-The protocol above knows one pool, whose blocks have all heads. Here each move of it becomes moves between shards (`protocol.shards`):
-this rank makes its own, the other ranks are told theirs (`rank_lines`), and the move is done when all of them are. One that fails fails
-the move, but not before the others are over: until then they touch memory.
+The protocol knows one pool, whose blocks have all heads. This transport splits each of its moves into moves between
+shards (`protocol.shards`). This rank posts its own, tells the other ranks theirs (`rank_lines`), and the move is
+done when all of them are. If one of them fails, the move fails, but only when the others are over: until then they
+touch memory.
 
-Between two caches in one piece all is as `NixlTransport` has it: nothing here is called for their moves.
+Between two caches in one piece, `NixlTransport` alone does everything.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from tandem.kvtransfer.protocol.transport import (
 from tandem.wire.errors import ConfigurationError, InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, CacheShard
 
-_OPEN_S = 120.0  # to register a cache, which may lock all its pages
+_OPEN_S = 120.0  # for a rank to register its cache, which may lock all its pages
 _ANSWER_S = 5.0  # longer than the node's supervisor lets a rank be silent
 _CLOSE_S = 2.0
 
@@ -58,17 +60,18 @@ _OWN = 0  # this rank's shard
 
 @dataclasses.dataclass(slots=True)
 class _Peer:
-    """By the peer's shard, and for other ranks by ours too: under which number each knows it."""
+    """A peer's connections: our own by the peer's shard, and the numbers by which the other ranks know theirs, by
+    the rank and the peer's shard."""
 
     split: PoolSplit
     own: dict[int, RemoteId] = dataclasses.field(default_factory=dict)
     elsewhere: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    # Ranks whose writes failed, which are not known to have stopped; and what they were asked to that end.
+    # Ranks whose writes failed and may still be running, and the numbers of the questions that ask them to stop.
     failed: set[int] = dataclasses.field(default_factory=set)
     asked: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
     def take(self, rank: int) -> list[int]:
-        """The numbers under which this rank knows it, which is not asked for anything else any more."""
+        """Removes and returns the numbers by which this rank knows the peer. Nothing else is asked of the rank then."""
         mine = [pair for pair in self.elsewhere if pair[0] == rank]
         return [self.elsewhere.pop(pair) for pair in mine]
 
@@ -78,19 +81,19 @@ class _MoveInParts:
     peer: _Peer
     writes: bool
     own: list[HandleId]
-    elsewhere: list[tuple[int, int]]  # the rank, and the number that it knows the part by
+    elsewhere: list[tuple[int, int]]  # (rank, the number by which the rank knows its part)
     problem: str = ""
 
 
 class ShardedTransport(NixlTransport):
     def __init__(self, agent: NixlAgent, lines: Sequence[socket.socket] = ()) -> None:
-        """`lines`: to the other ranks, in order, where each keeps its heads apart."""
+        """`lines`: one to each other rank, in rank order, if each keeps its heads apart."""
         super().__init__(agent)
         self._lines = {rank: RankLine(rank, line) for rank, line in enumerate(lines, start=_OWN + 1)}
-        self._pool: CacheMemory | None = None  # as peers see it
+        self._pool: CacheMemory | None = None  # the pool of all ranks, as peers see it
         self._num_heads = self._num_slots = 0
-        self._peers: dict[RemoteId, _Peer] = {}  # where either side is in shards
-        self._moves: dict[HandleId, _MoveInParts] = {}  # by numbers below 0: NIXL's are above
+        self._peers: dict[RemoteId, _Peer] = {}  # those with which either side is in shards
+        self._moves: dict[HandleId, _MoveInParts] = {}  # handles below 0; NIXL's are above
         self._numbers = itertools.count(1)
 
     # ── memory ──
@@ -127,7 +130,7 @@ class ShardedTransport(NixlTransport):
                 slots=list(memory.layers.of_group) if memory.layers is not None else [],
             )
         ]
-        # Of one head of one layer.
+        # The bytes of one head of one layer.
         each, layout = memory.block_bytes // (heads.count * memory.slots), layout_of(memory)
         for rank, line in self._lines.items():
             opened = line.answer(asked[rank], CacheOpened, until)
@@ -154,7 +157,7 @@ class ShardedTransport(NixlTransport):
     # ── peers ──
 
     def connect(self, memory: CacheMemory) -> RemoteId:
-        """Where another rank cannot reach the peer, the first move fails: it is not waited for."""
+        """Does not wait for the other ranks: if one of them cannot reach the peer, its first move fails."""
         mine = self._pool
         if mine is None:
             raise InternalError("a connection before the KV cache was registered")
@@ -178,7 +181,7 @@ class ShardedTransport(NixlTransport):
         return remote
 
     def _shard_of(self, memory: CacheMemory, number: int) -> CacheMemory:
-        """As a cache of its own."""
+        """Returns the shard as if it were a cache of its own."""
         if not memory.shards:
             return memory
         shard = memory.shards[number]
@@ -194,12 +197,13 @@ class ShardedTransport(NixlTransport):
         )
 
     def may_still_write(self, remote: RemoteId) -> bool:
-        """What a rank had sent that has ended may arrive at any time: the peer must find out for itself."""
+        """True while a rank whose write failed has not said that it stopped. If the rank has ended, what it had sent
+        may arrive at any time, and the peer must find out for itself when it is safe."""
         peer = self._peers.get(remote)
         return peer is not None and bool(peer.failed)
 
     def stop_writing(self, remote: RemoteId) -> None:
-        """A rank that lives says when it has forgotten the peer."""
+        """Asks each such rank to forget the peer. A rank that lives answers when it has."""
         peer = self._peers.get(remote)
         if peer is None:
             return
@@ -253,7 +257,7 @@ class ShardedTransport(NixlTransport):
                 if part.ours == _OWN:
                     parts.own.append(self.post(peer.own[part.theirs], part.move))
         except TransferError as error:
-            # The other parts are in flight: it fails when they are over.
+            # The other parts are in flight. The move fails when they are over.
             parts.problem = str(error)
         handle = HandleId(-next(self._numbers))
         self._moves[handle] = parts
@@ -360,6 +364,7 @@ class ShardedTransport(NixlTransport):
         finally:
             until = time.monotonic() + _CLOSE_S
             for line, number in asked:
-                with contextlib.suppress(TransferError):  # the node's supervisor ends it
+                # The node's supervisor ends a rank that does not answer.
+                with contextlib.suppress(TransferError):
                     line.answer(number, Done, until)
                 line.close()

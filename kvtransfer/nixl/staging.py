@@ -1,8 +1,9 @@
-"""KV on a device by way of the host's memory: what is sent is copied there first, what has arrived is copied back.
+"""Moves KV on a GPU through host memory: blocks are copied there before they are sent, and copied back when they have
+arrived.
 
-For machines where the network cannot reach a GPU's memory. UCX would stage it, too, piece by piece; whole runs in
-page-locked memory go several times faster. Every block has its place in a host copy of the cache, which is as large as the
-cache, so that peers see an ordinary cache in host memory.
+This is for machines whose network cannot reach a GPU's memory. UCX would stage the bytes, too, but piece by piece;
+whole runs in page-locked memory are several times faster. Every block has its place in a host copy of the cache, as
+large as the cache, so peers see an ordinary cache in host memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class StagedTransport(Transport):
-    """In front of another. A cache in host memory needs no staging, and gets none."""
+    """Wraps another transport. A cache in host memory needs no staging, and gets none."""
 
     is_staged = True
 
@@ -51,14 +52,14 @@ class StagedTransport(Transport):
         tensor = memory.tensor
         if not tensor.is_cuda:
             return memory
-        import torch  # loaded already by what made the tensor
+        import torch  # the caller has loaded it to make the tensor
 
         if self._host is None:
             cuda: Any = torch.cuda
             self._block_bytes = memory.block_bytes
             self._device = flat_bytes(tensor)
             self._host = torch.empty(self._device.shape[0], dtype=torch.uint8)
-            # Not by torch's own allocator, which would take the next power of two.
+            # torch's own allocator for page-locked memory would take the next power of two.
             status = cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._host.numel(), 0)
             if int(status) != 0:
                 raise ConfigurationError(
@@ -72,7 +73,7 @@ class StagedTransport(Transport):
         return msgspec.structs.replace(memory, tensor=host)
 
     def post(self, remote: RemoteId, move: Move) -> HandleId:
-        """What is computed is final when it is posted, so it is copied now: no more than one post has."""
+        """Copies the move's units now, at most one post's: computed KV does not change after it is posted."""
         if move.operation is not Operation.WRITE and self._device is not None:
             raise InternalError("staged KV is written to peers, and never read from them")
         self._copy(move.local, move.unit_bytes, to_host=True)
@@ -82,7 +83,7 @@ class StagedTransport(Transport):
         self._copy(np.unique(np.asarray(blocks, dtype=np.int64)), self._block_bytes, to_host=False)
 
     def _copy(self, units: UnitIds, size: int, *, to_host: bool) -> None:
-        """Returns when it is done: then the device's blocks are not read for it any more."""
+        """Returns when the copy is complete, so nothing reads the device's blocks for it afterwards."""
         device, host = self._device, self._host
         if device is None or host is None or not len(units):
             return
@@ -106,7 +107,7 @@ class StagedTransport(Transport):
             cuda: Any = torch.cuda
             cuda.cudart().cudaHostUnregister(self._host.data_ptr())
 
-    # ── as the other has it ──
+    # ── passed on to the other transport ──
 
     def connect(self, memory: CacheMemory) -> RemoteId:
         return self._inner.connect(memory)

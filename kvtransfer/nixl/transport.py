@@ -1,14 +1,16 @@
-"""NIXL as a Transport, and its interface and errors, translated into ours. Only `nixl_check` imports nixl besides.
+"""A Transport over NIXL. It translates NIXL's interface and errors into ours. Besides this file, only `nixl_check`
+imports nixl.
 
-A block is one descriptor, prepared once for each pool and then named by its index. Parts of blocks are described for each transfer:
-there are far too many to prepare them all.
+A whole block is one descriptor. The descriptors of a pool are prepared once, and moves name them by index. Parts of
+blocks are described for each move, because there are far too many to prepare them all.
 
-The bindings are used directly: NIXL's own Python wrapper fixes the progress thread's delay at 0, which makes it
-spin. With a delay it sleeps in poll() until its sockets wake it; it has to exist all the same, because a peer's
-first write needs an answer from this process, and so does every write over TCP.
+This file uses NIXL's bindings directly, because NIXL's own Python wrapper fixes the progress thread's delay at 0, which
+makes it spin. With a delay the thread sleeps in poll() until its sockets wake it. It cannot be left out: a peer's first
+write needs an answer from this process, and so does every write over TCP.
 
-That thread and ours take turns at UCX's lock, and the posting thread copies host memory under it, for milliseconds. UCX's
-own choice is to spin meanwhile: on the core that copies, or that computes a forward pass. Hence a mutex.
+The progress thread and our thread take turns at UCX's lock, and our thread holds it for milliseconds while it copies
+host memory. By default UCX spins meanwhile, on the core that copies or that computes a forward pass. Hence
+UCX_USE_MT_MUTEX.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ if TYPE_CHECKING:
     import torch
 
 BlockArray = npt.NDArray[np.uint64]
-"""N x 3: address, length, device."""
+"""[N, 3]: address, length, device."""
 
 
 @contextlib.contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """The bindings' own errors have nothing in common but Exception; bad arguments raise what Python raises."""
+    """Raises every error of the bindings as TransferError. Their only common base is Exception, and bad arguments raise
+    Python's own errors."""
     try:
         yield
     except Exception as error:
@@ -51,7 +54,7 @@ def _translated(doing: str) -> Iterator[None]:
 
 
 def _load_bindings() -> Any:
-    # Read once, when the first agent is made; who sets it differently is obeyed.
+    # UCX reads it once, when the first agent is made. A value that the operator has set stays.
     os.environ.setdefault("UCX_USE_MT_MUTEX", "y")
     LANE_LOG.before_loading()
     try:
@@ -64,10 +67,10 @@ def _load_bindings() -> Any:
 
 
 class NixlAgent:
-    """One agent with one backend. To be used from one thread at a time."""
+    """One NIXL agent with one backend. Only one thread at a time may use it."""
 
     def __init__(self, name: str, options: NixlOptions, host: str = "127.0.0.1") -> None:
-        """`host`: the node's address, where alone UCX listens."""
+        """`host`: the node's address. UCX listens there alone."""
         self._nixl = _load_bindings()
         self.name = name
         self.options = options
@@ -118,7 +121,7 @@ class NixlAgent:
             self._agent.invalidateRemoteMD(name)
 
     def prepare(self, remote: str | None, memory_type: str, blocks: BlockArray) -> int:
-        """Descriptors that transfers then name by index; ours when `remote` is None."""
+        """Prepares descriptors that moves then name by index: ours if `remote` is None, else the peer's."""
         if memory_type not in self._memory_types:
             raise TransferError(f"memory of type {memory_type!r} is not known here")
         with _translated("preparing the blocks' descriptors"):
@@ -133,7 +136,7 @@ class NixlAgent:
     def start(
         self, operation: str, local: int, local_blocks: UnitIds, remote: int, remote_blocks: UnitIds
     ) -> tuple[int, bool]:
-        """A handle, and whether it is done already."""
+        """Starts a move of prepared descriptors. Returns its handle, and whether it is done already."""
         with _translated(f"starting a {operation}"):
             handle = int(
                 self._agent.makeXferReq(
@@ -156,7 +159,7 @@ class NixlAgent:
         remote: tuple[str, BlockArray],
         remote_name: str,
     ) -> tuple[int, bool]:
-        """The same with descriptors (memory type, where) that were not prepared."""
+        """As `start`, with descriptors (memory type, where) that were not prepared."""
         with _translated(f"starting a {operation}"):
             ours, theirs = (
                 self._nixl.nixlXferDList(self._memory_types[memory_type], where)
@@ -186,8 +189,8 @@ class NixlAgent:
             self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """Give the registrations back and end the agent: its thread and its sockets go with it. Over a network nothing
-        that a peer has sent to this agent lands any more; a peer on this machine may write to memory by itself."""
+        """Gives the registrations back and ends the agent with its thread and its sockets. From then on nothing that a
+        peer has sent to this agent over a network arrives. A peer on this machine may write to memory by itself."""
         registered, self._registered = self._registered, []
         try:
             for described in registered:
@@ -199,7 +202,7 @@ class NixlAgent:
 
 logger = logging.getLogger(__name__)
 
-_DIRECT_DEVICES = ("/dev/xpmem", "/dev/knem")  # of kernel modules that copy between processes
+_DIRECT_DEVICES = ("/dev/xpmem", "/dev/knem")  # their kernel modules copy between processes
 
 
 class _Remote(msgspec.Struct, frozen=True):
@@ -209,12 +212,12 @@ class _Remote(msgspec.Struct, frozen=True):
 
 
 class NixlTransport(Transport):
-    """`_agent` posts what we move. Peers reach our memory through each agent of `_ways`, and are told of the last."""
+    """`_agent` posts our moves. Peers reach our memory through each agent of `_ways`, and are told of the last one."""
 
     name = "nixl"
 
     def __init__(self, agent: NixlAgent) -> None:
-        self.agent = agent  # the first
+        self.agent = agent  # the first one; it may be closed
         self._agent = agent
         self._ways = [agent]
         self._way_numbers = itertools.count(1)
@@ -223,9 +226,9 @@ class NixlTransport(Transport):
         self._mine: CacheMemory | None = None
         self._remotes: dict[RemoteId, _Remote] = {}
         self._remote_ids = itertools.count()
-        # Handles that were done when they were posted are asked about all the same, once.
+        # By handle, whether the move was done when it was posted. `is_done` is called for those, too, once.
         self._done: dict[HandleId, bool] = {}
-        self._lanes_unnamed: set[RemoteId] = set()  # nothing has moved there yet
+        self._lanes_unnamed: set[RemoteId] = set()  # peers to and from which nothing has moved
         self._to_name: dict[HandleId, RemoteId] = {}
         self._device: torch.device | None = None
         self._in_thread = threading.local()
@@ -249,13 +252,13 @@ class NixlTransport(Transport):
         return described
 
     def _enter_device(self) -> None:
-        """UCX asks the calling thread for its CUDA context when memory is registered and when a peer's is unpacked. Finding
-        none it gives CUDA's IPC up, in silence. A thread has one once it has launched something; to set the device is
-        not enough."""
+        """Gives the calling thread a CUDA context. UCX asks for it when memory is registered and when a peer's is
+        unpacked, and if there is none, silently goes without CUDA's IPC. A thread has a context once it has launched
+        something; setting the device is not enough."""
         if self._device is not None and not getattr(self._in_thread, "entered", False):
-            import torch  # loaded already by what made the tensor; not needed where memory is the host's
+            import torch  # the caller has loaded it to make the tensor; host memory needs none of it here
 
-            torch.cuda.set_device(self._device)  # another rank's is not the first one
+            torch.cuda.set_device(self._device)  # another rank's device is not the first one
             torch.zeros(1, device=self._device)
             torch.cuda.synchronize(self._device)
             self._in_thread.entered = True
@@ -266,8 +269,9 @@ class NixlTransport(Transport):
         )
         return msgspec.structs.replace(mine, agent_metadata=agent.metadata())
 
-    # NIXL has no call that keeps one peer from writing. Neither giving back a registration nor forgetting the peer does:
-    # over TCP UCX writes wherever a packet says. Ending the agent does, because its sockets and queue pairs end with it.
+    # NIXL has no call that keeps one peer from writing. Giving back a registration does not, nor does forgetting the
+    # peer: over TCP UCX writes wherever a packet says. Ending the agent does, because its sockets and queue pairs
+    # end with it.
 
     def reopen(self) -> CacheMemory | None:
         if self._mine is None:
@@ -288,7 +292,7 @@ class NixlTransport(Transport):
         mine, newest = self._mine, self._ways[-1]
         if mine is None or self._agent is not newest:
             if self._remotes or self._done:
-                return False  # what we move ourselves goes through the first
+                return False  # our own moves still use `_agent`
             if self._prepared is not None:
                 self._agent.release_prepared(self._prepared)
             self._agent = newest
@@ -300,9 +304,9 @@ class NixlTransport(Transport):
         return True
 
     def shuts_out(self, peer: ProcessIdentity) -> bool:
-        """Whether the writes of `peer` are carried out by this process, or by a network card for it. Within one machine and one
-        PID namespace UCX lets a process write to another's memory by a system call. Between PID namespaces of one
-        machine it cannot, but CUDA's IPC reaches another's GPU memory, and xpmem and knem any memory."""
+        """Whether this process, or a network card for it, carries out the writes of `peer`. Within one machine and one
+        PID namespace, UCX lets a process write to another's memory by a system call. Between PID namespaces of a
+        machine it cannot, but CUDA's IPC reaches another's GPU memory, and xpmem and knem reach any memory."""
         if peer.machine != self._process.machine:
             return True
         by_itself = self._device is not None or any(map(os.path.exists, _DIRECT_DEVICES))
@@ -328,7 +332,7 @@ class NixlTransport(Transport):
             self._agent.release_prepared(known.prepared)
             self._agent.remove_remote(known.name)
         except TransferError as error:
-            # The peer is as good as gone for us; what NIXL still holds of it goes with the agent.
+            # This transport uses the peer no more. What NIXL still holds of it goes with the agent.
             logger.warning("disconnecting from %s: %s", known.name, error)
 
     def post(self, remote: RemoteId, move: Move) -> HandleId:
@@ -368,7 +372,7 @@ class NixlTransport(Transport):
             self._end(handle)
         return done
 
-    # For `ShardedTransport`: a peer that is not reached as one piece.
+    # `ShardedTransport` overrides these for a peer whose memory is not in one piece.
 
     def _post_in_parts(self, remote: RemoteId, move: Move) -> HandleId:
         raise InternalError(f"a move to peer {remote}, which is not connected")
@@ -377,7 +381,7 @@ class NixlTransport(Transport):
         raise InternalError(f"move {handle} is over, or never began")
 
     def _name_lanes(self, handle: HandleId) -> None:
-        """UCX connects with the first transfer."""
+        """Logs the lanes after a peer's first move, because UCX connects with that."""
         remote = self._to_name.get(handle)
         if remote in self._lanes_unnamed:
             self._lanes_unnamed.discard(remote)
@@ -416,7 +420,7 @@ def _blocks(memory: CacheMemory) -> BlockArray:
 
 
 def _described(move: Move, mine: CacheMemory, theirs: CacheMemory) -> tuple[BlockArray, BlockArray]:
-    """Units that follow each other on both sides are one descriptor."""
+    """Returns the descriptors of a move on both sides. Units that follow one another on both sides share one."""
     first, counts = run_bounds(move.local, move.remote)
     runs = []
     for memory, units in ((mine, move.local), (theirs, move.remote)):

@@ -1,7 +1,8 @@
 """The tier in host memory: a pool of slots, and a thread that copies.
 
-From and to a cache in host memory it copies with memmove. On CUDA it has streams of its own, and page-locked memory: a store
-begins when the device has done what was queued before, and the thread waits for it. That has not run on a GPU yet.
+If the cache is in host memory, the thread copies with memmove. On CUDA it has streams of its own and page-locked
+memory: a store begins when the device has done what was queued before it, and the thread waits for that. The CUDA
+path has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 STOP_GRACE_S = 5.0
-# A copy of the largest prompt takes a second. A thread that needs longer than this does not come back.
+# A copy of the largest prompt takes a second. After this long without an end, the thread counts as hung.
 PATIENCE_S = 60.0
 
 
@@ -57,7 +58,8 @@ class CpuTier:
         return manager, CopyThread(copier, wake)
 
     def places(self) -> torch.Tensor:
-        """The pool, as large as blocks of the device, and as many axes. Not to be kept: the tier gives it back when it ends."""
+        """Returns the pool in blocks of the device's size, with as many axes. Callers must not keep it: the tier
+        gives the memory back when it ends."""
         return self._places()
 
 
@@ -68,26 +70,26 @@ class Copier(abc.ABC):
         self.block_bytes = memory.block_bytes
 
     def fence(self) -> Any:
-        """Called in the step thread: what is computed so far is what a store that is given this may read."""
+        """Called in the step thread. A store that gets the returned fence may read everything computed so far."""
         return None
 
     @abc.abstractmethod
     def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
-        """Returns when every byte is there; False when some are not, or not right."""
+        """Returns when all bytes are copied; False if some are missing or wrong."""
 
     def close(self) -> None:
-        """No copy is under way, and none will be."""
+        """Called when no copy is running, and none will be."""
 
 
 class HostCopier(Copier):
     def __init__(self, memory: KVCacheMemory, num_places: int) -> None:
         super().__init__(memory)
-        self._tensor = memory.tensor  # whose memory it is
+        self._tensor = memory.tensor  # keeps the memory alive
         self._device = memory.tensor.data_ptr()
-        # A page takes memory only once it is written.
+        # The kernel gives memory to a page only when it is written.
         self._pool = mmap.mmap(-1, num_places * self.block_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # the kernel has no huge pages
                 self._pool.madvise(mmap.MADV_HUGEPAGE)
         self._places = ctypes.addressof(ctypes.c_char.from_buffer(self._pool))
 
@@ -95,7 +97,7 @@ class HostCopier(Copier):
         size = self.block_bytes
         for block, place, count in runs_of(job.blocks, job.places):
             device, host = self._device + block * size, self._places + place * size
-            # Without Python's lock: the step goes on meanwhile.
+            # ctypes releases Python's lock, so the step goes on meanwhile.
             ctypes.memmove(*((device, host) if to_device else (host, device)), count * size)
         return True
 
@@ -147,12 +149,13 @@ class CudaCopier(Copier):
 
 
 class CopyThread(Mover):
-    """One thread makes the copies in the order in which they were submitted, loads before stores."""
+    """One thread makes the copies in the order of submission, but loads before stores, and first those that `wait`
+    waits for."""
 
     def __init__(self, copier: Copier, wake: Callable[[], None]) -> None:
         self._copier = copier
         self._wake = wake
-        self._changed = threading.Condition()  # guards all that follows
+        self._changed = threading.Condition()  # guards the fields from here on
         self._loads: deque[tuple[Copy, Any]] = deque()
         self._stores: deque[tuple[Copy, Any]] = deque()
         self._under_way: set[int] = set()  # queued or being copied
@@ -175,14 +178,14 @@ class CopyThread(Mover):
     def take_ended(self) -> dict[int, bool]:
         if self._failure is not None:
             raise InternalError("the thread that copies KV to and from a tier died") from self._failure
-        if not self._ended:  # read without the lock: what comes now is taken the next time
+        if not self._ended:  # read without the lock: a copy that ends now is taken the next time
             return {}
         with self._changed:
             ended, self._ended = self._ended, {}
         return ended
 
     def wait(self, jobs: Iterable[int]) -> None:
-        """Those that others wait for are copied first."""
+        """Moves these stores to the front of the queue, and waits. Raises InternalError after PATIENCE_S."""
         wanted = set(jobs)
         until = time.monotonic() + PATIENCE_S
         with self._changed:

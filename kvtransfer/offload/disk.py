@@ -1,13 +1,14 @@
 """The tier on a disk: one file of slots for each model and layout, which outlives the process.
 
-A slot is a header and a chunk. The header names the chunk's key and the checksum of its bytes, and has a checksum of its own.
-Slots are not synced and are written in no special order: whatever a crash leaves, torn or old or foreign, a chunk is taken for
-a key only if both checksums agree when it is read. What does not is computed again.
+A slot is a header and a chunk. The header has the chunk's key, the checksum of its bytes, and a checksum of itself.
+Slots are not synced and are written in no special order. Whatever a crash leaves, torn or old or foreign, a chunk is
+taken for a key only if both checksums agree when it is read. Otherwise it is computed again.
 
-The first page has the file's generation, and each header that of when its store was planned. When the tier forgets everything
-the generation changes, and is synced: what is in the file, or still on its way there, is valid no more.
+The file's first page has its generation, and each header has the generation in which its store was planned. When the
+tier forgets everything, it changes and syncs the generation: what is in the file, or still on its way there, is then
+no longer valid.
 
-Nodes of one machine that have the same folder take a file each: the first that no other process has locked.
+Nodes of one machine with the same folder take a file each: the first one that no other process has locked.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _MAGIC = b"tandemkv"
 _KEY_BYTES = 64
 _GENERATION = struct.Struct("<8sQ")  # magic, generation; then the checksum of both
-# magic, generation, when it was written, length of the key, key, checksum of the chunk; then the checksum of all that
+# magic, generation, time of writing, length of the key, key, checksum of the chunk; then the checksum of all that
 _HEADER = struct.Struct(f"<8sQQH{_KEY_BYTES}s16s")
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = 4096  # a page of its own, so that writing it touches no chunk
@@ -72,7 +73,8 @@ class DiskTier:
         return self._file.generation
 
     def follow(self, generation: int) -> None:
-        """What the file holds was stored together with what rank 0's holds, or is forgotten."""
+        """Takes rank 0's generation. If the file has another one, its content was not stored with rank 0's: forgets
+        it."""
         self._file.follow(generation)
 
 
@@ -88,7 +90,7 @@ class DiskManager(SlotManager):
 
 
 def identity(memory: KVCacheMemory, block_factor: int) -> str:
-    """What two processes must have in common to read each other's chunks, besides the keys."""
+    """Returns what two processes must have in common, besides the keys, to read each other's chunks."""
     tensor = memory.tensor
     parts = [memory.model, str(tensor.dtype), *tensor.shape[1:], *tensor.stride()[1:], block_factor]
     parts.append(f"version {KV_VERSION}")
@@ -100,7 +102,7 @@ def identity(memory: KVCacheMemory, block_factor: int) -> str:
 
 
 class SlotFile:
-    """`write` and `read` are used from one thread, `forget_all` from another."""
+    """The file and its lock. One thread uses `write` and `read`, another uses `forget_all`."""
 
     def __init__(self, folder: Path, name: str, num_slots: int, slot_bytes: int) -> None:
         self._num_slots = num_slots
@@ -124,18 +126,19 @@ class SlotFile:
         entries = sorted(
             (when, slot, key) for slot, header in enumerate(found) if header for when, key, _ in [header]
         )
-        newest = {key: slot for _, slot, key in entries}  # a key may stand in a slot that it was evicted from
+        # A key may also stand in a slot from which it was evicted.
+        newest = {key: slot for _, slot, key in entries}
         self._content = [(key, slot) for _, slot, key in entries if newest[key] == slot]
 
     def content(self) -> list[tuple[bytes, int]]:
-        """Keys and their slots, as the headers say, the oldest first."""
+        """Returns the keys and slots that the headers name, the oldest first."""
         return self._content
 
     def _stored_generation(self) -> int:
         raw = os.pread(self._file, _GENERATION.size + _CHECKSUM_BYTES, 0)
         if (content := _checked(raw, _GENERATION, 0)) is not None:
             return int(content[1])
-        # A new file, or none of ours: no header in it is of this generation.
+        # A new file, or not one of ours: no header in it has this generation.
         generation = int.from_bytes(os.urandom(7), "little")
         self._store_generation(generation)
         return generation
@@ -146,17 +149,17 @@ class SlotFile:
 
     @property
     def generation(self) -> int:
-        """As it was when the file was opened."""
+        """The file's generation when it was opened."""
         return self._generation
 
     def follow(self, generation: int) -> None:
-        """Before anything is read or written."""
+        """Sets the generation. Called before anything is read or written."""
         if self._generation != generation:
             self._generation = generation
             self._store_generation(generation)
 
     def forget_all(self) -> None:
-        """What is in the file, and what stores that were planned before this still write."""
+        """Makes everything in the file invalid, and everything that stores which were planned earlier still write."""
         self._resets += 1
         self._store_generation(self._generation + self._resets)
 
@@ -164,7 +167,7 @@ class SlotFile:
         return HEADER_BYTES + slot * self._slot_bytes
 
     def _header(self, slot: int) -> tuple[int, bytes, bytes] | None:
-        """When it was written, the key, and the chunk's checksum."""
+        """Returns when the slot was written, its key, and its chunk's checksum; None if the header is not valid."""
         raw = os.pread(self._file, _HEADER.size + _CHECKSUM_BYTES, self._start(slot))
         if (content := _checked(raw, _HEADER, slot + 1)) is None:
             return None
@@ -174,7 +177,8 @@ class SlotFile:
         return when, key[:length], checksum
 
     def write(self, slot: int, key: bytes, chunk: memoryview, resets: int) -> bool:
-        """`resets`: how often everything had been forgotten when this was planned."""
+        """Returns whether it was written. `resets`: how often everything had been forgotten when the store was
+        planned."""
         checksum = xxhash.xxh3_128_digest(chunk)
         generation = self._generation + resets
         header = _HEADER.pack(_MAGIC, generation, next(self._written), len(key), key, checksum)
@@ -186,10 +190,10 @@ class SlotFile:
                 and os.pwrite(self._file, chunk, start + HEADER_BYTES) == chunk.nbytes
             )
         except OSError:
-            return False  # the disk is full, or broken: the chunk is not there
+            return False  # the disk is full or broken
 
     def read(self, slot: int, key: bytes, into: memoryview) -> bool:
-        """Whether `into` holds the chunk of this key now. If not, it holds anything."""
+        """Returns whether `into` holds the key's chunk now. If not, its content is undefined."""
         try:
             header = self._header(slot)
             if header is None or header[1] != key:
@@ -227,7 +231,8 @@ def _first_unlocked(folder: Path, name: str) -> int:
 
 
 class DiskCopier(Copier):
-    """Through one chunk of host memory. It compares the checksum before anything reaches the device's blocks."""
+    """Copies through one chunk of host memory, and compares its checksum before anything reaches the device's
+    blocks."""
 
     def __init__(self, memory: KVCacheMemory, file: SlotFile, block_factor: int) -> None:
         import torch
@@ -240,7 +245,7 @@ class DiskCopier(Copier):
         host: Any = self._chunk.numpy()
         self._bytes = memoryview(host).cast("B")
         self._on_device = memory.tensor.is_cuda
-        # In host memory numpy copies: torch would take threads of its own for it.
+        # In host memory numpy copies, because torch would use more threads for it.
         self._rows: Any = None if self._on_device else self._blocks.numpy()
 
     def fence(self) -> Any:

@@ -1,7 +1,8 @@
-"""What goes between the tiers of two nodes: the messages, and the thread that reads another node's chunks.
+"""Messages between the tiers of two nodes, and the thread that reads another node's chunks.
 
-The step thread sends and posts readings, and takes what came, in `take`. Only the thread of this module touches the transport.
-A reading ends when none of its moves is in flight any more, however long that takes: until then the transport may write to its slots.
+The step thread sends messages, posts readings, and takes events in `take`. Only this module's thread touches the
+transport. A reading ends when none of its moves is in flight, however long that takes: until then the transport may
+write to its slots.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ from tandem.wire.sharing import ChunksFound, SharingMessage
 
 logger = logging.getLogger(__name__)
 
-# One post is never larger, so that what is urgent does not wait long for what is not.
+# The most bytes of one post, so that an urgent reading does not wait long for another one.
 MAX_POST_BYTES = 32 << 20
 MAX_IN_FLIGHT = 4  # posts
-MAX_REMOTES = 64  # that the transport is connected to
+MAX_REMOTES = 64  # the most peers to which the transport is connected
 STOP_GRACE_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RemoteRead:
-    """Place `there[i]` of the peer's tier is copied to place `here[i]` of ours."""
+    """Copies place `there[i]` of the peer's tier to place `here[i]` of ours."""
 
     number: int
     peer: PeerKey
     memory: CacheMemory
     here: Sequence[int]
     there: Sequence[int]
-    until: float  # what arrives later is not right
+    until: float  # chunks that arrive later do not count as right
     urgent: bool  # a request waits for it
     factor: int = 1  # places of a chunk
-    checksum_every: int = 0  # one of how many chunks, and the last, is compared
-    checksums: bytes = b""  # what the peer says of those
+    checksum_every: int = 0  # one chunk of this many is compared, and the last one
+    checksums: bytes = b""  # the peer's checksums of those chunks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChecksummedAnswer:
-    """`found`, once it has the checksums of chunks of ours that stay as they are meanwhile."""
+    """Sends `found` with checksums of our chunks, which keep their content meanwhile."""
 
     peer: PeerAddress
     found: ChunksFound
@@ -70,7 +71,7 @@ class RemoteReadEnded:
     right: bool
     seconds: float
     checked: int = 0  # chunks that were compared
-    wrong: str = ""  # what arrived other than it was sent
+    wrong: str = ""  # which chunk arrived with other bytes than were sent
 
 
 Event = SharingMessage | RemoteReadEnded
@@ -94,12 +95,12 @@ class _Stop:
 
 
 def compared_chunks(number: int, chunks: int, every: int) -> list[int]:
-    """The same at both nodes, and others in the next answer."""
+    """Returns the chunks that carry a checksum. Both nodes choose the same ones, and the next answer has others."""
     return ChecksumSample(every, number % every if every else 0, chunks - 1).between(0, chunks)
 
 
 class Exchange:
-    """`wake` is called when there is something to take."""
+    """Sends and receives messages, and reads. `wake` is called when there is something to take."""
 
     def __init__(
         self,
@@ -116,8 +117,8 @@ class Exchange:
         self._events: deque[Event] = deque()
         self._posted: queue.SimpleQueue[RemoteRead | ChecksummedAnswer | _Stop] = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        self._remotes: OrderedDict[PeerKey, RemoteId] = OrderedDict()  # the one used last at the end
-        self._broken: set[PeerKey] = set()  # to be disconnected when nothing is in flight there
+        self._remotes: OrderedDict[PeerKey, RemoteId] = OrderedDict()  # the least recently used comes first
+        self._broken: set[PeerKey] = set()  # peers to disconnect when nothing is in flight there
         self._open: list[_Progress] = []
         self._handles: dict[HandleId, _Progress] = {}
         self._channel: SideChannel[SharingMessage] = SideChannel(
@@ -137,7 +138,7 @@ class Exchange:
         return self._channel.malformed + self._transport.malformed_frames
 
     def open(self, memory: KVCacheMemory) -> None:
-        """`memory` is the tier's: its blocks are the places."""
+        """Opens the tier to peers and starts the thread. `memory` is the tier's pool: its blocks are the places."""
         self.memory = self._transport.register(memory)
         self._rows = flat_bytes(memory.tensor).numpy().reshape(-1, self.memory.block_bytes)
         self._thread.start()
@@ -150,14 +151,14 @@ class Exchange:
         return self._me.epoch
 
     def send(self, peer: PeerAddress, message: SharingMessage) -> None:
-        """Any thread. Never waits and never raises."""
+        """Never waits and never raises. Any thread may call this."""
         self._channel.send(peer.endpoint, message)
 
     def read(self, reading: RemoteRead) -> None:
         self._posted.put(reading)
 
     def answer(self, answer: ChecksummedAnswer) -> None:
-        """Sent by the other thread: a step does not wait for checksums."""
+        """Has this module's thread send the answer, so that a step does not wait for checksums."""
         self._posted.put(answer)
 
     def take(self) -> list[Event]:
@@ -208,7 +209,7 @@ class Exchange:
             del self._handles[handle]
             progress.in_flight -= 1
         self._disconnect_broken()
-        # What has failed may write to its slots until the connection is closed.
+        # A failed move may write to its slots until the connection is closed.
         ended = [
             progress
             for progress in self._open
@@ -231,7 +232,7 @@ class Exchange:
         self.send(answer.peer, msgspec.structs.replace(answer.found, checksums=pack(sums)))
 
     def _compared(self, reading: RemoteRead) -> tuple[int, str]:
-        """How many chunks are what the peer has, and what is wrong with the first that is not."""
+        """Returns how many chunks have the peer's bytes, and what is wrong with the first that does not."""
         count = len(reading.here) // reading.factor
         chunks = compared_chunks(reading.number, count, reading.checksum_every)
         expected = unpack(reading.checksums)
@@ -292,7 +293,8 @@ class Exchange:
         return remote
 
     def _break(self, peer: PeerKey, error: TransferError) -> None:
-        """What else goes to this peer is worth nothing either, and the connection is closed when none of it is in flight."""
+        """Fails everything else that is read from this peer, too. The connection is closed when nothing is in
+        flight."""
         if peer not in self._broken:
             logger.warning("reading the tier of %s failed: %s", peer.node_id, error)
         self._broken.add(peer)
@@ -308,12 +310,12 @@ class Exchange:
                 self._transport.disconnect(remote)
 
     def close(self) -> None:
-        """Idempotent. When it returns, nothing reads our tier through this agent, nor writes to it."""
+        """Idempotent. When it returns, nothing reads our tier through this agent or writes to it."""
         if self._thread.is_alive():
             self._posted.put(_Stop())
             self._thread.join(STOP_GRACE_S)
         try:
             self._transport.close()
         finally:
-            self._rows = None  # the tier's, which takes its memory back
+            self._rows = None  # lets the tier take its memory back
             self._channel.close()

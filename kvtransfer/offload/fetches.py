@@ -1,4 +1,4 @@
-"""What a node that reads other nodes' tiers has asked of them, and what it has measured: bytes a second, answers a second."""
+"""What a node has asked of other nodes' tiers, and what it has measured of them: rates of bytes and of answers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.sharing import ChunksFound
 
-MAX_MISSED = 4096  # keys of a peer
-MAX_ASKED = 16  # answers without a key; it was given up there
+MAX_MISSED = 4096  # the most keys of one peer
+MAX_ASKED = 16  # after this many answers without the key, it was evicted there
 
-# What was measured longer ago is measured again.
+# A measurement older than this is made again.
 RATE_LASTS_S = 60.0
 WEIGHT = 0.3  # of the newest observation
 
 
 class Rate:
-    """Something a second, as measured lately; None when it was not."""
+    """A recent rate; None if nothing was observed for RATE_LASTS_S."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -45,11 +45,11 @@ class KnownPeer:
     bytes_per_s: Rate
     answers_per_s: Rate
     memory: CacheMemory | None = None
-    # What a mirror asked for and was not ready, and how often: it is asked for with what is stored next.
+    # Keys that a mirror asked for before they were ready, and how often. It asks again with the next stored chunks.
     missed: dict[Key, int] = dataclasses.field(default_factory=dict)
 
     def ask_again(self, keys: Iterable[Key], asked: Mapping[Key, int]) -> None:
-        """Next time; `asked`: how often each was asked for before, and not there."""
+        """Ask for these keys again with the next ones. `asked`: how often each was asked for and not there."""
         for key in keys:
             if (times := asked.get(key, 0)) < MAX_ASKED:
                 self.missed[key] = times
@@ -59,11 +59,11 @@ class KnownPeer:
 
 @dataclasses.dataclass(slots=True)
 class PrefixQuestion:
-    """What a peer has of a prefix, where that does not follow from what is missing here."""
+    """Asks which parts of a prefix a peer has, for models whose missing keys do not say which parts are needed."""
 
     request: TransferRequest
-    first: int  # the device has the blocks before it
-    end: int  # and this tier has the prefix that ends with the block before this one
+    first: int  # the device has the blocks before this one
+    end: int  # this tier has the prefix that ends before this block
     last: int
     is_open: bool = True
 
@@ -72,7 +72,7 @@ class PrefixQuestion:
         return self.request.block_hashes[self.first : self.last]
 
     def covers(self, other: PrefixQuestion) -> bool:
-        """Whether what is copied for this one will do for the other: both could take all of the same blocks."""
+        """Whether the other question's request can use what is copied for this one: both could take the same blocks."""
         mine, its = self.request.block_hashes, other.request.block_hashes
         return (
             self.first <= other.first
@@ -85,19 +85,20 @@ class PrefixQuestion:
 class Fetch:
     number: int
     peer: PeerAddress
-    room: StoreRoom  # what is being written; less of it when the peer has not got all
+    room: StoreRoom  # the chunks that are being written; fewer once the peer lacks some
     asked_at: float
     for_mirror: bool
     checksum_every: int = 0
-    requests: set[str] = dataclasses.field(default_factory=set)  # that wait for it
+    requests: set[str] = dataclasses.field(default_factory=set)  # those that wait for the fetch
     is_reading: bool = False
-    question: PrefixQuestion | None = None  # which comes before it
-    asked: dict[Key, int] = dataclasses.field(default_factory=dict)  # see KnownPeer
-    others: list[int] = dataclasses.field(default_factory=list)  # that bring some of what was chosen
+    question: PrefixQuestion | None = None  # asked before the chunks are
+    asked: dict[Key, int] = dataclasses.field(default_factory=dict)  # see `KnownPeer.missed`
+    # Other fetches, which bring some of the chosen chunks. The requests wait for those next.
+    others: list[int] = dataclasses.field(default_factory=list)
 
 
 def which_of(found: ChunksFound, count: int) -> Sequence[int]:
-    """Which of so many keys that were asked for its slots are of; none where that makes no sense."""
+    """Returns to which of the `count` asked keys the found slots belong; none if the answer makes no sense."""
     if found.which is None:
         return range(min(len(found.slots), count))
     which = found.which

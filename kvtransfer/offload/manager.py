@@ -1,7 +1,8 @@
-"""Which blocks a tier has, and where. Touches no byte: what it says is done by a mover, which may take its time.
+"""Says which chunks a tier has, and in which slots. A manager touches no byte: a mover makes the copies that it
+plans, and may take its time.
 
-A slot holds one chunk, which is `block_factor` blocks of the device. It is free; or is being written, for the key that it was
-given; or is ready; or is ready and read by some loads. Only what is ready and not read can be given up.
+A slot holds one chunk, which is `block_factor` blocks of the device. A slot is free, or being written for its key, or
+ready, or ready and read by some loads. Only a ready slot that no load reads can be evicted.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _WRITTEN_NOW = -1
 
 @dataclasses.dataclass(slots=True)
 class StoreRoom:
-    """Which of the offered keys are to be written, and where to."""
+    """Those of the offered keys that must be written, and their slots."""
 
     keys: list[Key]
     slots: list[int]
 
 
 class TierManager(abc.ABC):
-    """What the connector asks. Used from one thread."""
+    """What a tier keeps, as the connector asks for it. Only one thread may use it."""
 
     @property
     @abc.abstractmethod
@@ -37,48 +38,50 @@ class TierManager(abc.ABC):
     @property
     @abc.abstractmethod
     def used(self) -> int:
-        """Slots that are not free."""
+        """The number of slots that are not free."""
 
     @property
     @abc.abstractmethod
     def evicted(self) -> int:
-        """Chunks that were given up since the start."""
+        """The number of chunks that were evicted since the start."""
 
     @abc.abstractmethod
     def lookup(self, keys: Iterable[Key]) -> int:
-        """How many of these are ready, up to the first that is not."""
+        """Returns how many of these keys are ready, up to the first that is not."""
 
     @abc.abstractmethod
     def touch(self, keys: Sequence[Key]) -> None:
-        """A request has this prefix. Once for each time that it is admitted."""
+        """A request with this prefix was admitted. Called once for each admission."""
 
     @abc.abstractmethod
     def line_up(self, keys: Sequence[Key]) -> None:
-        """A request with this prefix has ended: its end should be given up before its beginning."""
+        """A request with this prefix has ended: the prefix's end should be evicted before its beginning."""
 
     @abc.abstractmethod
     def prepare_load(self, keys: Iterable[Key]) -> list[int]:
-        """The slots of keys that `lookup` has counted. They stay as they are until `complete_load`."""
+        """Returns the slots of keys that `lookup` has counted. The slots keep their content until `complete_load`."""
 
     @abc.abstractmethod
     def complete_load(self, slots: Iterable[int]) -> None: ...
 
     @abc.abstractmethod
     def prepare_store(self, keys: Sequence[Key]) -> StoreRoom | None:
-        """Room for those that are not there, each to be completed. None, and nothing has changed, when there is not enough."""
+        """Makes room for those keys that the tier lacks; the caller completes each. Returns None, and changes
+        nothing, if there is not enough room."""
 
     @abc.abstractmethod
     def complete_store(self, room: StoreRoom, *, written: bool) -> None: ...
 
     @abc.abstractmethod
     def forget(self, keys: Iterable[Key]) -> None:
-        """Finds these no more, whatever state they are in."""
+        """Finds these keys no more, whatever the state of their slots."""
 
     def note_changes(self) -> None:
-        """From now on they are kept to be taken."""
+        """Begins to keep changes for `take_changes`."""
 
     def take_changes(self) -> Sequence[tuple[Key, bool]]:
-        """The keys that became ready since the last call (True), and those that were ready and are not found any more."""
+        """Returns the keys that became ready since the last call (True), and those that were ready and are gone
+        (False)."""
         return ()
 
     @abc.abstractmethod
@@ -89,17 +92,17 @@ class TierManager(abc.ABC):
 class SlotManager(TierManager):
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         self._capacity = num_slots
-        self._busy = array("i", bytes(4 * num_slots))  # loads that read the slot, or _WRITTEN_NOW
+        self._busy = array("i", bytes(4 * num_slots))  # how many loads read each slot, or _WRITTEN_NOW
         self._policy = POLICIES[policy](num_slots, self._busy)
         self._free: list[int] = []
         self._unused = 0  # slots from here on were never taken
-        self._forgotten: set[int] = set()  # slots in use by a copy whose keys are forgotten
+        self._forgotten: set[int] = set()  # slots that a copy still uses after their keys were forgotten
         self._evicted = 0
         self._changes: list[tuple[Key, bool]] = []
         self._notes_changes = False
 
     def fill(self, entries: Sequence[tuple[Key, int]]) -> None:
-        """What the slots hold from before, the oldest first. Once, before anything else."""
+        """Enters what the slots hold from an earlier process, the oldest first. Called once, before anything else."""
         taken = {slot for _, slot in entries}
         self._unused = max(taken, default=-1) + 1
         self._free = [slot for slot in range(self._unused) if slot not in taken]
@@ -165,7 +168,7 @@ class SlotManager(TierManager):
                 self._changes += [(key, False) for key, _ in victims]
             self._free += [slot for _, slot in victims]
         slots = [self._take() for _ in new]
-        # The first is the last to be given up: the others are worth nothing without it.
+        # The first key is the last to be evicted, because the others are of no use without it.
         for key, slot in zip(reversed(new), reversed(slots), strict=True):
             self._busy[slot] = _WRITTEN_NOW
             self._policy.insert(key, slot)
@@ -221,7 +224,7 @@ class SlotManager(TierManager):
         self._policy.clear()
 
     def check_integrity(self) -> None:
-        """Every slot is in exactly one place."""
+        """Raises InternalError unless every slot is in exactly one place."""
         filed = [slot for key in self._policy.all_keys() if (slot := self._policy.get(key)) is not None]
         places = sorted([*filed, *self._free, *self._forgotten])
         if places != list(range(self._unused)):
@@ -232,8 +235,8 @@ class SlotManager(TierManager):
 
 
 class ReuseFilter(TierManager):
-    """Stores a key only when so many requests had it: what comes once is not worth its copy. The requests that had a key
-    are counted for the last `tracked` keys."""
+    """Stores a key only once `threshold` requests had it, because a chunk that comes once is not worth its copy. It
+    counts the requests for the last `tracked` keys."""
 
     def __init__(self, manager: TierManager, threshold: int, tracked: int = 64_000) -> None:
         self._manager = manager
@@ -295,5 +298,5 @@ class ReuseFilter(TierManager):
 
 
 def filtered(manager: TierManager, store_threshold: int) -> TierManager:
-    """In a ReuseFilter, unless a key is stored the first time that it comes."""
+    """Returns the manager in a ReuseFilter, or as it is if a key is stored the first time that it comes."""
     return ReuseFilter(manager, store_threshold) if store_threshold > 1 else manager

@@ -1,7 +1,7 @@
-"""What a full tier gives up: the least recently used, or by ARC.
+"""Chooses what a full tier evicts: the least recently used keys, or those that ARC chooses.
 
-A policy knows keys and the slots that they are in. `busy` says of each slot whether it may be given up: it counts the copies
-that read it, and is below 0 while it is being written.
+A policy knows keys and their slots. `busy[slot]` says whether a slot's key may be evicted: it counts the loads that
+read the slot, and is below 0 while the slot is being written.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class CachePolicy(abc.ABC):
 
     @abc.abstractmethod
     def get(self, key: Key) -> int | None:
-        """The slot that the key is in."""
+        """Returns the key's slot, or None."""
 
     @abc.abstractmethod
     def insert(self, key: Key, slot: int) -> None:
-        """A key that is not there, as the most recently used."""
+        """Adds a key that is not there, as the most recently used."""
 
     @abc.abstractmethod
     def remove(self, key: Key) -> None:
-        """A key that is there."""
+        """Removes a key that is there."""
 
     @abc.abstractmethod
     def touch(self, keys: Sequence[Key]) -> None:
-        """A request uses this prefix, whether it is there or not. Its first key counts as the most recent: later ones are
-        worth nothing without it."""
+        """A request uses this prefix, whether its keys are there or not. The first key becomes the most recent, because
+        the later ones are of no use without it."""
 
     @abc.abstractmethod
     def line_up(self, keys: Sequence[Key]) -> None:
-        """As recent as if they were touched, and no more often used."""
+        """Makes the keys as recent as `touch` does, without counting a use."""
 
     @abc.abstractmethod
     def evict(self, count: int, protected: Collection[Key]) -> Victims | None:
-        """Gives up `count` keys that are neither busy nor protected; None, and nothing has changed, when there are not so
-        many."""
+        """Evicts `count` keys that are neither busy nor protected. Returns None, and changes nothing, if there are too
+        few."""
 
     @abc.abstractmethod
     def all_keys(self) -> Iterator[Key]: ...
@@ -100,10 +100,12 @@ class LruPolicy(CachePolicy):
 
 
 class ArcPolicy(CachePolicy):
-    """Adaptive replacement (Megiddo and Modha, 2003). What was used once (`recent`) and what was used again (`frequent`) are
-    lists of their own, so that a long prompt which never comes again cannot push out what comes often. Keys that were
-    given up are remembered without their data. One that comes again says which list was too short, and `target`, the size
-    that `recent` should have, moves."""
+    """Adaptive replacement (Megiddo and Modha, 2003).
+
+    Keys that were used once (`recent`) and keys that were used again (`frequent`) are two lists, so that a long prompt
+    which never comes again cannot push out what comes often. Evicted keys are remembered without their data. When one
+    comes again, it shows which list was too short, and `target`, the size that `recent` should have, moves.
+    """
 
     def __init__(self, capacity: int, busy: Sequence[int]) -> None:
         super().__init__(capacity, busy)
@@ -130,7 +132,7 @@ class ArcPolicy(CachePolicy):
         recent, frequent, busy = self.recent, self.frequent, self.busy
         for key in reversed(keys):
             if (slot := recent.get(key)) is not None:
-                if busy[slot] < 0:  # only just on its way here: that is its first use
+                if busy[slot] < 0:  # it is still being written: this is its first use
                     recent.move_to_end(key)
                 else:
                     del recent[key]
@@ -159,7 +161,7 @@ class ArcPolicy(CachePolicy):
 
     def evict(self, count: int, protected: Collection[Key]) -> Victims | None:
         victims: list[tuple[Key, int, bool]] = []
-        left = len(self.recent)  # in `recent`, if those that were chosen are given up
+        left = len(self.recent)  # what `recent` will have left when the chosen keys are evicted
         recent, frequent = self._idle(self.recent, protected), self._idle(self.frequent, protected)
         for _ in range(count):
             first_of_recent = left >= int(self.target)

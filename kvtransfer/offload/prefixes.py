@@ -1,10 +1,12 @@
-"""What a prefix is made of in a tier, under which keys, and how much of one is there.
+"""Says of which parts a prefix consists in a tier, under which keys they are, and how much of a prefix a tier has.
 
-A chunk is filed under its last block's hash, in groups but the first with the group's number after it. Recurrent states after some
-tokens are filed under the hash of these: each block of them by its number, and the group's after that.
+A chunk's key is its last block's hash; in groups after the first, the group's number follows. Recurrent states after
+some tokens are filed under the hash of these tokens: each block of the states under the hash, the block's number and
+the group's number.
 
-A prefix is there when every group has its part of it: all chunks where every token is kept, the window before its end
-where there is one, and the states after exactly its last token. So what one group lacks shortens it for all.
+A tier has a prefix if it has every group's part of it: all chunks for a group that keeps every token, the window before
+the prefix's end for a group with a window, and the states after exactly its last token. So a part that one group lacks
+shortens the prefix for all.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from typing import Protocol
 from tandem.kvtransfer.base import NULL_BLOCK_ID, BlockGroup, BlockIds, TransferRequest
 from tandem.kvtransfer.offload.policies import Key
 
-_NUMBER_BYTES = 2  # of a state's block
+_NUMBER_BYTES = 2  # of a state block's number
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """Blocks of one group's table, and the keys of the chunks that they are in."""
+    """Blocks of one group's table, and the keys of the chunks in which they are."""
 
     group: int
     first: int
@@ -30,16 +32,16 @@ class Part:
 
 
 class Content(Protocol):
-    """What says which keys are ready: a tier, or what is known of several."""
+    """Says which keys are ready: a tier, or what is known of several."""
 
     def lookup(self, keys: Iterable[Key]) -> int:
-        """How many of these are ready, up to the first that is not."""
+        """Returns how many of these keys are ready, up to the first that is not."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Together:
-    """What a tier has, and what a peer's has."""
+    """The keys that a tier has, and those that a peer's tier has."""
 
     manager: Content
     theirs: Collection[Key]
@@ -58,7 +60,8 @@ class Prefixes:
         self.block_size = groups[0].block_size
         self._factor = block_factor
         self._whole = [index for index, group in enumerate(groups) if group.keeps_every_token]
-        # Sliding windows and chunks: what is read ends with the prefix, and begins where the group says.
+        # Sliding windows and chunks of attention: what the next token reads ends with the prefix and begins at
+        # `first_read`.
         self._windows = {index: group for index, group in enumerate(groups) if group.window}
         self._states = {
             index: group.blocks_per_request for index, group in enumerate(groups) if group.blocks_per_request
@@ -66,15 +69,15 @@ class Prefixes:
         self._num_groups = len(groups)
         self._of_tokens = [index for index in range(len(groups)) if index not in self._states]
         self.group_of_states = next(iter(self._states), None)
-        # Otherwise a tier has parts of a prefix here and there, and which of them are of use depends on where it ends.
+        # If False, a tier may have scattered parts of a prefix, and the prefix's end decides which of them are of use.
         self.needs_every_block = not (self._windows or self._states)
-        # A window without the states after it is worth nothing: with states they are stored together.
+        # A window is of no use without the states after it. A model with states has both stored together.
         self.keeps_last_windows = bool(self._windows) and not self._states
 
     # ── names ──
 
     def keys(self, request: TransferRequest, group: int, first: int, last: int) -> Sequence[Key]:
-        """The keys of the request's chunks from `first` to before `last`."""
+        """Returns the keys of the request's chunks from `first` to before `last`."""
         factor = self._factor
         return self._keys_of(request.block_hashes[(first + 1) * factor - 1 : last * factor : factor], group)
 
@@ -82,7 +85,7 @@ class Prefixes:
         return [block_hash + bytes([group]) for block_hash in hashes] if group else hashes
 
     def _state_keys(self, request: TransferRequest, group: int, end: int, count: int) -> list[Key]:
-        """Those of the first `count` blocks of the states after the request's first `end` blocks."""
+        """Returns the keys of the first `count` blocks of the states after the request's first `end` blocks."""
         return self._keys_of_state(request.block_hashes[end - 1], group, count)
 
     def _keys_of_state(self, block_hash: bytes, group: int, count: int) -> list[Key]:
@@ -91,14 +94,16 @@ class Prefixes:
         ]
 
     def block_of(self, key: Key) -> tuple[bytes, int] | None:
-        """A hash and its group; None for a part of a state. A hash has an even number of bytes, whatever made it."""
+        """Returns the key's block hash and group; None for a block of states. A hash has an even number of bytes,
+        whatever algorithm made it."""
         if len(key) % 2 == 0:
             return key, 0
         return None if key[-1] in self._states else (key[:-1], key[-1])
 
     def all_keys(self, manager: Content, request: TransferRequest) -> Sequence[Key]:
-        """In the order in which they are of use: the first chunk of every group, then the second. States have keys where
-        they are there: they are kept after few chunks."""
+        """Returns all keys of the request's prefix, the most useful first: the first chunk of every group, then the
+        second ones. The keys of states are among them only where the tier has states, because states are kept after
+        few chunks."""
         chunks = len(request.block_hashes) // self._factor
         if len(self._of_tokens) == 1 and not self._states:
             return self.keys(request, self._of_tokens[0], 0, chunks)
@@ -111,7 +116,7 @@ class Prefixes:
         return keys
 
     def state_keys(self, request: TransferRequest, end: int) -> list[Key]:
-        """Of all that belongs to the states after the request's first `end` blocks."""
+        """Returns the keys of all groups' states after the request's first `end` blocks."""
         return [
             key
             for group, count in self._states.items()
@@ -121,7 +126,8 @@ class Prefixes:
     # ── what is there ──
 
     def end_of_prefix(self, manager: Content, request: TransferRequest, first: int, last: int) -> int:
-        """Which block comes after the longest prefix that is there, where the device has those before `first`."""
+        """Returns the end of the longest prefix that the tier completes, as the number of its blocks. The device has
+        the blocks before `first`."""
         first_chunk, chunks = first // self._factor, len(request.block_hashes) // self._factor
         end = last
         for group in self._whole:
@@ -133,7 +139,7 @@ class Prefixes:
                 default=-1,
             )
             if missing >= 0:
-                end = missing  # all that end between this block and there need it too
+                end = missing  # every prefix that ends between this block and `end` needs the block, too
             elif self._states and not self._has_state(manager, request, end):
                 end -= 1
             else:
@@ -141,13 +147,13 @@ class Prefixes:
         return max(end, first)
 
     def missing(self, manager: Content, request: TransferRequest, end: int) -> Sequence[Key]:
-        """All that comes after the request's first `end` blocks, in the order in which it is of use."""
+        """Returns the keys of everything after the request's first `end` blocks, the most useful first."""
         return self.all_keys(manager, request)[end // self._factor * len(self._whole) :]
 
     def _missing_in_window(
         self, manager: Content, request: TransferRequest, group: int, first: int, end: int
     ) -> int:
-        """The last of the blocks before `end` that the group has to have and that is not there; -1: none is missing."""
+        """Returns the last block before `end` that the group needs and the tier lacks; -1 if it lacks none."""
         for block in range(end - 1, max(self._skipped(group, end), first) - 1, -1):
             if not manager.lookup(self.keys(request, group, block, block + 1)):
                 return block
@@ -160,19 +166,20 @@ class Prefixes:
         )
 
     def _has_state_of(self, manager: Content, block_hash: bytes, group: int) -> bool:
-        """Most places have none, so the first block of one is asked for alone."""
+        """Looks up the first block of the states alone, because most places have none."""
         keys = self._keys_of_state(block_hash, group, self._states[group])
         return bool(manager.lookup(keys[:1])) and manager.lookup(keys) == len(keys)
 
     def _skipped(self, group: int, end: int) -> int:
-        """How many leading blocks of the group nothing reads that comes after block `end`."""
+        """Returns how many leading blocks of the group no token after block `end` reads."""
         window = self._windows.get(group)
         return 0 if window is None else max(window.first_read(end * self.block_size), 0) // self.block_size
 
     # ── what a peer has ──
 
     def parts_of(self, manager: Content, hashes: Sequence[bytes]) -> list[bytes]:
-        """For each group a bit for each of these blocks, as `PrefixFound` has them."""
+        """Returns, for each group, one bit for each of these blocks: whether the tier has it. `PrefixFound` carries
+        them."""
         return [self._bits_of(manager, hashes, group) for group in range(self._num_groups)]
 
     def _bits_of(self, manager: Content, hashes: Sequence[bytes], group: int) -> bytes:
@@ -186,7 +193,7 @@ class Prefixes:
         return bytes(bits)
 
     def named(self, parts: Sequence[bytes], hashes: Sequence[bytes]) -> set[Key]:
-        """The keys of what is there by `parts_of`; none where they are not of these blocks."""
+        """Returns the keys that a peer has by its `parts_of`. Returns none if `parts` does not fit these blocks."""
         size = -(-len(hashes) // 8)
         if len(parts) != self._num_groups or any(len(bits) != size for bits in parts):
             return set()
@@ -203,7 +210,8 @@ class Prefixes:
     def to_copy(
         self, manager: Content, theirs: Collection[Key], request: TransferRequest, first: int, last: int
     ) -> tuple[int, list[Key]]:
-        """Where the longest prefix ends whose parts are here or at the peer, and which of them are not here."""
+        """Returns where the longest prefix ends whose parts are here or at the peer, and the keys of those that are not
+        here."""
         end = self.end_of_prefix(Together(manager, theirs), request, first, last)
         if end == first:
             return first, []
@@ -213,7 +221,7 @@ class Prefixes:
     # ── what is copied ──
 
     def to_load(self, request: TransferRequest, first: int, end: int) -> list[Part]:
-        """What the request's blocks from `first` to before `end` are, and the states after them."""
+        """Returns the parts of the request's blocks from `first` to before `end`, and the states after them."""
         spans = [(group, first) for group in self._whole]
         spans += [(group, max(self._skipped(group, end), first)) for group in self._windows]
         parts = [
@@ -229,7 +237,7 @@ class Prefixes:
         ]
 
     def to_store(self, request: TransferRequest, first: int, full: int) -> list[Part]:
-        """The chunks from `first` to before `full` of the groups that keep every token."""
+        """Returns the chunks from `first` to before `full` of the groups that keep every token."""
         factor = self._factor
         return [
             Part(group, first * factor, full * factor, self.keys(request, group, first, full))
@@ -237,12 +245,13 @@ class Prefixes:
         ]
 
     def checkpoint(self, request: TransferRequest, tables: BlockIds, end: int) -> list[Part]:
-        """What the request will give up of that from which its first `end` blocks are gone on from: windows, and states."""
+        """Returns what a request needs to continue after its first `end` blocks, and will give up: windows and
+        states."""
         windows = self.last_windows(request, tables, end)
         return [self._shortened(part, end) for part in windows] + self._states_after(request, end)
 
     def new_windows(self, request: TransferRequest, tables: BlockIds, since: int, full: int) -> list[Part]:
-        """The blocks from `since` on of what is read by one that goes on after the first `full` blocks."""
+        """Returns those blocks from `since` on that a request reads if it continues after its first `full` blocks."""
         parts = []
         for group in self._windows:
             table, first = tables[group], max(since, self._skipped(group, full))
@@ -253,11 +262,12 @@ class Prefixes:
         return parts
 
     def is_passed(self, group: int, place: int, end: int) -> bool:
-        """Whether nothing that goes on after the first `end` blocks reads this block of a window, or state after `place` blocks."""
+        """Whether no request that continues after its first `end` blocks reads this block of a window, or these states
+        after `place` blocks."""
         return place < (end if group in self._states else self._skipped(group, end))
 
     def gives_up(self, group: int) -> bool:
-        """Whether a request gives up blocks of this group while it runs."""
+        """Whether a running request gives up blocks of this group."""
         return group in self._windows or group in self._states
 
     def _shortened(self, part: Part, end: int) -> Part:
@@ -265,7 +275,7 @@ class Prefixes:
         return dataclasses.replace(part, first=first, keys=part.keys[first - part.first :])
 
     def last_windows(self, request: TransferRequest, tables: BlockIds, full: int) -> list[Part]:
-        """What the request still has of the groups with a window."""
+        """Returns the blocks that the request still has in the groups with a window."""
         parts = []
         for group in self._windows:
             kept = full - next((i for i in range(full) if tables[group][full - 1 - i] == NULL_BLOCK_ID), full)
@@ -273,5 +283,5 @@ class Prefixes:
         return parts
 
     def num_blocks(self, tables: BlockIds) -> int:
-        """For how many blocks of tokens there are tables; none in a model that keeps states alone."""
+        """Returns how many blocks of tokens the tables have; 0 for a model that keeps states alone."""
         return len(tables[self._of_tokens[0]]) if self._of_tokens else 0

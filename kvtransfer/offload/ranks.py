@@ -1,11 +1,14 @@
-"""Tiers of a node whose ranks keep their KV in memory of their own: each rank stores and loads its own part of the same blocks.
+"""Tiers of a node whose ranks keep their KV in their own memory: each rank stores and loads its own part of the same
+blocks.
 
-What is kept where is rank 0's to say, as on a node of one rank: it has the tier's manager, and places have one number on all ranks. The others
-have a pool, or a file, with as many slots, each as large as their part of a chunk, and are told each copy over a line (`RankTiers`). A copy has
-ended when it has at every rank, and it is right when it is right at every rank.
+Rank 0 says what is kept where, as on a node of one rank: it has the tier's manager, and a place has the same number
+on all ranks. The other ranks have a pool, or a file, with as many slots, each as large as their part of a chunk.
+Rank 0 tells them each copy over a line (`RankTiers`). A copy has ended when it has at every rank, and is right if it
+is right at every rank.
 
-What a copy reads was computed by all ranks when rank 0 had computed it: its forward pass ends with what the others made. On a device that is
-when an event on rank 0's stream has happened, so a store is told to the others only then.
+All ranks have computed what a copy reads when rank 0 has computed it, because rank 0's forward pass ends with the
+others' results. On a device that is when an event on rank 0's stream has happened, so the others are told of a store
+only then.
 """
 
 from __future__ import annotations
@@ -35,15 +38,15 @@ from tandem.wire.errors import ConfigurationError, InternalError, TandemError
 logger = logging.getLogger(__name__)
 
 _OPEN_S = 120.0  # a disk may be slow to make room
-_LOOK_S = 0.001  # at copies, or at an event, that are not over
+_LOOK_S = 0.001  # between two looks at running copies, or at an event that has not happened
 
 
 class TellBlock(msgspec.Struct, frozen=True, tag=True):
-    """How large is your part of a block?"""
+    """Asks how many bytes the rank's part of a block has."""
 
 
 class OpenTier(msgspec.Struct, frozen=True, tag=True):
-    """The next one, of the rank's own size. `generation`: of rank 0's file, which the rank's must be of, too."""
+    """Opens the next tier, of the rank's own size. `generation`: of rank 0's file; the rank's file takes the same."""
 
     config: TierConfig
     generation: int
@@ -65,7 +68,7 @@ class TierOpened(msgspec.Struct, frozen=True, tag=True):
 
 class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
     tier: int
-    right: dict[int, bool]  # by the job's number
+    right: dict[int, bool]  # by the job's number: whether every byte is right
 
 
 ToRank = TellBlock | OpenTier | MakeCopies
@@ -73,17 +76,19 @@ FromRank = BlockSize | TierOpened | CopiesEnded
 
 
 class TierLines:
-    """Rank 0's ends of the lines to the other ranks. Tiers are opened by the thread that loads; then a thread of its own has the lines."""
+    """Rank 0's ends of the lines to the other ranks. The thread that loads the model opens the tiers. After that a
+    thread of this class has the lines."""
 
     def __init__(self, sockets: Sequence[socket.socket], wake: Callable[[], None]) -> None:
-        from tandem.kvtransfer.nixl.rank_lines import MessageLine  # with all that moves blocks between nodes
+        # Imported here, because its package loads everything that moves blocks between nodes.
+        from tandem.kvtransfer.nixl.rank_lines import MessageLine
 
         self._sockets = list(sockets)
         self._lines = [MessageLine(sock, FromRank) for sock in sockets]
         self._wake = wake
-        self._changed = threading.Condition()  # guards all that follows
+        self._changed = threading.Condition()  # guards the fields from here on
         self._unsent: deque[tuple[Any, MakeCopies]] = deque()
-        self._missing: dict[tuple[int, int], int] = {}  # tier and job: at how many ranks it has not ended
+        self._missing: dict[tuple[int, int], int] = {}  # by tier and job: at how many ranks it has not ended
         self._wrong: set[tuple[int, int]] = set()
         self._ended: dict[int, dict[int, bool]] = {}
         self._problem = ""
@@ -96,15 +101,15 @@ class TierLines:
 
     @property
     def ranks(self) -> int:
-        """With rank 0."""
+        """The number of ranks, rank 0 included."""
         return len(self._lines) + 1
 
     def block_bytes(self) -> list[int]:
-        """Of each of the other ranks."""
+        """Returns the bytes of a block on each of the other ranks."""
         return [answer.num_bytes for answer in self._ask([TellBlock()] * len(self._lines), BlockSize)]
 
     def open(self, configs: Sequence[TierConfig], generation: int) -> int:
-        """The same tier at each of the other ranks; returns its number."""
+        """Opens the same tier at each of the other ranks, and returns its number. Raises ConfigurationError."""
         for answer in self._ask([OpenTier(config, generation) for config in configs], TierOpened):
             if answer.problem:
                 raise ConfigurationError(answer.problem)
@@ -131,7 +136,7 @@ class TierLines:
         return answers
 
     def post(self, copies: MakeCopies, fence: Any) -> None:
-        """`fence`: an event that must have happened before the others may store."""
+        """Never waits. `fence`: an event that must have happened before the other ranks may store."""
         if self._died:
             raise InternalError(self._problem)
         if self._thread.ident is None:
@@ -139,13 +144,13 @@ class TierLines:
         with self._changed:
             for job in (*copies.stores, *copies.loads):
                 self._missing[copies.tier, job.job] = len(self._lines)
-            # A load is not held up by stores.
+            # Two messages, so that a load does not wait for the stores' event.
             self._unsent += [(None, MakeCopies(copies.tier, [], copies.loads))] if copies.loads else []
             self._unsent += [(fence, MakeCopies(copies.tier, copies.stores, []))] if copies.stores else []
         os.eventfd_write(self._stirred, 1)
 
     def take_ended(self, tier: int) -> dict[int, bool]:
-        if tier not in self._ended:  # read without the lock: what comes now is taken the next time
+        if tier not in self._ended:  # read without the lock: a copy that ends now is taken the next time
             return {}
         with self._changed:
             return self._ended.pop(tier)
@@ -161,7 +166,7 @@ class TierLines:
                     raise InternalError(f"copies to a tier did not end at every rank within {PATIENCE_S:g} s")
 
     def close(self) -> None:
-        """When the last tier is closed the lines are."""
+        """Closes the lines with the last tier."""
         self._open -= 1
         if self._open > 0 or self._closing:
             return
@@ -187,7 +192,7 @@ class TierLines:
             self._end()
 
     def _send(self) -> bool:
-        """What may be sent. True: there is something that may not yet."""
+        """Sends the copies that may be sent. True: others wait for their event."""
         with self._changed:
             waiting = deque(self._unsent)
             self._unsent.clear()
@@ -236,7 +241,7 @@ class TierLines:
         self._wake()
 
     def _fail(self, why: str) -> None:
-        """Copies that have not ended never will: the node ends, as it does with any of its ranks."""
+        """Copies that have not ended never will. The node ends, as it does when any of its ranks ends."""
         with self._changed:
             if self._problem:
                 return
@@ -251,15 +256,15 @@ class TierLines:
 
 
 class RanksMover(Mover):
-    """Rank 0's own copies, and what the others make of the same jobs."""
+    """Makes rank 0's own copies, and has the other ranks make the same ones."""
 
     def __init__(
         self, own: Mover, lines: TierLines, tier: int, memory: KVCacheMemory, all_bytes: int
     ) -> None:
         self._own, self._lines, self._tier = own, lines, tier
         self._memory = memory
-        self._all_bytes = all_bytes  # of a block, on all ranks
-        # What has ended at rank 0, or at all others, and not at both.
+        self._all_bytes = all_bytes  # of a block on all ranks together
+        # Jobs that have ended at rank 0, or at all other ranks, but not at both.
         self._here: dict[int, bool] = {}
         self._there: dict[int, bool] = {}
         self._closed = False
@@ -308,7 +313,8 @@ class RanksMover(Mover):
 
 
 class TierOfRanks:
-    """A tier's spec: its bytes are shared by what a block takes at each rank, so that all have as many slots."""
+    """The spec of such a tier. It divides the tier's bytes by what a block takes at each rank, so that all have as many
+    slots."""
 
     def __init__(self, config: TierConfig, lines: TierLines) -> None:
         if config.kind not in ("cpu", "disk"):
@@ -334,7 +340,8 @@ class TierOfRanks:
 
 
 def _of_ranks(config: TierConfig, sizes: Sequence[int]) -> list[TierConfig]:
-    """Each with as many slots; on a disk in a folder of its own, because what a rank has is no other's."""
+    """Returns each rank's tier, all with as many slots. On a disk each has its own folder, because no rank's file fits
+    another rank."""
     beside = HEADER_BYTES if config.disk else 0
     chunks = [beside + size * config.block_factor for size in sizes]
     asked = config.cpu or config.size or 0
@@ -355,8 +362,8 @@ def _of_ranks(config: TierConfig, sizes: Sequence[int]) -> list[TierConfig]:
 
 
 class RankTiers:
-    """Another rank's part: a thread that has its own copies made, as rank 0 says. It ends with its line. `failed` is called from the thread when
-    it dies of a bug: then rank 0 gets no answers, and the process must end."""
+    """Another rank's part: a thread that has the rank's copies made, as rank 0 says. It ends with its line. `failed`
+    is called from the thread when a bug ends it: rank 0 then gets no answers, so the process must end."""
 
     def __init__(self, sock: socket.socket, memory: KVCacheMemory, failed: Callable[[], None]) -> None:
         from tandem.kvtransfer.nixl.rank_lines import MessageLine

@@ -1,11 +1,12 @@
-"""The half that plans: which blocks are stored, and which are loaded into which.
+"""The scheduler half of a tier: plans which blocks are stored, and which are loaded into which blocks.
 
-What a prefix is made of is in `prefixes`. Blocks of a window are stored when their request has ended, and its blocks stay its own
-until they are: before that the window moves on, and what it has left may be written by others. Recurrent states are stored
-when the scheduler keeps a checkpoint of them, and with them the windows before it: nothing else uses those blocks meanwhile.
+`prefixes` says of which parts a prefix consists. Blocks of a window are stored when their request has ended, and the
+request keeps them until they are: earlier the window would move on, and others might write to the blocks. Recurrent
+states are stored when the scheduler keeps a checkpoint of them, together with the windows before it. Nothing else
+uses those blocks meanwhile.
 
-An answer that is mirrored has its windows stored as they fill, too, and checkpoints while it goes on. What it has left behind is given up
-again, here and at the mirror.
+A mirrored answer also has its windows stored as they fill, and checkpoints while it goes on. Those that it has left
+behind are forgotten again, here and at the mirror.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from tandem.kvtransfer.offload.spec import Copy, Tier
 from tandem.wire.errors import InternalError
 from tandem.wire.kv_events import BlockRemoved, BlockStored, KVEvent
 
-# While a request decodes, its new blocks are stored so many at a time: a step costs the same then, whatever the block size.
-# The rest follows when the request ends. What a preempted one has not stored is computed again.
+# While a request decodes, this many new blocks are stored at a time, so that a step costs the same whatever the
+# block size. The rest follows when the request ends. A preempted request computes again what was not stored.
 BLOCKS_PER_STORE = 8
-# What a request that is mirrored has left behind is given up when so many blocks, or checkpoints, came after it: until then the mirror may
-# not have got further.
+# What a mirrored request has left behind is forgotten when this many blocks, or checkpoints, came after it. The
+# mirror may not have got further before.
 BLOCKS_BEHIND = 8
 CHECKPOINTS_KEPT = 3
 
@@ -50,7 +51,7 @@ class TierPlan(ConnectorMetadata):
     """One step's copies."""
 
     loads: list[Copy] = dataclasses.field(default_factory=list)
-    stores: list[Copy] = dataclasses.field(default_factory=list)  # of blocks that are computed
+    stores: list[Copy] = dataclasses.field(default_factory=list)  # of blocks that are already computed
     stores_after: list[Copy] = dataclasses.field(default_factory=list)  # of blocks that this step computes
     preempted: list[int] = dataclasses.field(default_factory=list)  # jobs whose blocks are free now
     reads: list[int] = dataclasses.field(default_factory=list)  # see ConnectorMetadata
@@ -58,46 +59,47 @@ class TierPlan(ConnectorMetadata):
 
 @dataclasses.dataclass(slots=True)
 class EndedJobs(WorkerMetadata):
-    jobs: dict[int, bool]  # whether every byte is right
+    jobs: dict[int, bool]  # by number: whether every byte is right
 
 
 @dataclasses.dataclass(slots=True)
 class _Load:
     request_id: str
-    num_tokens: int  # that the request has when it is done
+    num_tokens: int  # the request's tokens with KV once the load is done
     keys: list[Key]
     slots: list[int]
-    tokens: int  # that it brings
+    tokens: int  # how many of them the load brings
     began: float
-    void: bool = False  # what it loads is not valid any more
+    void: bool = False  # the loaded KV is no longer valid
 
 
 @dataclasses.dataclass(slots=True)
 class _Store:
     request_id: str
     room: StoreRoom
-    offered: Sequence[Key]  # all that is there when it has ended
-    reads: Sequence[int] = ()  # blocks that its request may give up meanwhile
+    offered: Sequence[Key]  # all that the tier has when the store has ended
+    reads: Sequence[int] = ()  # blocks that the request may give up before it has
 
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    """A request, until it has ended and none of its blocks is being copied."""
+    """A request, until it has ended and no copy uses its blocks."""
 
     request: TransferRequest
-    cursor: int = 0  # chunks that were offered to the tier since its last admission
-    due: int = -1  # the step that looks at it next
-    looked: int = -1  # the step that did last
-    asked: bool = False  # since it last had no blocks
-    counted: bool = False  # what was found, since then
-    fetched: bool = False  # or begun to be, from another node
+    cursor: int = 0  # chunks that were offered to the tier since the last admission
+    due: int = -1  # the next step that looks at the request
+    looked: int = -1  # the last step that did
+    asked: bool = False  # `touch` was called since the request last had no blocks
+    counted: bool = False  # found tokens were counted since then
+    fetched: bool = False  # a copy from another node was considered since then
     ended: bool = False
     jobs: set[int] = dataclasses.field(default_factory=set)
-    # A mirrored answer has these: how many blocks of its windows were offered, what is stored for it alone, and where its states were.
+    # Only for a mirrored answer: how many blocks of its windows were offered, what is stored for it alone (by group,
+    # with its place), and after how many blocks its checkpoints are.
     windows: int = 0
     trail: defaultdict[int, deque[tuple[int, Key]]] = dataclasses.field(
         default_factory=lambda: defaultdict(deque)
-    )  # by group; where each is
+    )
     checkpoints: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
 
 
@@ -114,12 +116,13 @@ class TierScheduler(SchedulerConnector):
         self._entries: dict[str, _Entry] = {}
         self._jobs: dict[int, _Load | _Store] = {}
         self._loading: set[Key] = set()
-        self._loaded: list[Key] = []  # of these, what has come since a step was planned
+        # Those of `_loading` whose load has ended since the last step was planned.
+        self._loaded: list[Key] = []
         self._numbers = itertools.count()
         self._resets = 0
         self._plan = TierPlan()
         self._carried = False  # the last metadata has stores that begin with the next step
-        # Requests to look at, by step: one that decodes fills a chunk in a known number of steps.
+        # Which requests each step looks at. A decoding request fills a chunk in a known number of steps.
         self._step = 0
         self._due: defaultdict[int, list[_Entry]] = defaultdict(list)
 
@@ -141,7 +144,7 @@ class TierScheduler(SchedulerConnector):
             entry.asked = True
             manager.touch(self._prefixes.all_keys(manager, request))
         first = num_computed_tokens // self._block_size
-        # One token is left to compute.
+        # The load leaves one token to compute.
         last = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         if request.skip_reading_prefix_cache or first >= last:
             return 0, False
@@ -157,13 +160,14 @@ class TierScheduler(SchedulerConnector):
             return 0, False
         wanted = (key for part in self._prefixes.to_load(request, first, end) for key in part.keys)
         if not self._loading.isdisjoint(wanted):
-            # They are on the device when that load has ended, and states one step later: twice would take twice the blocks.
+            # When that load has ended, the device has its blocks (states one step later). A second load would take as
+            # many blocks again.
             return None, False
         return tokens, True
 
     def _fetches(self, entry: _Entry, first: int, end: int, last: int) -> bool:
-        """Whether the request waits, because what it lacks of a prefix that is longer than `end` blocks is copied here from another node.
-        The device has those before `first`."""
+        """Returns whether the request waits while another node's tier is asked for what this one lacks of a prefix
+        longer than `end` blocks. The device has the blocks before `first`."""
         sharing, request = self._tier.sharing, entry.request
         if sharing is None:
             return False
@@ -229,7 +233,7 @@ class TierScheduler(SchedulerConnector):
                 entry.due = -1
                 if count := scheduled.get(entry.request.request_id):
                     self._store_full_chunks(entry, count, plan)
-        # Prompts advance by more than one token, and so do requests with drafts.
+        # Prompts advance by more than one token, as do requests with drafts.
         if step.total_num_scheduled_tokens > len(scheduled):
             for request_id, count in scheduled.items():
                 if count == 1:
@@ -249,12 +253,14 @@ class TierScheduler(SchedulerConnector):
             self._due[step].append(entry)
 
     def _store_full_chunks(self, entry: _Entry, num_scheduled: int, plan: TierPlan) -> None:
-        """Drafts and tokens that are not known yet have no hash, so what holds them is not full."""
+        """Offers the chunks that this step fills. Drafts and unknown tokens have no hash, so a block with one of
+        them is not full."""
         request = entry.request
         entry.looked = self._step
         right = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
         full = min(right // self._chunk_tokens, len(request.block_hashes) // self._factor)
-        # What a mirror has not got yet is computed again when this node dies.
+        # If this node dies, tokens that the mirror has not got are computed again. So a mirrored request's chunks are
+        # offered one by one.
         is_mirrored = self._tier.sharing is not None and self._tier.sharing.has_mirror(request)
         at_once = 1 if is_mirrored else self._chunks_per_store
         enough = 1 if num_scheduled > 1 else at_once
@@ -263,7 +269,7 @@ class TierScheduler(SchedulerConnector):
                 raise InternalError("a step is planned before the block tables are known")
             tables = self._tables.block_ids(request.request_id)
             parts = self._prefixes.to_store(request, entry.cursor, full)
-            # A prompt's windows are stored when it ends: nothing goes on from the middle of one.
+            # A prompt's windows are stored when the request ends: no request continues in the middle of a prompt.
             passing = is_mirrored and self._prefixes.keeps_last_windows and right == request.num_tokens
             if passing:
                 parts += self._prefixes.new_windows(request, tables, entry.windows, full)
@@ -288,7 +294,7 @@ class TierScheduler(SchedulerConnector):
     def checkpoint_kept(
         self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int], *, passing: bool = False
     ) -> None:
-        """The blocks hold the states when the step has begun, and are copied when it is over."""
+        """The blocks hold the states once the step has begun. They are copied when it is over."""
         entry, end = self._entries[request.request_id], num_tokens // self._block_size
         group = self._prefixes.group_of_states
         if self._tables is None or group is None:
@@ -307,7 +313,7 @@ class TierScheduler(SchedulerConnector):
                 self._give_up_passed(entry, entry.checkpoints[0])
 
     def _give_up_passed(self, entry: _Entry, end: int) -> None:
-        """What an answer that goes on would read again only from before its first `end` blocks."""
+        """Forgets what an answer would read again only if it continued before its first `end` blocks."""
         gone: list[Key] = []
         for group, trail in entry.trail.items():
             while trail and self._prefixes.is_passed(group, trail[0][0], end):
@@ -325,8 +331,9 @@ class TierScheduler(SchedulerConnector):
         reads: TierPlan | None = None,
         passing: int | None = None,
     ) -> list[Copy] | None:
-        """Offers these to the tier; None: it has no room, because all of it is being copied. `reads`: the plan that names the blocks which the
-        request may give up before they are copied. `passing`: it does not need them any more when it has gone on from this block for a while."""
+        """Offers these parts to the tier, and returns the copies; None if the tier has no room, because copies use
+        all of it. `reads`: the plan whose `reads` names blocks that the request may give up before they are copied.
+        `passing`: the answer has come to this block; it needs these parts no more once it is well beyond it."""
         factor = self._factor
         keys = parts[0].keys if len(parts) == 1 else [key for part in parts for key in part.keys]
         room = self._tier.manager.prepare_store(keys)
@@ -337,7 +344,7 @@ class TierScheduler(SchedulerConnector):
             return []
         read: list[int] = []
         if len(parts) == 1 and reads is None and len(room.keys) == len(keys):
-            # What a step of many answers asks for: all of one run of blocks.
+            # What a step with many answers stores: one run of blocks each, all of it new.
             first = parts[0].first
             blocks = list(tables[parts[0].group][first : first + len(keys) * factor])
             places = room.slots if factor == 1 else _places(room.slots, factor)
@@ -443,7 +450,7 @@ class TierScheduler(SchedulerConnector):
         named = (
             (self._prefixes.block_of(key), is_stored) for key, is_stored in self._tier.manager.take_changes()
         )
-        # Of states nothing is told, as of the device's: they are where blocks of tokens are.
+        # Events name no states, as the device's do not: they exist where blocks of tokens do.
         changes = ((*block, is_stored) for block, is_stored in named if block is not None)
         for (group, is_stored), same in itertools.groupby(changes, lambda change: change[1:]):
             hashes = [block_hash for block_hash, *_ in same]
@@ -465,5 +472,5 @@ class TierScheduler(SchedulerConnector):
 
 
 def _places(slots: Sequence[int], factor: int) -> list[int]:
-    """Where each of the slots' blocks is."""
+    """Returns the places of all blocks in these slots."""
     return [place for slot in slots for place in range(slot * factor, (slot + 1) * factor)]

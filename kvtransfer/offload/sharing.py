@@ -1,12 +1,12 @@
-"""A tier in host memory that nodes share: what one lacks it copies from another's, when that costs less than computing it, and what
-running requests fill is copied to a mirror.
+"""A tier in host memory that nodes share. A node copies chunks that it lacks from another node's tier, if that takes
+less time than computing them, and copies what running requests fill to a mirror.
 
-All of it is the step thread's, which owns the manager; `exchange` has the other thread. Whether a copy or the model is faster follows
-from what was measured: bytes a second from that node, and tokens a second of this one's prompts. What has not been measured lately
-is tried.
+Everything here runs in the step thread, which owns the manager; `exchange` has the other thread. Whether a copy or the
+model is faster follows from measurements: the rate of that node's bytes, and the rate of this node's prompt tokens. If
+there is no recent measurement, the copy is tried.
 
-A chunk that is being copied here is one that is being written: nothing loads it, and nothing takes its slot, before the reading has ended.
-A chunk that a peer reads is one that is being loaded, until the peer says that it has it, or the lease ends.
+A chunk that is being copied here counts as being written: nothing loads it, and nothing takes its slot, before the
+reading has ended. A chunk that a peer reads counts as being loaded, until the peer has it or the lease ends.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from tandem.wire.sharing import (
 
 logger = logging.getLogger(__name__)
 
-# A node that does not say what it has within this time is busy or gone: a request that waits for it is computed.
+# A node that does not answer within this time is busy or gone. A request that waits for the answer is then computed.
 ANSWER_S = 1.0
-# A step with fewer tokens of prompts says more about the step than about them.
+# A step with fewer prompt tokens than this is mostly fixed cost, so it does not count as a measurement.
 LEAST_PROMPT_TOKENS = 64
-MAX_PEERS = 64  # that are remembered
-# A mirror that copies more slowly than its neighbour stores asks for the rest later, when some of it may be gone.
+MAX_PEERS = 64  # the most peers that are remembered
+# The most fetches of a mirror from one peer at a time. A slow mirror asks for the rest later, when some may be gone.
 MAX_MIRROR_FETCHES = 4
 
 
@@ -86,21 +86,22 @@ class TierSharing:
         self._mirror = mirror
         self._checksums = checksums
         self._clock = clock
-        limits = ProtocolSettings()  # a node is trusted as in handovers
+        limits = ProtocolSettings()  # a node is left out after as many wrong copies as in transfers
         self._max_wrong, self._doubt_s = limits.max_wrong, limits.keep_link_s
         self._wrong: BoundedMemory[int] = BoundedMemory(MAX_PEERS, self._doubt_s, clock)
         self.recorder = Recorder(clock)
         self._numbers = itertools.count()
         self._fetches: dict[int, Fetch] = {}
-        self._waiting: dict[str, int] = {}  # the fetch that a request waits for
-        self._arriving: dict[Key, int] = {}  # and the one that brings a key
-        self._leases: OrderedDict[tuple[PeerKey, int], _Lease] = OrderedDict()  # the first to end first
+        self._waiting: dict[str, int] = {}  # the fetch that each request waits for
+        self._arriving: dict[Key, int] = {}  # the fetch that brings each key
+        self._leases: OrderedDict[tuple[PeerKey, int], _Lease] = OrderedDict()  # the first to end comes first
         self._peers: OrderedDict[PeerKey, KnownPeer] = OrderedDict()
-        self._readers: OrderedDict[PeerKey, PeerAddress] = OrderedDict()  # that have copied from here
+        self._readers: OrderedDict[PeerKey, PeerAddress] = OrderedDict()  # peers that have copied from here
         self._copied_from: set[PeerKey] = set()
-        self._news: dict[PeerAddress, tuple[list[Key], list[Key]]] = {}  # for mirrors: stored, and gone
-        self._computing = Rate(clock)  # tokens of prompts
-        self._planned: deque[tuple[int, float]] = deque(maxlen=8)  # steps that were not booked yet
+        # For each mirror: keys stored, and gone.
+        self._news: dict[PeerAddress, tuple[list[Key], list[Key]]] = {}
+        self._computing = Rate(clock)  # prompt tokens
+        self._planned: deque[tuple[int, float]] = deque(maxlen=8)  # steps that are not booked yet
         self._booked_at = 0.0
         self.fetched_bytes = 0
         self.mirrored_bytes = 0
@@ -119,7 +120,7 @@ class TierSharing:
         self._planned.append((prompt_tokens, self._clock()))
 
     def booked(self) -> None:
-        """The step that was planned first of those that were not."""
+        """The oldest planned step has been booked."""
         now = self._clock()
         tokens, planned_at = self._planned.popleft() if self._planned else (0, now)
         if tokens >= LEAST_PROMPT_TOKENS:
@@ -129,7 +130,7 @@ class TierSharing:
     # ── what a request lacks ──
 
     def begin_fetch(self, request: TransferRequest, missing: Sequence[Key]) -> bool:
-        """Whether the request should wait, because what it lacks is copied from a peer."""
+        """Returns whether the request should wait, because the chunks that it lacks are being copied from a peer."""
         peers = request.cache_peers
         source = peers.source if peers is not None else None
         number = self._arriving.get(missing[0])
@@ -141,8 +142,8 @@ class TierSharing:
         return number is not None and self._wait(request, number)
 
     def ask_for_prefix(self, request: TransferRequest, first: int, end: int, last: int) -> bool:
-        """The same where groups need different parts of a prefix. A peer is asked for the blocks from `first` on, which the device has
-        not got, because of those before `end`, which are here, a longer prefix may need other parts."""
+        """As `begin_fetch`, for a model whose groups need different parts of a prefix. It asks the peer for the blocks
+        from `first` on. Those before `end` are here, but a longer prefix may need other parts of them."""
         asked = PrefixQuestion(request, first, end, last)
         for number, fetch in self._fetches.items():
             known = fetch.question
@@ -168,7 +169,7 @@ class TierSharing:
         return True
 
     def is_fetching(self, request_id: str) -> bool:
-        """Whether what the request waits for is still to be expected."""
+        """Returns whether what the request waits for may still come. If not, the request no longer waits."""
         number = self._waiting.get(request_id)
         if number is None:
             return False
@@ -180,7 +181,7 @@ class TierSharing:
         return False
 
     def stop_waiting(self, request_id: str) -> None:
-        """What is being read goes on: it may be of use to others."""
+        """The request waits no longer. A reading goes on, because other requests may use what it brings."""
         number = self._waiting.pop(request_id, None)
         if number is None:
             return
@@ -190,7 +191,7 @@ class TierSharing:
             self._give_up(number)
 
     def _is_worth_it(self, source: PeerAddress, chunks: int, tokens: int, *, answers: int = 1) -> bool:
-        """Whether so many chunks come sooner, after so many answers, than so many tokens are computed."""
+        """Whether the chunks arrive, after the answers, before the tokens are computed. True if a rate is unknown."""
         peer = self._peer(PeerKey(source.node_id, source.epoch))
         rate, asking, computing = peer.bytes_per_s.value, peer.answers_per_s.value, self._computing.value
         if rate is None or asking is None or computing is None:
@@ -198,12 +199,12 @@ class TierSharing:
         return answers / asking + chunks * self._chunk_bytes / rate < tokens / computing
 
     def _fetch(self, peer: PeerAddress, keys: Sequence[Key], *, for_mirror: bool) -> int | None:
-        """Its number; None when there is nothing to copy, or no room for it, or what came from there was wrong too often."""
+        """Returns the fetch's number; None if there is nothing to copy, no room, or if the peer is left out."""
         fetch = Fetch(next(self._numbers), peer, StoreRoom([], []), self._clock(), for_mirror)
         return fetch.number if self._ask(fetch, keys) else None
 
     def _checksum_every(self, peer: PeerAddress) -> int | None:
-        """One of how many chunks is compared; None: nothing more is copied from there for now."""
+        """Returns n if one of n chunks is compared; None if nothing is copied from this peer for now."""
         times_wrong = self._wrong.get(peer.node_id) or 0
         if times_wrong >= self._max_wrong:
             return None
@@ -238,7 +239,7 @@ class TierSharing:
         return self._mirror and peers is not None and peers.mirror is not None
 
     def stored(self, request: TransferRequest, keys: Sequence[Key], gone: Sequence[Key] = ()) -> None:
-        """These chunks of the request are here, and those are of no use any more."""
+        """The tier has these chunks of the request; the chunks in `gone` are of no more use."""
         peers = request.cache_peers
         if self._mirror and peers is not None and peers.mirror is not None:
             news = self._news.setdefault(peers.mirror, ([], []))
@@ -246,7 +247,7 @@ class TierSharing:
             news[1].extend(gone)
 
     def tell_mirrors(self) -> None:
-        """Once a step: one message to each mirror, of all requests that have it."""
+        """Sends each mirror one message about all its requests. Called once a step."""
         for mirror, (keys, gone) in self._news.items():
             self._exchange.send(mirror, ChunksStored(self._exchange.envelope(mirror.epoch), keys, gone))
         if self._news:
@@ -255,7 +256,7 @@ class TierSharing:
     # ── what came ──
 
     def turn(self) -> None:
-        """Once or more in every step."""
+        """Handles what has arrived, and deadlines. Called at least once in every step."""
         for event in self._exchange.take():
             if isinstance(event, RemoteReadEnded):
                 self._end_reading(event)
@@ -318,13 +319,13 @@ class TierSharing:
         self._exchange.send(_sender(ask.envelope), PrefixFound(envelope, ask.number, has))
 
     def _choose(self, found: PrefixFound) -> None:
-        """The longest prefix of which every group has its part, here or there; of that, what is not here is asked for."""
+        """Chooses the longest prefix that both tiers have together, and asks the peer for the missing parts."""
         key, fetch = key_of(found.envelope), self._fetches.get(found.number)
         if fetch is None or key != (fetch.peer.node_id, fetch.peer.epoch):
             return
         question = fetch.question
         if question is None or not question.is_open:
-            return  # said twice
+            return  # the peer answered twice
         question.is_open = False
         self._peer(key).answers_per_s.observe(1, self._clock() - fetch.asked_at)
         theirs = self._prefixes.named(found.has, question.hashes)
@@ -351,7 +352,7 @@ class TierSharing:
         key, fetch = key_of(found.envelope), self._fetches.get(found.number)
         is_open = fetch is not None and fetch.question is not None and fetch.question.is_open
         if fetch is None or fetch.is_reading or is_open or key != (fetch.peer.node_id, fetch.peer.epoch):
-            self._tell_read(_sender(found.envelope), found.number)  # it was given up
+            self._tell_read(_sender(found.envelope), found.number)  # the fetch was given up
             return
         peer = self._peer(key)
         peer.memory = found.memory or peer.memory
@@ -384,7 +385,7 @@ class TierSharing:
         )
 
     def _keep_only(self, fetch: Fetch, which: Sequence[int], *, answered: bool = True) -> None:
-        """The other chunks that were asked for do not come."""
+        """The chunks of the fetch other than `which` do not come."""
         keys, slots = fetch.room.keys, fetch.room.slots
         others = sorted(set(range(len(keys))).difference(which))
         absent = StoreRoom([keys[i] for i in others], [slots[i] for i in others])
@@ -396,7 +397,7 @@ class TierSharing:
             peer.ask_again(absent.keys, {key: fetch.asked.get(key, 0) + answered for key in absent.keys})
 
     def _is_readable(self, memory: CacheMemory | None, slots: Sequence[int]) -> bool:
-        """What a peer says is checked before memory is touched."""
+        """Checks what a peer says before memory is touched."""
         if memory is None or memory.block_bytes * self._factor != self._chunk_bytes:
             return False
         return all(0 <= slot < memory.num_blocks // self._factor for slot in slots)
@@ -436,13 +437,13 @@ class TierSharing:
             self.recorder.left_out(node_id, self._clock() + self._doubt_s)
 
     def _expect_no_more(self, number: int, keys: Sequence[Key]) -> None:
-        """Since the tier forgot everything another fetch may bring them."""
+        """The fetch brings these keys no more. If the tier has forgotten everything, another fetch may bring them."""
         for key in keys:
             if self._arriving.get(key) == number:
                 del self._arriving[key]
 
     def _give_up(self, number: int) -> None:
-        """Nothing of it is being read."""
+        """Ends a fetch of which nothing is being read."""
         self._keep_only(self._fetches[number], [], answered=False)
         self._end(number)
 
@@ -477,7 +478,7 @@ class TierSharing:
     # ── what must be forgotten ──
 
     def forget_all(self) -> None:
-        """What others have copied from here, they forget as well."""
+        """Forgets everything, and tells peers to forget what they have copied from here."""
         self._manager.reset()
         self._copied_from.clear()
         readers, self._readers = self._readers, OrderedDict()
@@ -485,7 +486,7 @@ class TierSharing:
             self._exchange.send(reader, TierForgotten(self._exchange.envelope(reader.epoch)))
 
     def _forget_copies(self, owner: PeerKey) -> None:
-        """Only of what was copied, or is being: otherwise two nodes would have each other forget for ever."""
+        """Forgets all if some was copied from `owner`. Else two nodes would make each other forget for ever."""
         is_read = any(owner == (fetch.peer.node_id, fetch.peer.epoch) for fetch in self._fetches.values())
         if is_read or owner in self._copied_from:
             self.forget_all()

@@ -1,4 +1,5 @@
-"""A tier, as the connector sees it: what it keeps, and how bytes get there. Chosen by name, or by module path."""
+"""The interface of a tier: what it keeps, and what copies blocks to and from it. A spec is chosen by name or module
+path."""
 
 from __future__ import annotations
 
@@ -20,36 +21,36 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """Blocks of the device, and the places of the tier that they are copied to or from. Place p is part p % block_factor of
-    slot p // block_factor, and as large as one block."""
+    """Blocks of the device, and the places of the tier to or from which they are copied. Place p is part p %
+    block_factor of slot p // block_factor, and as large as one block."""
 
     job: int
     blocks: Sequence[int]
     places: Sequence[int]
-    keys: Sequence[bytes] = ()  # of the slots, in order
-    resets: int = 0  # how often the tier had forgotten everything when this was planned
+    keys: Sequence[bytes] = ()  # the slots' keys, in order
+    resets: int = 0  # how often the tier had forgotten everything when this copy was planned
 
 
 class Mover(abc.ABC):
-    """Copies between the device and the tier, beside the engine's steps. Used from the step thread, which it never keeps
-    waiting but in `wait`."""
+    """Copies between the device and the tier while the engine's steps run. The step thread calls it; only `wait` makes
+    that thread wait."""
 
     @abc.abstractmethod
     def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
-        """Everything that was computed before this call is to be in what is stored. A load is not held up by stores that
-        have not begun. The context's `wake` is called when a copy has ended."""
+        """Queues copies. A store copies everything that was computed before this call. A load does not wait for stores
+        that have not begun. The mover calls the context's `wake` when a copy has ended."""
 
     @abc.abstractmethod
     def take_ended(self) -> dict[int, bool]:
-        """The jobs that ended since the last call, and whether every byte of them is right."""
+        """Returns the jobs that ended since the last call, and whether every byte of each is right."""
 
     @abc.abstractmethod
     def wait(self, jobs: Iterable[int]) -> None:
-        """Returns when none of these copies reads or writes any more. They are still reported."""
+        """Returns when none of these copies reads or writes any more. `take_ended` still reports them."""
 
     @property
     def block_bytes(self) -> int:
-        """Of a block on all ranks, where the node's ranks keep their parts apart; else 0."""
+        """The bytes of a block on all ranks together, if the node's ranks keep their parts apart; else 0."""
         return 0
 
     @property
@@ -72,7 +73,7 @@ class TierSpec(Protocol):
     def name(self) -> str: ...
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
-        """Once, when the device's blocks are known. `wake` is thread-safe."""
+        """Called once, when the device's blocks are known. `wake` is thread-safe."""
         ...
 
 
@@ -82,7 +83,7 @@ class TierFactory(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Tier:
-    """What the two halves of the connector share. Each number is written by one of them, in the step thread."""
+    """A tier, shared by the two halves of its connector. Each number has one writer among them, in the step thread."""
 
     spec: TierSpec
     block_factor: int
@@ -90,7 +91,7 @@ class Tier:
     found_tokens: int = 0
     loaded_tokens: int = 0
     loading_seconds: float = 0.0
-    sharing: TierSharing | None = None  # with other nodes
+    sharing: TierSharing | None = None  # set if other nodes read this tier
     _opened: tuple[TierManager, Mover] | None = None
     _slot_bytes: int = 0
 

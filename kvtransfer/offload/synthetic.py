@@ -1,6 +1,7 @@
-"""KV that is made up, to measure how a node decodes after long prompts without computing them: `cache.tiers: [{spec: synthetic}]`.
+"""A tier that makes KV up, to measure decoding after long prompts that were not computed: `cache.tiers: [{spec:
+synthetic}]`.
 
-It has every block that it is asked for, and what it loads is noise. Answers mean nothing.
+It has every block that it is asked for, and loads noise. Answers mean nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tandem.wire.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-# Keys and values of real models are of this order. Attention spreads over all of them, as over a real prompt.
+# The noise's spread is that of real models' keys and values, so that attention spreads over all tokens, as in a prompt.
 SPREAD = 0.5
 
 

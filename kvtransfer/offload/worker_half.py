@@ -1,4 +1,4 @@
-"""The half that has copies made. No method waits but `handle_preemptions`."""
+"""The worker half of a tier: has the planned copies made. Only `handle_preemptions` waits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tandem.wire.errors import ConfigurationError, InternalError
 
 
 class TierWorker(WorkerConnector):
-    """What a step computes is stored while the next one runs. So the copies do not hold up what follows a forward pass, which
-    the next token waits for."""
+    """Stores what a step computes while the next step runs. So the copies do not hold up what follows a forward
+    pass, on which the next token depends."""
 
     def __init__(self, context: ConnectorContext, tier: Tier, *, is_shared: bool = False) -> None:
-        """`is_shared`: it is the one that other nodes read."""
+        """`is_shared`: other nodes read this tier."""
         self._context = context
         self._is_shared = is_shared
         self._tier = tier
@@ -51,7 +51,8 @@ class TierWorker(WorkerConnector):
         self._plan = metadata
 
     def handle_preemptions(self) -> None:
-        """Waits for the copies of blocks that are free now: this step may write to them."""
+        """Waits for the copies that read preempted requests' blocks: they are free now, and this step may write to
+        them."""
         if self._plan.preempted:
             self._submit_deferred()
             self._tier.mover.wait(self._plan.preempted)
@@ -87,7 +88,7 @@ class TierWorker(WorkerConnector):
 
 
 def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, WorkerConnector]]:
-    """One connector for each of `cache.tiers`, the nearest first."""
+    """Makes one connector for each of `cache.tiers`, the nearest first. Raises ConfigurationError."""
     if context.state_blocks and any(config.block_factor > 1 for config in context.tiers):
         raise ConfigurationError(
             "cache.tiers: block_factor must be 1 for this model, which keeps recurrent states: they are right after one token "
@@ -118,7 +119,7 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
 
 def _shared(context: ConnectorContext, memory: KVCacheMemory, tier: Tier, spec: CpuTier) -> TierSharing:
     """Opens the tier to other nodes."""
-    # Not needed, and perhaps not installed, where tiers are a node's own.
+    # Imported here, because nodes that share no tier do not need NIXL, and may not have it.
     from tandem.kvtransfer.nixl.options import NixlOptions
     from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 

@@ -1,42 +1,41 @@
 """One KV transfer as both nodes see it, whatever moves the bytes.
 
-State machines without threads, sockets or clocks of their own: messages and commands go in, messages and
-outcomes come out, a `Transport` moves bytes. `ProtocolLoop` gives them their one thread, two halves make a connector of
-them; a test drives them with a clock and a network that it made up.
+The state machines here have no threads, sockets or clocks of their own. They take messages and commands, and return
+messages and outcomes; a `Transport` moves the bytes. `ProtocolLoop` runs them in one thread, and two halves make a
+connector of them. A test runs them on a clock and a network of its own.
 
-What both sides know:
+What both sides use:
 
-    processes   which process of which machine a node is, and whether one has ended
-    cache_map   what our KV cache looks like, whether a peer's fits it, which bytes of one are which bytes of the other
-    shards      the same where the ranks of a node keep their heads apart: which of its ranks moves which bytes
-    checksums   what blocks are compared by, and which of them
-    transport   what must be able to move blocks
+    processes   which process on which machine a node is, and whether a process has ended
+    cache_map   what our KV cache looks like, whether a peer's fits it, and which bytes of the two correspond
+    shards      the same for nodes whose ranks keep their heads apart: which rank moves which bytes
+    checksums   how the checksum of a grain is computed, and which grains carry one
+    transport   the interface of whatever moves blocks
     commands    what the scheduler half plans and the worker half carries out
-    statistics  what is measured: how fast a link moves and a node computes, whether a transfer is worth its wait; how transfers
-                ended, and what they moved
-    side        what both sides of one node have in common: who it is to its peers, durations and limits, what an operator may say of
-                every connector under this protocol, and what is said to a message that cannot be acted on
-    links       the nodes on the other side, as each side knows them: handshake, stamps, silence; how a consumer registers its
-                blocks and renews its leases
+    statistics  what is measured: rates of links and of computing, whether a transfer is worth its wait, how transfers
+                ended and what they moved
+    side        a node's identity to its peers, durations and limits, options that every connector of this protocol has,
+                and the answers to messages that a node cannot act on
+    links       what each side knows of the nodes on the other: handshake, stamps, silence; a consumer registers its
+                blocks and renews its leases here
 
 The producer, which has computed a prompt:
 
-    producer    what it is told, by its engine and by consumers: here a destination is registered or refused
-    outgoing    which transfers it knows, and their life from the plan to the end; here its blocks become free
-    sending     one transfer: which blocks are due, in flight, arrived for good
-    pushing     push: one transfer's writes, all transfers that move, how far forward passes have brought them, connections
-                that break
+    producer    takes commands of its engine and messages of consumers; registers or refuses a destination
+    outgoing    all its transfers, from the plan to the end; frees their blocks
+    sending     one transfer: which grains are due, in flight, or at the consumer for good
+    pushing     push: posts the writes of all transfers, follows the forward passes, and handles broken connections
 
 The consumer, which decodes:
 
-    consumer    what it is told, by its engine and by producers; here a handoff is accepted or refused
-    incoming    the life of its transfers, until they are handed over or have failed; those that it will not take; when
-                nothing can write any more to the blocks of one that failed
+    consumer    takes commands of its engine and messages of producers; accepts or refuses a handoff
+    incoming    all its transfers, until they are handed over or have failed; those that it declines; when nothing can
+                write any more to the blocks of a failed one
     receiving   one transfer
-    pulling     pull: one transfer's reads, all transfers that are read, and connections that break
+    pulling     pull: posts the reads of all transfers, and handles broken connections
 
 Around both:
 
-    endpoint    producer and consumer of one node at one address, that address, and the thread that runs them
-    halves      the two halves of a connector: the one that plans, and the one that moves
+    endpoint    one node's producer and consumer, their address, and the thread that runs them
+    halves      the two halves of a connector
 """

@@ -1,11 +1,11 @@
-"""What our KV cache looks like, whether a peer's fits it, and which bytes of one are which bytes of the other. Nothing remote
-is trusted before this.
+"""Describes our KV cache, decides whether a peer's fits it, and says which bytes of the two correspond. What a peer
+says of its cache is used nowhere before it was checked here.
 
-The smallest thing that moves is a *grain*: as many tokens as the smaller of the two blocks has. One grain lies within
-one block on either side. Its bytes are runs that are contiguous on both sides: a whole block where the blocks are the
-same, else what the innermost axes have in common. All runs are equally long and lie at multiples of their length, so
-that a run is named by one number: see `Move`. Where either cache lies in shards a run is of one head, and of one layer where the shards
-are of pipeline stages (`shards`).
+The unit of moving is a *grain*: as many tokens as the smaller of the two nodes' blocks has. One grain lies within one
+block on either side. Its bytes are runs that are contiguous on both sides: a whole block if the blocks have the same
+layout, else as much as their innermost axes have in common. All runs are equally long and lie at multiples of their
+length, so one number names a run: see `Move`. If either cache is in shards, a run belongs to one head, and to one layer
+if the shards belong to pipeline stages (`shards`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, fingerprint: CacheFingerprint, memory: CacheMemory) -> BlockLayout | str:
-        """What a node says of its blocks, or why that cannot be."""
+        """Returns the layout that a node describes, or why no block can have it."""
         axes = tuple(fingerprint.layout.split(","))
         if sorted(axes) != sorted(AXES):
             return f"a block has the axes {fingerprint.layout!r}, expected {','.join(AXES)} in some order"
@@ -58,7 +58,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
         return cls(axes, sizes, element_bytes)
 
     def strides(self) -> dict[str, int]:
-        """Bytes from one index of an axis to the next."""
+        """Returns, for each axis, the bytes from one index to the next."""
         strides: dict[str, int] = {}
         stride = self.element_bytes
         for axis in reversed(self.axes):
@@ -73,7 +73,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
 
 class _Runs:
-    """The runs of one grain, relative to the block's beginning, on both sides."""
+    """The runs of one grain on both sides, counted from the block's beginning."""
 
     def __init__(
         self, ours: BlockLayout, theirs: BlockLayout, grain: int, *, by_slot: bool, by_head: bool
@@ -82,7 +82,7 @@ class _Runs:
         sizes = dict(ours.sizes, token=grain)
         run = ours.element_bytes
         inside: set[str] = set()
-        # Axes belong to the run from the inside out, as long as both sides have them densely in the same order.
+        # From the inside out, an axis belongs to the run as long as both sides have it dense and in the same order.
         for axis, other_axis in zip(reversed(ours.axes), reversed(theirs.axes), strict=True):
             if axis != other_axis or not mine[axis] == other[axis] == run:
                 break
@@ -92,13 +92,13 @@ class _Runs:
             run *= sizes[axis]
         self.bytes = run
         outside = [axis for axis in ours.axes if axis not in inside]
-        # The slot first, so that a layer's runs are one row.
+        # The slot comes first, so that a layer's runs are one row.
         outside.sort(key=lambda axis: (axis != "slot", ours.axes.index(axis)))
         self.ours = self._offsets(outside, sizes, mine)
         self.theirs = self._offsets(outside, sizes, other)
 
     def _offsets(self, axes: list[str], sizes: dict[str, int], strides: dict[str, int]) -> UnitIds:
-        """[slots or 1, runs]: in units of a run."""
+        """Returns where the runs lie, in units of a run: [slots or 1, runs]."""
         offsets = np.zeros(1, dtype=np.int64)
         for axis in axes:
             steps = np.arange(sizes[axis], dtype=np.int64) * (strides[axis] // self.bytes)
@@ -107,7 +107,8 @@ class _Runs:
 
 
 class GrainPlace(msgspec.Struct, frozen=True):
-    """Where one grain lies: a block of ours, one of theirs, and which of their grains it is. `group`: whose layers' it is."""
+    """Where one grain lies: in which block of ours and of theirs, and as which of the block's grains. `group`: the KV
+    cache group whose layers it has."""
 
     our_block: int
     our_part: int
@@ -117,7 +118,7 @@ class GrainPlace(msgspec.Struct, frozen=True):
 
 
 class Mapping:
-    """Between our blocks and a peer's."""
+    """Says which bytes of our blocks and a peer's correspond."""
 
     def __init__(
         self,
@@ -129,17 +130,17 @@ class Mapping:
         by_head: bool = False,
         used_slots: Sequence[int] = (),
     ) -> None:
-        self.on_device = on_device  # either cache is
-        # Either cache is in shards: what moves, and what is summed up, is of one head. And of one layer, where the shards are of stages:
-        # then so many slots of each group have layers.
+        self.on_device = on_device  # True if either cache is on a device
+        # If either cache is in shards, each unit that moves, and each sum, is one head's. If the shards belong to
+        # stages, it is one layer's as well, and `used_slots` has how many slots of each group have layers.
         self.heads = _cut_axis("head", ours, theirs) if by_head else None
         self.layers = _cut_axis("slot", ours, theirs) if used_slots else None
         self.used_slots = tuple(used_slots)
-        # How many each request has in the last group. Each is a grain, the last ones to be sent: they are right once the whole prompt
-        # is computed.
+        # How many state blocks each request has in the last group. Each is a grain. They are sent last, because they
+        # are right only when the whole prompt has been computed.
         self.state_blocks = state_blocks
         self.grain = min(ours.sizes["token"], theirs.sizes["token"])
-        self.our_parts = ours.sizes["token"] // self.grain  # grains in a block
+        self.our_parts = ours.sizes["token"] // self.grain  # grains per block
         self.their_parts = theirs.sizes["token"] // self.grain
         self._bytes = (ours.num_bytes, theirs.num_bytes)
         self._part_bytes = (
@@ -153,7 +154,7 @@ class Mapping:
 
     @property
     def is_identity(self) -> bool:
-        """Blocks are the same on both sides, byte by byte, and lie in one piece."""
+        """True if blocks have the same bytes in the same order on both sides, in one piece."""
         return self.our_parts == self.their_parts == self.runs_per_grain == 1 and self.heads is None
 
     @staticmethod
@@ -166,7 +167,7 @@ class Mapping:
         by_head: bool = False,
         used_slots: Sequence[int] = (),
     ) -> Mapping | str:
-        """Or why there is none."""
+        """Returns the mapping, or why there is none."""
         mine, other = ours.sizes["token"], theirs.sizes["token"]
         if max(mine, other) % min(mine, other):
             return f"block_size is {mine} here and {other} there: one must be a multiple of the other"
@@ -187,17 +188,18 @@ class Mapping:
         return mapping
 
     def grains(self, num_tokens: int) -> int:
-        """How many grains so many tokens take."""
+        """Returns how many grains `num_tokens` tokens take."""
         return -(-num_tokens // self.grain)
 
     def all_grains(self, num_tokens: int) -> int:
-        """Includes states, which lie after the tokens."""
+        """Returns the grains of the tokens and of the states, which come after them."""
         return self.grains(num_tokens) + self.state_blocks
 
     def positions(
         self, num_tokens: int, first_block: Sequence[int], tables: BlockTable, parts: int
     ) -> list[tuple[int, int]]:
-        """(group, index) of every grain of the request that has a block in these tables, whose blocks have `parts` grains each."""
+        """Returns (group, index) of every grain of the request that has a block in these tables. A block has `parts`
+        grains."""
         end = self.grains(num_tokens)
         found = [
             (group, index)
@@ -214,7 +216,7 @@ class Mapping:
         return self.state_blocks > 0 and group + 1 == num_groups
 
     def block_of(self, group: int, index: int, num_tokens: int, num_groups: int, parts: int) -> int:
-        """Where in its group's table, as of a request's beginning, the block of a grain stands."""
+        """Returns the place of a grain's block in its group's table, counted from the request's beginning."""
         if self.is_state(group, num_groups):
             return index - self.grains(num_tokens)
         return index // parts
@@ -226,7 +228,7 @@ class Mapping:
         places: Sequence[GrainPlace],
         slots: tuple[int, int] | None = None,
     ) -> Move:
-        """All of these grains, or of each only the layers in slots `slots[0]` to `slots[1]`."""
+        """Returns the move of these grains: whole ones, or only their layers in slots `slots[0]` to `slots[1]`."""
         runs = self._whole if slots is None else self._by_slot
         where = np.array(
             [(place.our_block, place.our_part, place.their_block, place.their_part) for place in places],
@@ -264,17 +266,17 @@ def _cut_axis(axis: str, ours: BlockLayout, theirs: BlockLayout) -> CutAxis:
     return CutAxis(ours.sizes[axis], ours.strides()[axis], theirs.strides()[axis])
 
 
-MAX_BLOCKS = 1 << 22  # descriptors are made for each of a peer's blocks
+MAX_BLOCKS = 1 << 22  # a transport makes a descriptor for each of a peer's blocks
 MAX_DEVICES = 1024
 MAX_SHARDS = 64
-MAX_EVERY = 1 << 16  # one checksum for so many grains
+MAX_EVERY = 1 << 16  # at least one grain of this many carries a checksum
 ADDRESS_SPACE = 1 << 63
-MAPPED = ("block_size", "layout")  # may differ, if Mapping.between finds a way
+MAPPED = ("block_size", "layout")  # may differ if Mapping.between finds a mapping
 MAY_DIFFER = (*MAPPED, "wire_version")
 
 
 def _implausible(memory: CacheMemory, fingerprint: CacheFingerprint) -> str | None:
-    """Why there can be no such memory; None when there can."""
+    """Returns why a peer cannot have this memory; None if it can."""
     num_heads = fingerprint.num_kv_heads
     if not 1 < memory.num_blocks <= MAX_BLOCKS:
         return f"the other cache has {memory.num_blocks} blocks"
@@ -305,7 +307,8 @@ def _lacking(shards: Sequence[CacheShard], num_heads: int) -> str | None:
 
 
 def _implausible_stages(shards: Sequence[CacheShard], fingerprint: CacheFingerprint) -> str | None:
-    """Every layer of a group has a slot of its own, from the first one on, and with each of them all heads are kept."""
+    """Returns why these shards cannot make a whole cache; None if they can. In each group every layer must have a slot
+    of its own, from slot 0 on, and the shards that have it must keep all heads."""
     layers = 0
     for group in range(fingerprint.num_groups):
         ends = set()
@@ -336,7 +339,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
     block_size: int
     num_groups: int
     vocab_size: int  # token ids are below this
-    has_windows: bool = False  # a running request may give up blocks that lie before its window
+    has_windows: bool = False  # a running request may give up blocks before its window
     state_blocks: int = 0  # of each request, in the last group
 
     @classmethod
@@ -365,7 +368,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
         )
 
     def mapping_to(self, fingerprint: CacheFingerprint, memory: CacheMemory) -> Mapping | str:
-        """Between our blocks and the peer's; or why its KV bytes cannot become ours."""
+        """Returns the mapping between our blocks and the peer's, or why its KV cannot become ours."""
         differing = [
             f"{field} is {getattr(self.fingerprint, field)!r} here and {getattr(fingerprint, field)!r} there"
             for field in CacheFingerprint.__struct_fields__
@@ -405,7 +408,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
     def check_destination(
         self, message: RegisterDestination, block_size: int, theirs: CacheMemory
     ) -> str | None:
-        """Why these destination blocks, of the peer's size, cannot be written to; None when they can."""
+        """Returns why we cannot write to these destination blocks, which have the peer's size; None if we can."""
         if message.num_tokens < 1:
             return f"a transfer of {message.num_tokens} tokens"
         if len(message.token_hash) != 32:
@@ -424,7 +427,8 @@ class PoolGeometry(msgspec.Struct, frozen=True):
         block_size: int,
         theirs: CacheMemory,
     ) -> str | None:
-        """Why `block_ids` are not blocks `first_block`... of a request of `num_tokens` in the peer's pool."""
+        """Returns why `block_ids` cannot be a table of a request of `num_tokens` tokens in the peer's pool, each group
+        from its `first_block` on; None if they can."""
         if not len(first_block) == len(block_ids) == self.num_groups:
             return f"{len(block_ids)} KV cache groups, expected {self.num_groups}"
         seen: set[int] = set()
@@ -448,7 +452,8 @@ class PoolGeometry(msgspec.Struct, frozen=True):
 
 
 def layout_of(cache: KVCacheMemory) -> str:
-    """A block's axes. Outermost first, by the strides of the tensor, which names them in the order of AXES after the block."""
+    """Returns a block's axes, outermost first, by the strides of the tensor, whose axes after the block are AXES.
+    Raises ConfigurationError for a cache with gaps."""
     sizes, strides = cache.tensor.shape[1:], cache.tensor.stride()[1:]
     order = sorted(range(len(AXES)), key=lambda axis: -strides[axis])
     expected = 1

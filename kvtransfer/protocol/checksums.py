@@ -1,7 +1,7 @@
-"""Checksums of blocks: the producer takes them, the consumer compares them before it uses what came.
+"""Checksums of blocks. The producer computes them, and the consumer compares them before it uses what arrived.
 
-Both sides number the grains of a transfer alike, in the order in which they are sent. A sample is every n-th of them and
-the last, begun at a place that the tokens' hash says, so that both know which without a word.
+Both sides number a transfer's grains alike, in the order of sending. A sample is every n-th grain and the last one. The
+token hash says at which grain it begins, so both sides know the sample without a message.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 SAMPLE_EVERY = 16
 CHECKSUM_BYTES = 8
-# Rows that are multiplied at once on a device, in bytes.
+# Bytes of the rows that are multiplied at once on a device.
 _BATCH_BYTES = 32 << 20
 
 
 def every_of(policy: ChecksumPolicy, *, is_doubtful: bool) -> int:
-    """One of how many grains is checked; 0 for none. From a peer that sent a wrong one, all are."""
+    """Returns n if one of n grains is checked; 0 for none. A peer that sent wrong bytes has all its grains checked."""
     if policy is ChecksumPolicy.SAMPLE and is_doubtful:
         policy = ChecksumPolicy.ALL
     return {ChecksumPolicy.ALL: 1, ChecksumPolicy.SAMPLE: SAMPLE_EVERY}.get(policy, 0)
 
 
 class ChecksumSample(msgspec.Struct, frozen=True):
-    """Which of a transfer's grains carry a checksum, by their place in the order in which they are sent."""
+    """Which of a transfer's grains carry a checksum, by their place in the order of sending."""
 
-    every: int  # one of so many; 0: none
+    every: int  # one grain of this many carries one; 0: none does
     offset: int
     last: int
 
@@ -60,16 +60,16 @@ def pack(sums: Sequence[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> list[int]:
-    """What does not divide is cut off; the number of checksums is compared by the caller."""
+    """Returns the checksums. Cuts off an incomplete one: the caller compares their number."""
     whole = len(packed) // CHECKSUM_BYTES * CHECKSUM_BYTES
     sums: list[int] = np.frombuffer(packed[:whole], dtype="<u8").tolist()
     return sums
 
 
 class PendingSums(NamedTuple):
-    """Checksums of which other ranks are still taking their part. One of the two is called, once."""
+    """Checksums of which other ranks are still computing their part. The caller calls one of the two, once."""
 
-    wait: Callable[[], list[int]]  # raises TransferError when another rank's part cannot be summed up
+    wait: Callable[[], list[int]]  # raises TransferError if another rank's part does not come
     forget: Callable[[], None]
 
 
@@ -83,10 +83,14 @@ class Checksums(Protocol):
         groups: Sequence[int] = (),
         arrived: bool = False,
     ) -> list[int]:
-        """For grain `parts[i]` of block `blocks[i]` of our cache, which is of group `groups[i]`. The same bytes give the same number at both ends of
-        `mapping`, whatever the order in which a block's axes lie in memory, and whatever ranks its heads are with. `arrived`: of what a
-        peer sent, so that every rank's copy of a head counts, and not only the one that is given away. Raises TransferError when another
-        rank's part cannot be summed up."""
+        """Returns a checksum for each grain `parts[i]` of block `blocks[i]` of our cache, which is of group
+        `groups[i]`.
+
+        The same bytes give the same number at both ends of `mapping`, whatever the order of a block's axes in memory,
+        and whichever ranks keep its heads. `arrived`: a peer sent the bytes, so every rank's copy of a head counts, and
+        not only the copy that is sent on. Waits for other ranks. Raises TransferError if another rank's part does not
+        come.
+        """
         ...
 
     def begin(
@@ -98,7 +102,7 @@ class Checksums(Protocol):
         groups: Sequence[int] = (),
         arrived: bool = False,
     ) -> PendingSums:
-        """The same, without waiting for what other ranks have to do before: they copy blocks meanwhile, and so may this one."""
+        """As `of`, without waiting for other ranks. They may copy blocks first, and so may this rank meanwhile."""
         ...
 
 
@@ -112,9 +116,12 @@ SumsElsewhere = Callable[[Sequence[int], Sequence[int], int, bool, bool], AskedS
 def combined(
     ranks: Sequence[ShardSums], groups: Sequence[int], used_slots: Sequence[int], *, arrived: bool
 ) -> list[int]:
-    """One checksum for each grain, of the sums that all ranks have of what they keep of it. `used_slots`: in how many slots a block of
-    each group has layers, where the sums are of each layer; and `groups` are the grains'. Of what has `arrived` all copies of a head must
-    be the same; one that differs is summed up as well, so that the number is another."""
+    """Returns one checksum for each grain, from the sums that each rank has of its part of it.
+
+    `used_slots`: if the sums are of each layer, in how many slots a block of each group has layers; `groups` then has
+    each grain's group. In bytes that have `arrived`, all copies of a head must be the same: a copy that differs goes
+    into the checksum, too, so that it becomes another number.
+    """
     if not used_slots:
         return _combined(ranks, 0, 1, arrived=arrived)
     found = np.zeros(len(groups), dtype=np.uint64)
@@ -129,7 +136,7 @@ def combined(
 def _combined(ranks: Sequence[ShardSums], group: int, num_slots: int, *, arrived: bool) -> list[int]:
     givers = givers_of([rank.part for rank in ranks], group, num_slots)
     given = np.zeros((len(ranks[0].sums), *givers.shape), dtype="<u8")
-    own = []  # of each rank: what it has of such a block, and where that is in a whole one
+    own = []  # for each rank: its sums of such a block, and where they belong in the whole block's
     for number, (part, sums) in enumerate(ranks):
         kept, heads = part.slots_of(group, num_slots), part.heads
         own.append((sums[:, : kept.count], np.s_[:, kept.first : kept.end, heads.first : heads.end]))
@@ -149,11 +156,15 @@ _HeadsOf = Literal["block", "layer"] | None
 
 
 class CacheChecksums:
-    """In host memory XXH3. Where either cache is on a device, a sum that the device computes where the bytes are: each word
-    times an odd number that grows with its place, modulo 2**64. One changed bit changes it.
+    """Checksums of our KV cache.
 
-    Where either cache is in shards, each head has such a sum of its own, and the grain's is XXH3 of those; each head of each layer, where
-    the shards are of stages. `elsewhere` asks other ranks for the sums of what they keep, as `Transport.sums_elsewhere` does."""
+    In host memory they are XXH3. If either cache is on a device, the device computes a sum where the bytes are: each
+    word times an odd number that grows with its place, modulo 2**64. One changed bit changes the sum.
+
+    If either cache is in shards, each head has a sum of its own (each head of each layer, if the shards belong to
+    stages), and the grain's checksum is XXH3 of these. `elsewhere` asks other ranks for the sums of their part, as
+    `Transport.sums_elsewhere` does.
+    """
 
     def __init__(self, memory: KVCacheMemory, elsewhere: SumsElsewhere = _nothing_elsewhere) -> None:
         tensor = memory.tensor
@@ -218,7 +229,7 @@ class CacheChecksums:
         on_device: bool,
         by_layer: bool = False,
     ) -> ShardSums:
-        """The same of each head that this rank keeps, or of each head of each layer."""
+        """Returns this rank's sums of each grain: one for each of its heads, or for each head of each layer."""
         if on_device:
             sums = self._weighted(blocks, parts, grain, heads_of="layer" if by_layer else "block")
         else:
@@ -233,11 +244,12 @@ class CacheChecksums:
     def _grain_by_head(
         self, block: int, part: int, size: int, by_layer: bool
     ) -> Sequence[npt.NDArray[Any]] | npt.NDArray[Any]:
-        """For each head its bytes, in the order of `cache_map.AXES`; with `by_layer` those of the first layer, of the second ..."""
+        """Returns each head's bytes, in the order of `cache_map.AXES`. With `by_layer`: each head's of the first layer,
+        then of the second ..."""
         if self._elements is None:
             import torch
 
-            # NumPy has no type for some of torch's: their bytes are what counts.
+            # NumPy lacks some of torch's types. Only the bytes matter here.
             kinds = {kind.itemsize: kind for kind in (torch.uint8, torch.int16, torch.int32, torch.int64)}
             elements = self._tensor.view(kinds[self._tensor.dtype.itemsize])
             self._elements = elements.numpy().transpose(0, 3, 1, 2, 4, 5)
@@ -248,7 +260,7 @@ class CacheChecksums:
         return in_order.reshape(-1, *in_order.shape[2:])
 
     def _grain(self, block: int, part: int, size: int) -> torch.Tensor:
-        """Its bytes, in the order of `cache_map.AXES`."""
+        """Returns the grain's bytes, in the order of `cache_map.AXES`."""
         import torch
 
         grain = self._tensor[block][..., part * size : (part + 1) * size, :]
@@ -257,7 +269,7 @@ class CacheChecksums:
     def _weighted(
         self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, heads_of: _HeadsOf = None
     ) -> list[int]:
-        """One for each grain, or for each head of it, or for each head of each layer."""
+        """Returns one sum for each grain, or for each head of it, or for each head of each layer."""
         import torch
 
         batch = max(1, _BATCH_BYTES // self._block_bytes)
@@ -267,7 +279,7 @@ class CacheChecksums:
                 chosen = slice(start, start + batch)
                 words = self._words(blocks[chosen], parts[chosen], grain, heads_of=heads_of)
                 if self._weights is None or len(self._weights) < words.shape[1]:
-                    # Odd, and spread over all 64 bits: 2**64 divided by the golden ratio.
+                    # Odd multiples of an odd number, spread over all 64 bits: it is 2**64 divided by the golden ratio.
                     places = torch.arange(words.shape[1], dtype=torch.int64, device=words.device)
                     self._weights = (2 * places + 1) * -7046029254386353131
                 total = (words * self._weights[: words.shape[1]]).sum(1).tolist()
@@ -277,7 +289,7 @@ class CacheChecksums:
     def _words(
         self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, heads_of: _HeadsOf
     ) -> torch.Tensor:
-        """[grains, words], or with a row for each head: a copy, in the order of `cache_map.AXES`."""
+        """Returns a copy in the order of `cache_map.AXES`: [grains, words], or with a row for each head."""
         import torch
 
         device = self._tensor.device
@@ -296,7 +308,8 @@ class CacheChecksums:
         return raw.view(next(kind for kind, size in sizes if raw.shape[1] % size == 0)).to(torch.int64)
 
     def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """What is read here is complete. On the engine's stream it would wait for the next forward pass."""
+        """A stream of our own: the bytes that are read here are complete, and the engine's stream would make them wait
+        for the next forward pass."""
         if not self._tensor.is_cuda:
             return contextlib.nullcontext()
         import torch

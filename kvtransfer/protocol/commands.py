@@ -1,4 +1,4 @@
-"""What the scheduler half plans and the endpoint carries out; `StepCommands` is one step's worth of it."""
+"""Commands that the scheduler half plans and the endpoint carries out. `StepCommands` has those of one step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BlockTable = list[list[int]]
 
 
 class BeginReceive(msgspec.Struct, frozen=True):
-    """Consumer: these blocks wait for the KV of `num_tokens` tokens; the first `local_tokens` are here already."""
+    """Consumer: these blocks wait for the KV of `num_tokens` tokens, of which the first `local_tokens` are here."""
 
     request_id: str
     transfer_id: str
@@ -27,27 +27,27 @@ class BeginReceive(msgspec.Struct, frozen=True):
 
 
 class CancelReceive(msgspec.Struct, frozen=True):
-    """Consumer: the request was aborted while it waited; report `failed_recving` when its blocks are safe."""
+    """Consumer: the request was aborted while it waited. Report `failed_recving` when its blocks are safe."""
 
     request_id: str
 
 
 class DeclineTransfer(msgspec.Struct, frozen=True):
-    """Consumer: the request ended before it asked for anything. The producer should not wait for it."""
+    """Consumer: the request ended before its blocks were registered. The producer shall not wait for it."""
 
     transfer_id: str
     peer: PeerAddress
 
 
 class AnnounceSend(msgspec.Struct, frozen=True):
-    """Producer: the request is in line here. Its consumer is told that it waits."""
+    """Producer: the request waits in this node's line. Tell its consumer so when it renews its lease."""
 
     request_id: str
     transfer_id: str
 
 
 class PlanSend(msgspec.Struct, frozen=True):
-    """Producer: the request has blocks. A second one for the same request replaces them (it was preempted)."""
+    """Producer: the request has blocks. After a preemption a second one replaces the first one's blocks."""
 
     request_id: str
     transfer_id: str
@@ -58,14 +58,14 @@ class PlanSend(msgspec.Struct, frozen=True):
 
 
 class ExtendSend(msgspec.Struct, frozen=True):
-    """Producer: more blocks for a request that is being computed."""
+    """Producer: a request that is being computed got more blocks."""
 
     request_id: str
     block_ids: BlockTable
 
 
 class FinishSend(msgspec.Struct, frozen=True):
-    """Producer: the first token is known and the blocks, which are these, stay until `finished_sending`."""
+    """Producer: the first token is known. The request keeps these blocks until `finished_sending`."""
 
     request_id: str
     first_token: int
@@ -73,7 +73,7 @@ class FinishSend(msgspec.Struct, frozen=True):
 
 
 class AbandonSend(msgspec.Struct, frozen=True):
-    """Producer: the request ended without a first token. `kept` asks for `finished_sending`."""
+    """Producer: the request ended without a first token. `kept`: report `finished_sending`."""
 
     request_id: str
     transfer_id: str
@@ -88,11 +88,11 @@ class PreemptedRequests(msgspec.Struct, frozen=True):
 
 
 Fence = Callable[[], bool]
-"""True once the device has written what the forward pass computed."""
+"""Returns True once the device has written what the forward pass computed."""
 
 
 class ComputedTokens(msgspec.Struct, frozen=True):
-    """Producer: of each request, so many leading tokens have their KV in its blocks."""
+    """Producer: the KV of each request's first `num_tokens` tokens is in its blocks."""
 
     num_tokens: dict[str, int]
     at: float
@@ -100,8 +100,8 @@ class ComputedTokens(msgspec.Struct, frozen=True):
 
 
 class LayersComputed(msgspec.Struct, frozen=True):
-    """Producer: inside a forward pass that will bring these requests to so many tokens, the layers of the first
-    `slots` slots are done."""
+    """Producer: a forward pass that brings these requests to `num_tokens` tokens has finished the layers in the first
+    `slots` slots."""
 
     num_tokens: dict[str, int]
     slots: int
@@ -109,7 +109,7 @@ class LayersComputed(msgspec.Struct, frozen=True):
 
 
 class ComputesAt(msgspec.Struct, frozen=True):
-    """How many tokens of prompts our engine computes in a second."""
+    """Our engine's rate for prompt tokens."""
 
     tokens_per_s: float
 
@@ -134,5 +134,5 @@ Command = (
 class StepCommands(ConnectorMetadata):
     preempted: list[str] = dataclasses.field(default_factory=list)
     before_forward: list[Command] = dataclasses.field(default_factory=list)
-    computed: dict[str, int] = dataclasses.field(default_factory=dict)  # once the forward pass is over
-    num_tokens: int = 0  # computed in this step for requests that are being sent
+    computed: dict[str, int] = dataclasses.field(default_factory=dict)  # after the forward pass
+    num_tokens: int = 0  # how many tokens the step computes for requests that are being sent

@@ -1,4 +1,4 @@
-"""The consumer: what its own engine and its producers say, and what follows for its transfers."""
+"""The consumer of one node: takes its engine's commands and producers' messages, and acts on its transfers."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Consumer:
             side, self._links, self._declined, finished=finished, failed=failed, released=released
         )
         self._quarantine = Quarantine(side, self._links, self._incoming, has_ended=has_ended)
-        self._pulling: PullLoop | None = None  # only where the consumer reads
+        self._pulling: PullLoop | None = None  # set if the consumer reads
         if side.direction is Direction.PULL:
             self._pulling = PullLoop(side, self._links, self._incoming, broken=self._on_connection_broken)
         self._verifier = Verifier(side)
         self._patience = Patience(settings.patience_s, clock)
-        self._tokens_per_s: float | None = None  # at which our engine computes prompts
+        self._tokens_per_s: float | None = None  # our engine's rate for prompt tokens
         self._registrar = Registrar(
             side,
             self._links,
@@ -75,7 +75,7 @@ class Consumer:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing has a deadline."""
+        """True if nothing here has a deadline."""
         has_reads = self._pulling is not None and self._pulling.has_leaving
         return self._incoming.is_empty and self._declined.is_empty and not has_reads
 
@@ -93,7 +93,7 @@ class Consumer:
             self._incoming.give_up(receiving, Outcome.PEER_LOST, suspicion)
         elif (link := self._links.get(receiving.peer)) is not None:
             if link.pace is not None:
-                # It was slow a moment ago, and may be still.
+                # The link was slow a moment ago, and may be slow still.
                 num_bytes = receiving.num_blocks * self._side.geometry.memory.block_bytes
                 link.pace.waiting[receiving.transfer_id] = num_bytes
                 self._give_up_slow(link)
@@ -103,8 +103,9 @@ class Consumer:
             self._links.open(command.peer)
 
     def _leave_unused(self, opened: PeerKey) -> None:
-        """Links that no transfer needs, with nodes that may be gone for good, or with another incarnation of the one that
-        is opened. Which of two incarnations is the later, and whether the other has ended, a request does not say."""
+        """Drops unused links with nodes that may be gone for good, and with other incarnations of the node whose
+        link is opened. A request does not say which of two incarnations is the later one, or whether the other has
+        ended."""
         limit = self._side.clock() - self._side.settings.keep_link_s
         for link in self._links:
             may_be_gone = link.key.node_id == opened.node_id or link.stamp_at < limit
@@ -146,7 +147,7 @@ class Consumer:
                 return
         link.take_stamp(message.stamp, now)
         link.greeting_since = None
-        link.asked_at = now - settings.renew_s  # what it holds for us is renewed at once
+        link.asked_at = now - settings.renew_s  # so that the leases on this link are renewed at once
         link.memory = message.memory
         link.process = message.process
         link.block_size = message.fingerprint.block_size
@@ -175,7 +176,7 @@ class Consumer:
                 receiving.deadline = self._side.clock() + self._side.settings.timeout_s
         for transfer_id in message.unknown:
             receiving = self._mine(transfer_id, link.key)
-            # While confirming, the answer to our acceptance is on its way and knows better.
+            # While CONFIRMING, the producer's answer to our acceptance is on its way, and decides.
             if receiving is not None and receiving.stage in (ReceivePhase.WAITING, ReceivePhase.READING):
                 self._incoming.give_up(
                     receiving, Outcome.LEASE_EXPIRED, "the producer no longer holds the transfer"
@@ -189,12 +190,12 @@ class Consumer:
         if receiving is None or receiving.quarantined is not None or self._pulling is not None:
             return
         if receiving.outcome is Outcome.CORRUPTED:
-            return  # nothing more of it is believed
+            return  # nothing more of this transfer is trusted
         if message.start <= receiving.num_arrived < message.count <= len(receiving.order):
             self._verify(receiving, message.start, message.count, message.checksums)
 
     def _verify(self, receiving: IncomingTransfer, start: int, count: int, packed: bytes) -> bool:
-        """Whether grains `start` to `count` are what was sent; False when the transfer is given up."""
+        """Returns whether grains `start` to `count` are what was sent. If not, gives the transfer up."""
         try:
             problem = self._verifier.problem(receiving, start, count, packed)
         except TransferError as error:
@@ -228,7 +229,7 @@ class Consumer:
         elif not receiving.is_registered:
             self._side.recorder.refused("unasked_notice")
         elif receiving.stage is ReceivePhase.CLOSING:
-            self._side.recorder.refused("late_notice")  # it is being cancelled, and will be answered
+            self._side.recorder.refused("late_notice")  # the cancellation that was sent answers it
         elif receiving.notice is not None:
             self._side.recorder.refused("repeated_notice")
         elif (difference := self._difference(receiving, message)) is not None:
@@ -315,12 +316,12 @@ class Consumer:
     # ── peers ──
 
     def silent_links(self) -> list[ProducerLink]:
-        """Those with producers that owe an answer for long."""
+        """Returns the links with producers that have owed an answer for `probe_s`."""
         return self._links.silent()
 
     def suspect(self, key: PeerKey, reason: str, *, proven: bool = False) -> None:
-        """This producer seems to be gone: its requests go on without it, and blocks that it may write to stay in
-        quarantine. If its end is `proven`, that is over so soon that it is waited for."""
+        """This producer seems to be gone: its requests go on without it, and blocks to which it may write stay in
+        quarantine. If its end is `proven`, the blocks are safe so soon that the requests wait for that."""
         self._links.suspect(key, reason)
         self._stop_reading(key)
         for receiving in self._incoming.with_peer(key):
@@ -337,7 +338,7 @@ class Consumer:
             self._leave(link, Outcome.MOVE_FAILED, reason)
 
     def _leave(self, link: ProducerLink, outcome: Outcome, reason: str) -> None:
-        """There is no working with this producer, alive as it is."""
+        """The producer lives, but no transfer with it can work: drop the link and give its transfers up."""
         self._drop(link.key)
         for receiving in self._incoming.with_peer(link.key):
             self._incoming.give_up(receiving, outcome, reason)
@@ -365,7 +366,7 @@ class Consumer:
     # ── slow links ──
 
     def _give_up_slow(self, link: ProducerLink) -> None:
-        """Transfers for which waiting takes longer than computing the rest here."""
+        """Gives up the transfers over this link for which waiting takes longer than computing the rest here."""
         now, pace = self._side.clock(), link.pace
         if pace is None or now >= pace.at + self._side.settings.keep_pace_s:
             link.pace = None
@@ -400,7 +401,7 @@ class Consumer:
     def tick(self) -> None:
         now, settings = self._side.clock(), self._side.settings
         since, self._ticked_at = now - self._ticked_at, now
-        # Longer than a tick takes, we may have been stopped.
+        # In a longer interval the process may have been stopped for a part of it.
         ran_s = min(since, settings.margin_s / 4)
         self._declined.tick()
         for link in self._links:
@@ -409,18 +410,18 @@ class Consumer:
             self._pulling.measure()
         for link in self._links:
             if since > settings.pace_s:
-                link.pace = None  # what was slow may have been we ourselves
+                link.pace = None  # this process may have been what was slow
             self._give_up_slow(link)
         for receiving in self._incoming:
             if receiving.is_registered and since > settings.lease_s / 2:
-                # We stood still. There is time now to hear from the producer.
+                # This process stood still. Give the producer time to be heard.
                 receiving.extend_lease(now + settings.lease_s)
             self._incoming.tick(receiving)
             self._registrar.remind(receiving)
         self._quarantine.tick(ran_s)
 
     def shutdown(self) -> bool:
-        """Gives everything up. False while a producer may still write."""
+        """Gives every transfer up. False while a producer may still write."""
         for receiving in self._incoming:
             receiving.aborted = True
             self._incoming.give_up(receiving, Outcome.SHUTDOWN, "the node shuts down")

@@ -1,9 +1,10 @@
-"""A node's producer and consumer behind one address, where every message and every command enters, and the thread that runs them:
-it alone touches the transport and the protocol's state. The address is a `SideChannel`'s, by which nodes speak to nodes, of transfers and
-of tiers.
+"""A node's producer and consumer behind one address, and the thread that runs them. Every message and every command
+goes through that thread; it alone touches the transport and the protocol's state. `SideChannel` is the address at
+which nodes send messages to nodes, about transfers and about tiers.
 
-The thread sleeps until something arrives. While transfers are under way it looks at deadlines `ProtocolSettings.tick_s` apart,
-and while handles are in flight it polls them at intervals that grow from POLL_MIN_S to POLL_MAX_S.
+The thread sleeps until something arrives. While transfers are open, it looks at deadlines every
+`ProtocolSettings.tick_s`. While handles are in flight, it polls them at intervals that grow from POLL_MIN_S to
+POLL_MAX_S.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ logger = logging.getLogger(__name__)
 
 POLL_MIN_S = 0.0001
 POLL_MAX_S = 0.0005
-# Blocks are moved and deadlines looked at in between, however much peers have to say.
+# After this many messages and commands the thread moves blocks and looks at deadlines, however many are waiting.
 ITEMS_PER_TURN = 256
 
 MAX_ENDPOINTS = 1024
-# A peer that nothing was sent to for so long may be gone for ever, and each restart of a node is a new endpoint.
+# A peer that got no message for this long may be gone for good, and each restart of a node is a new endpoint.
 IDLE_S = 60.0
-# Every question is asked again, so a lost one costs less than a connection that waits for its turn to try again.
+# Every question is sent again, so a lost one costs less than a connection that waits before it is tried again.
 UNACKNOWLEDGED_S = 2.0
 
 _OUT_OF_REACH = {
@@ -70,7 +71,8 @@ M = TypeVar("M")
 
 
 class SideChannel(Generic[M]):
-    """Endpoints are named by peers, so what they name is checked, and how many are kept is bounded."""
+    """Sends and receives messages between nodes. Peers name their endpoints, so these are checked, and a bounded number
+    of connections is kept."""
 
     def __init__(
         self,
@@ -81,11 +83,11 @@ class SideChannel(Generic[M]):
         *,
         messages: Any = HandoffMessage,
     ) -> None:
-        """`messages`: the type of what arrives."""
+        """`messages`: the type of the messages that arrive. `on_message` is called from the inbox's thread."""
         self._clock = clock
         self._inbox: Inbox[M] = Inbox(host, messages, on_message, name=name)
         self._outbox = Outbox(unacknowledged_s=UNACKNOWLEDGED_S)
-        self._used: OrderedDict[str, float] = OrderedDict()  # when last; the longest ago first
+        self._used: OrderedDict[str, float] = OrderedDict()  # when each was last used, the oldest first
         self._probe = ListenerProbe()
         self.undeliverable = 0
 
@@ -99,11 +101,11 @@ class SideChannel(Generic[M]):
 
     @property
     def died(self) -> str | None:
-        """Why nothing is received any more; None while it is."""
+        """Why no more messages are received; None while they are."""
         return self._inbox.died
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        """Never blocks and never raises: a sender that needs an answer asks again, and has a deadline."""
+        """Never blocks and never raises. A sender that needs an answer sends again, and has a deadline."""
         if endpoint not in self._used and address_of(endpoint) is None:
             self.undeliverable += 1
             return
@@ -122,12 +124,12 @@ class SideChannel(Generic[M]):
             self.forget(oldest)
 
     def forget(self, endpoint: str) -> None:
-        """The peer has ended: drop the connection and what waits in it."""
+        """The peer has ended, or was not used for long: drop the connection and the messages that wait in it."""
         self._used.pop(endpoint, None)
         self._outbox.forget(endpoint)
 
     def listener(self, endpoint: str) -> Listener:
-        """Whether a connection there is accepted. Never blocks."""
+        """Whether a connection to this endpoint is accepted. Never blocks."""
         seen = self._probe.look(endpoint)
         if seen is Listener.REFUSES:
             self.forget(endpoint)
@@ -140,7 +142,7 @@ class SideChannel(Generic[M]):
 
 
 class Outcomes(msgspec.Struct, frozen=True):
-    """Where the endpoint reports to. Called from its thread."""
+    """Where the endpoint reports what happened. It calls these from its own thread."""
 
     finished_sending: Callable[[str], None]
     unwanted_sending: Callable[[str], None]
@@ -150,8 +152,9 @@ class Outcomes(msgspec.Struct, frozen=True):
 
 
 class TransferEndpoint:
-    """`listener` says, without blocking, whether a connection to an address is accepted: if not, it is a reason to go on
-    without the peer. `has_ended` says whether a process has certainly ended, which is proof that it writes nothing any more."""
+    """`listener` says, without blocking, whether a connection to an address is accepted. If it is not, that is a reason
+    to go on without the peer. `has_ended` says whether a process has certainly ended, which proves that it writes
+    nothing any more."""
 
     def __init__(
         self,
@@ -210,7 +213,7 @@ class TransferEndpoint:
 
     def _refuse_epoch(self, message: HandoffMessage) -> None:
         if isinstance(message, Refusal):
-            # Two nodes must not refuse each other's refusals for ever.
+            # Else two nodes could refuse each other's refusals for ever.
             self._side.recorder.refused(RefusalCode.WRONG_EPOCH.value)
             return
         self._answers.refuse_epoch(message.envelope)
@@ -242,11 +245,11 @@ class TransferEndpoint:
                 self.consumer.computes_at(command)
 
     def pump(self) -> Activity:
-        """Move blocks. What it returns says how soon it wants to be called again."""
+        """Moves blocks. Returns how soon it must be called again."""
         return max(self.producer.pump(), self.consumer.pump())
 
     def tick(self) -> None:
-        """Look at every deadline. To be called often while not `is_idle`."""
+        """Acts on every deadline. The caller calls it often while `is_idle` is False."""
         self.producer.tick()
         self.consumer.tick()
         for consumer in self.producer.silent_links():
@@ -263,7 +266,7 @@ class TransferEndpoint:
         return self.producer.is_idle and self.consumer.is_idle
 
     def shutdown(self) -> bool:
-        """End everything that can end now. False while a handle is in flight or a peer may write."""
+        """Ends everything that can end now. False while a handle is in flight or a peer may write."""
         return self.producer.shutdown() & self.consumer.shutdown()
 
 
@@ -272,7 +275,8 @@ class _Stop:
 
 
 class ProtocolLoop:
-    """`failure` is set when the thread has died of a bug; `on_failure` is called then, from the thread."""
+    """The protocol's thread and its queue. If a bug ends the thread, `failure` is set and `on_failure` is called
+    from it."""
 
     def __init__(
         self, name: str, settings: ProtocolSettings, clock: Clock, on_failure: Callable[[], None]
@@ -288,16 +292,16 @@ class ProtocolLoop:
         self.failure: BaseException | None = None
 
     def start(self, endpoint: TransferEndpoint) -> None:
-        """What was posted before is handled now."""
+        """Starts the thread, which begins with the messages and commands that are in the queue."""
         self._thread = threading.Thread(target=self._run, args=(endpoint,), name=self._name, daemon=True)
         self._thread.start()
 
     def message(self, message: HandoffMessage) -> None:
-        """From a peer. Any thread."""
+        """Queues a peer's message. Any thread may call this."""
         self._queue.put(message)
 
     def command(self, commands: Sequence[Command]) -> None:
-        """From our own engine. Any thread; carried out in this order."""
+        """Queues our own engine's commands, which are carried out in this order. Any thread may call this."""
         self._queue.put(commands)
 
     def _run(self, endpoint: TransferEndpoint) -> None:
@@ -333,7 +337,7 @@ class ProtocolLoop:
         self._wind_down(endpoint)
 
     def _take(self, endpoint: TransferEndpoint, timeout: float | None) -> bool:
-        """Handle what has arrived, up to a turn's worth, waiting for the first item. False: stop."""
+        """Handles what has arrived, at most ITEMS_PER_TURN; waits for the first item. False: stop."""
         for _ in range(ITEMS_PER_TURN):
             try:
                 item = self._queue.get(timeout=timeout) if timeout != 0.0 else self._queue.get_nowait()
@@ -347,14 +351,14 @@ class ProtocolLoop:
 
     def _handle(self, endpoint: TransferEndpoint, item: HandoffMessage | Sequence[Command]) -> None:
         if isinstance(item, Sequence):
-            # Commands are our own: an error here is a bug of ours and ends the thread.
+            # Our own half made the commands, so an error here is a bug and ends the thread.
             for command in item:
                 endpoint.execute(command)
             return
         try:
             endpoint.receive(item)
         except Exception:
-            # A peer's message must not end the thread, whatever it found.
+            # A peer's message must not end the thread, whatever error it causes.
             self.handler_errors += 1
             logger.exception("%s: handling %s failed", self._name, type(item).__name__)
 
@@ -371,7 +375,8 @@ class ProtocolLoop:
                 self._handle(endpoint, item)
 
     def stop(self, grace_s: float) -> None:
-        """Give every transfer up, wait at most `grace_s` for what is in flight, end the thread. Idempotent."""
+        """Gives every transfer up, waits at most `grace_s` for what is in flight, and ends the thread. Idempotent.
+        Raises InternalError if the thread does not end."""
         thread = self._thread
         if thread is None:
             return

@@ -1,5 +1,5 @@
-"""The two halves of a connector: the one that plans turns what happens to requests into commands, in the step's metadata; the one that
-moves gives them to the protocol's thread, and collects what comes of them."""
+"""The two halves of a connector. The scheduler half turns what happens to requests into commands, and puts them into
+the step's metadata. The worker half passes them to the protocol's thread, and collects the outcomes."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class _Entry:
     """A request that takes part in a transfer."""
 
     transfer: KVTransferParams
-    num_tokens: int  # when it was added: its prompt, and what it wrote before it moved here
+    # When the request was added: the prompt, and the output that it arrived with if it moved here.
+    num_tokens: int
     token_hash: bytes
-    local_tokens: int = 0  # consumer: found in the prefix cache when it was last admitted
-    begun: bool = False  # the worker half knows blocks of it
-    done: bool = False  # consumer: the transfer has ended, one way or the other
-    computed: int = 0  # producer: tokens whose KV is in its blocks after the steps planned so far
-    overran: bool = (
-        False  # producer: a step went on after the tokens that are sent, and took the states along
-    )
+    local_tokens: int = 0  # consumer: found in the prefix cache when the request was last admitted
+    begun: bool = False  # the worker half has been told of the request's blocks
+    done: bool = False  # consumer: the transfer has ended, well or not
+    computed: int = 0  # producer: tokens whose KV is in the blocks after the steps planned so far
+    # Producer: a step went on beyond the tokens that are sent, so the recurrent states are later ones.
+    overran: bool = False
 
 
 def token_hash(token_ids: Sequence[int], cache_salt: str | None, lora: str | None) -> bytes:
@@ -100,7 +100,8 @@ class SchedulerHalf(SchedulerConnector):
         self._commands: list[Command] = []
         self._rate = ComputeRate()
         self._told_rate = 0.0
-        self._planned_now: set[str] = set()  # their whole block table is in this step's commands
+        # Requests whose whole block table is in this step's commands.
+        self._planned_now: set[str] = set()
 
     def on_new_request(self, request: TransferRequest) -> None:
         if request.transfer is not None:
@@ -139,9 +140,8 @@ class SchedulerHalf(SchedulerConnector):
     def _plan_send(self, request: TransferRequest, entry: _Entry, block_ids: BlockIds) -> None:
         request_id = request.request_id
         entry.begun = True
-        # Blocks found in the prefix cache may be under computation in this very step, by the request that
-        # they were cached for: nothing counts as computed before the step is over.
-        # That holds for what another connector has loaded, too.
+        # Another request may compute blocks that the prefix cache found for this one in this very step, and
+        # another connector may be loading some: no token counts as computed before the step is over.
         entry.computed = request.num_computed_tokens
         self._planned_now.add(request_id)
         self._commands.append(
@@ -204,7 +204,7 @@ class SchedulerHalf(SchedulerConnector):
         self._rate.took(num_prompt_tokens, seconds)
 
     def _tell_rate(self, plan: StepCommands) -> None:
-        """If it is news: no step is made for it alone."""
+        """Adds our compute rate if it has changed by a tenth. No step is made for it alone."""
         rate = self._rate.tokens_per_s
         if rate is not None and not 0.9 < self._told_rate / rate < 1.1:
             self._told_rate = rate
@@ -236,7 +236,7 @@ class SchedulerHalf(SchedulerConnector):
 
     def _finish_send(self, request: TransferRequest, entry: _Entry, block_ids: BlockIds) -> bool:
         has_first_token = entry.begun and request.num_tokens > entry.num_tokens
-        # Keys and values of the prompt stay what they are. States do not: those of a later token are not handed over.
+        # The prompt's keys and values stay as they are. Recurrent states do not: a later token's are not handed over.
         is_stale = self._state_blocks > 0 and (
             entry.overran or request.num_computed_tokens != entry.num_tokens
         )
@@ -252,7 +252,7 @@ class SchedulerHalf(SchedulerConnector):
 
 
 class WorkerHalf(WorkerConnector):
-    """No method waits: what has to be done is queued, what was done is collected."""
+    """No method waits. Commands go to the protocol's thread, and `get_finished` collects its outcomes."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class WorkerHalf(WorkerConnector):
         self._loop = ProtocolLoop(
             f"{context.node_id}-transfers", self._settings, time.monotonic, on_failure=context.wake
         )
-        # Open from the start, so that the address is known before the model is; the loop answers once it runs.
+        # Opened here, so that the address is known before the model is; the loop answers once it runs.
         self._channel = SideChannel(context.host, f"{context.node_id}-handoff", self._loop.message)
 
     @property
@@ -285,7 +285,7 @@ class WorkerHalf(WorkerConnector):
 
     @property
     def layerwise(self) -> bool:
-        """In a step that computes enough of what is being written."""
+        """True in a step that computes enough tokens of requests that are being sent."""
         return bool(self._layers_sent) and 0 < self._layerwise_tokens <= self._plan.num_tokens
 
     def save_kv_layer(self, layer: int) -> None:
@@ -294,13 +294,13 @@ class WorkerHalf(WorkerConnector):
             self._loop.command([LayersComputed(dict(self._plan.computed), done, self._fence())])
 
     def _layers_to_send(self, memory: KVCacheMemory) -> range:
-        """After how many layers those that are done leave. None do where several groups share a block's slots: there a layer's bytes
-        are not known by its number."""
+        """Returns the numbers of finished layers after which a write is posted. None if several groups share a block's
+        slots: then a layer's number does not say where its bytes are."""
         num_layers = memory.all_slots
         if self._direction is Direction.PULL or memory.num_groups > 1 or num_layers != memory.num_layers:
             return range(0)
         stride = -(-num_layers // self._settings.layerwise_posts)
-        # The last ones go with the end of the forward pass, which follows at once.
+        # The last layers go when the forward pass ends, which follows at once.
         return range(stride, num_layers, stride)
 
     @property
@@ -348,8 +348,8 @@ class WorkerHalf(WorkerConnector):
         self._plan = metadata
 
     def handle_preemptions(self) -> None:
-        """Does not wait: a write that was under way when its blocks were taken counts as not written, and is
-        written again when the request has been computed again."""
+        """Does not wait. A write that was in flight when the blocks were taken counts as not written, and its grains
+        are written again when the request has been computed again."""
         if self._plan.preempted:
             self._loop.command([PreemptedRequests(self._plan.preempted, time.monotonic())])
 
@@ -358,13 +358,13 @@ class WorkerHalf(WorkerConnector):
             self._loop.command(self._plan.before_forward)
 
     def wait_for_save(self) -> None:
-        """Does not wait either: the blocks stay as they are until `finished_sending`, or are preempted."""
+        """Does not wait either: the blocks keep their content until `finished_sending`, or are preempted."""
         if self._plan.computed:
             self._loop.command([ComputedTokens(self._plan.computed, time.monotonic(), self._fence())])
         self._plan = StepCommands()
 
     def _fence(self) -> Fence | None:
-        """On a device the forward pass has only been queued when it returns."""
+        """Returns what says that the device has done the forward pass, which has only been queued by then."""
         if self._memory is None or not self._memory.tensor.is_cuda:
             return None
         import torch
@@ -425,5 +425,5 @@ class WorkerHalf(WorkerConnector):
         try:
             self._transport.close()
         finally:
-            # Last: to a peer an address where nothing listens is a node that writes nothing any more.
+            # Last, because peers take an address where nothing listens for a node that no longer writes.
             self._channel.close()

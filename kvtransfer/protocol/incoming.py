@@ -1,14 +1,15 @@
-"""A consumer's transfers and their ends.
+"""A consumer's transfers, from BeginReceive to their ends.
 
-Each BeginReceive is answered exactly once, with `finished` or with `failed`. A failure of a push is made safe first:
-the producer is asked to close the transfer, and answers when nothing is in flight. That may take long, over a slow
-link or from a producer that is gone, and the request does not wait for it: after `ProtocolSettings.silent_s`, or at once when
-the producer is suspected to be gone, the failure is reported with the blocks that a write may still land in, and these
-stay in quarantine (see `Quarantine`). The end of a lease is a reason to give a transfer up. It frees nothing, because
-a write that is merely slow may land after it. With pull nothing but our own reads writes to our blocks.
+Each BeginReceive is answered exactly once, with `finished` or with `failed`. A failed push is made safe first: the
+consumer asks the producer to close the transfer, and the producer answers when nothing is in flight. That may take
+long, over a slow link or if the producer is gone, and the request does not wait for it. After
+`ProtocolSettings.silent_s`, or at once if the producer seems to be gone, the failure is reported with the blocks to
+which a write may still come, and these stay in quarantine (see `Quarantine`). The end of a lease is a reason to give
+a transfer up. It frees nothing, because a slow write may arrive after it. With pull nothing but our own reads writes
+to our blocks.
 
-A pull is right only if the producer held the blocks until the last byte was read. Only it knows, so the
-acceptance is a question, and TransferClosed with `handed_over` the answer that ends the transfer well.
+A pull is right only if the producer held the blocks until the last byte was read. Only the producer knows that. So the
+acceptance is a question, and TransferClosed with `handed_over` is the answer that ends the transfer well.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class _DeclinedTransfer:
 
 
 class DeclinedTransfers:
-    """Tells each producer until it answers, for a bounded time: if it never hears, its own lease ends the wait."""
+    """Transfers that the consumer does not want. It tells each producer so until it answers, for a bounded time: if the
+    producer never hears it, its own lease ends the wait."""
 
     def __init__(
         self,
@@ -96,9 +98,11 @@ class Verifier:
         self._transport = side.transport
 
     def problem(self, receiving: IncomingTransfer, start: int, end: int, packed: bytes) -> str | None:
-        """Why the grains from `start` to `end` are not what was sent; None when they are, and then they count as arrived.
-        `packed` has a checksum for each of them that carries one. What was compared before is not compared again. Raises TransferError
-        when they cannot be compared."""
+        """Returns why the grains from `start` to `end` are not what was sent. None: they are, and count as arrived.
+
+        `packed` has the checksums of those grains in this range that carry one. Grains that were compared before are
+        not compared again. Raises TransferError if they cannot be compared.
+        """
         mapping = receiving.mapping
         if mapping is None:
             return "it was never registered"
@@ -115,9 +119,8 @@ class Verifier:
                 if receiving.sample.every == 1:
                     self._arrived(receiving, min(place, end))
                 else:
-                    receiving.num_arrived = (
-                        0  # those before it that were not looked at are not believed either
-                    )
+                    # The grains before it that carry no checksum are not trusted either.
+                    receiving.num_arrived = 0
                 self._recorder.wrong_kv(receiving.peer.node_id)
                 return f"block {block} arrived from {receiving.peer.node_id} with other bytes than were sent"
         self._recorder.checked(len(places))
@@ -151,7 +154,7 @@ class IncomingTransfers:
         self._released = released
         self._by_transfer: dict[str, IncomingTransfer] = {}
         self._by_request: dict[str, IncomingTransfer] = {}
-        # True: accepted, so that a notice that comes again is answered again.
+        # True: accepted. A repeated notice then gets the acceptance again.
         self._over: BoundedMemory[bool] = BoundedMemory(
             side.settings.max_remembered, side.settings.remember_s, side.clock
         )
@@ -176,13 +179,13 @@ class IncomingTransfers:
         return [receiving for receiving in self._by_transfer.values() if receiving.peer == key]
 
     def was_accepted(self, transfer_id: str) -> bool | None:
-        """For a transfer that is over; None when nothing is known of it."""
+        """Whether a transfer that is over was accepted; None if this node does not know it."""
         return self._over.get(transfer_id)
 
     # ── the beginning ──
 
     def open(self, command: BeginReceive) -> IncomingTransfer | None:
-        """None when its transfer id is in use, which has been reported."""
+        """Returns the new transfer; None if its transfer id is in use, which it reports as a failure."""
         if command.transfer_id in self._by_transfer:
             self._failed(
                 command.request_id, LoadFailure("another request uses its transfer id", command.local_tokens)
@@ -202,7 +205,7 @@ class IncomingTransfers:
     # ── the end ──
 
     def accept(self, receiving: IncomingTransfer) -> None:
-        """Tell the producer that everything is here; again, until it is known to have heard."""
+        """Tells the producer that everything is here. Sent again until the producer is known to have heard it."""
         receiving.asked_at = self._side.clock()
         self._tell(receiving, HandoffAccepted)
 
@@ -213,16 +216,16 @@ class IncomingTransfers:
         self._finished(receiving.command.request_id, Handoff(notice.first_token, notice.num_tokens))
 
     def abort(self, receiving: IncomingTransfer) -> None:
-        """Its request has ended, so that its blocks can wait until they are safe."""
+        """The request has ended, so its blocks can wait until they are safe."""
         receiving.aborted = True
         self.give_up(receiving, Outcome.ABORTED, "the request was aborted")
 
     def give_up(self, receiving: IncomingTransfer, outcome: Outcome, reason: str) -> None:
-        """This transfer shall fail."""
+        """Begin to end this transfer as failed."""
         if receiving.stage is ReceivePhase.CLOSING:
             return
         if self._reads or not receiving.is_registered:
-            # Nothing can write to our blocks but our own reads: the producer only has to be told.
+            # Nothing but our own reads can write to our blocks, so the producer only has to be told.
             self._declined.add(receiving.transfer_id, receiving.command.peer)
             self.end(receiving, outcome, reason)
             return
@@ -230,8 +233,8 @@ class IncomingTransfers:
         self._ask_to_close(receiving)
 
     def end(self, receiving: IncomingTransfer, outcome: Outcome, reason: str) -> None:
-        """No peer writes to the blocks: they are free as soon as our own reads are over as well. What made us give up
-        counts, not what confirmed it."""
+        """No peer writes to the blocks: they are free as soon as our own reads are over, too. Reports the reason for
+        which the transfer was given up, not the one that made it safe."""
         if receiving.stage is not ReceivePhase.CLOSING:
             self._begin_closing(receiving, outcome, reason)
         receiving.is_safe = True
@@ -250,8 +253,9 @@ class IncomingTransfers:
         self._forget(receiving, accepted=False)
 
     def stop_waiting(self, receiving: IncomingTransfer) -> None:
-        """For the producer's word that it is closed. What the transport can refuse lands nowhere from now on. Else the
-        failure is reported with the blocks that something may still write to, and the request goes on without them."""
+        """Stop waiting for the producer to say that the transfer is closed. If the transport can refuse late writes,
+        the transfer ends now. Else the failure is reported with the blocks to which something may still write, and the
+        request goes on without them."""
         if not self._reads and self._side.transport.expect_no_more(receiving.transfer_id):
             self._declined.add(receiving.transfer_id, receiving.command.peer)
             self.end(receiving, receiving.outcome, receiving.reason)
@@ -265,7 +269,7 @@ class IncomingTransfers:
         del self._by_request[receiving.command.request_id]
 
     def tick(self, receiving: IncomingTransfer) -> None:
-        """Look at its deadlines, but for those of its registration."""
+        """Acts on the transfer's deadlines, except those of its registration."""
         now, settings = self._side.clock(), self._side.settings
         ask_again = now >= receiving.asked_at + settings.retry_s
         if receiving.stage is ReceivePhase.CLOSING:
@@ -316,20 +320,21 @@ class IncomingTransfers:
 
 
 class Quarantine:
-    """When nothing can write any more to the blocks of a push that was given up, although its producer does not say so.
+    """Finds out when nothing can write any more to the blocks of a push that was given up, if its producer does not
+    say so.
 
-    There are two proofs beside the producer's own word:
+    There are two proofs besides the producer's own word:
 
-    - *Its process has ended*, and so have those of its other ranks, where each of them writes by itself. A node on the same machine,
-      in the same PID namespace, can see that. What the processes had sent before may still lie in a socket or a shared queue of ours,
-      so we run for `ProtocolSettings.margin_s` before it counts.
-    - *We have closed the way that its writes take.* The transport makes our memory reachable in another way, every other
-      producer is told of it, and when the last transfer that uses the earlier way has ended, that is closed. Nothing is
-      lost by it, so it is done for any producer that is silent for a lease and that the transport shuts out by it: of another
-      machine, or of another container of this one.
+    - *Its process has ended*, and so have its other ranks' processes if each rank writes. A node on the same machine
+      and in the same PID namespace can see that. What the processes had sent before may still lie in a socket or a
+      shared queue of ours, so the proof counts after we have run for `ProtocolSettings.margin_s`.
+    - *We have closed the way that its writes take.* The transport makes our memory reachable in another way, we tell
+      every other producer of it, and when the last transfer over the earlier way has ended, the transport closes that.
+      Nothing is lost by it. So we do it for any producer that was silent for a lease and that the transport can shut
+      out in this way: on another machine, or in another container of this one.
 
-    A producer that writes to our memory by itself (of this machine and PID namespace), and is stopped and not dead, leaves its
-    blocks in quarantine until it goes on.
+    A producer that writes to our memory by itself (on this machine, in this PID namespace), and is stopped but not
+    dead, leaves its blocks in quarantine until it goes on.
 
     `has_ended` says whether a process has certainly ended.
     """
@@ -346,13 +351,13 @@ class Quarantine:
         self._links = links
         self._incoming = incoming
         self._has_ended = has_ended
-        self._ended: dict[ProcessIdentity, float] = {}  # and for how long we have run since
+        self._ended: dict[ProcessIdentity, float] = {}  # how long we have run since we saw each end
         self._look_at = 0.0
-        self._reopen_at = 0.0  # not before, if it has failed
-        self._closing_before: int | None = None  # ways of an earlier generation than this are to be closed
+        self._reopen_at = 0.0  # no new attempt to reopen before this
+        self._closing_before: int | None = None  # ways of earlier generations than this are to be closed
 
     def tick(self, ran_s: float) -> None:
-        """We have certainly run for `ran_s` since the last time."""
+        """`ran_s`: how long this process has certainly run since the last call."""
         closing = [
             receiving
             for receiving in self._incoming
@@ -412,7 +417,7 @@ class Quarantine:
     def _close_earlier(self, generation: int) -> None:
         earlier = [receiving for receiving in self._incoming if receiving.is_registered_before(generation)]
         if not all(receiving.is_left for receiving in earlier):
-            return  # some of them may still end well
+            return  # some transfers over that way may still end well
         if not self._side.transport.close_earlier():
             return
         self._closing_before = None

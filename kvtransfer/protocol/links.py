@@ -1,6 +1,6 @@
-"""What each side of a transfer knows of the nodes on the other: one link for each incarnation. The producer's, with consumers that
-said Hello and fitted; the consumer's, with producers: handshake, stamps, silence. And how a consumer tells producers of its blocks:
-registrations and leases."""
+"""What each side of a transfer knows of the nodes on the other side: one link for each incarnation. The producer has
+links with consumers that said Hello and whose cache fits. The consumer has links with producers: handshake, stamps,
+silence. It also registers its blocks and renews its leases here."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class ConsumerLink:
     key: PeerKey
     endpoint: str
     hello: Hello
-    mapping: Mapping  # from our blocks to its
-    remote: RemoteId | None  # None with pull: the consumer comes to us
+    mapping: Mapping  # between our blocks and the consumer's
+    remote: RemoteId | None  # None with pull: the consumer reads, and we move nothing
     last_heard: float
     meter: LinkMeter
     pace_told_at: float = -math.inf
-    has_failed: bool = False  # what is in flight through it is stopped by disconnecting
+    has_failed: bool = False  # a move failed: disconnecting stops what is in flight
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -58,8 +58,8 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 class ConsumerLinks:
-    """A consumer whose memory became reachable in another way says so in another Hello. What is registered from then on
-    goes through the new link; what was registered before goes on through the earlier one."""
+    """The producer's links with consumers. A consumer whose memory became reachable in another way says Hello again.
+    Later registrations use the new link; earlier ones go on through the old link."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ConsumerLinks:
         self._clock = clock
         self._forget = forget
         self._links: dict[PeerKey, ConsumerLink] = {}
-        # Links for which nothing new is begun, while transfers that have begun may still need them.
+        # Links that no new transfer uses, while transfers that have begun may still need them.
         self._leaving: list[ConsumerLink] = []
         self._ended: BoundedMemory[bool] = BoundedMemory(settings.max_remembered, settings.remember_s, clock)
 
@@ -93,7 +93,7 @@ class ConsumerLinks:
         return link
 
     def welcome(self, hello: Hello) -> Rejection | None:
-        """Make or confirm the link; what is returned instead says why there is none."""
+        """Makes or confirms the link and returns None, or returns why there is no link."""
         key = key_of(hello.envelope)
         if self.has_ended(key):
             return Rejection(RefusalCode.HANDSHAKE_FAILED, "this incarnation is known to have ended")
@@ -124,7 +124,7 @@ class ConsumerLinks:
         return None
 
     def mark_ended(self, key: PeerKey) -> None:
-        """It is certain that this incarnation does not run any more."""
+        """This incarnation has certainly ended."""
         self._ended.add(_name(key), True)
         link = self._links.get(key)
         if link is not None:
@@ -151,9 +151,9 @@ class ConsumerLinks:
             self._leaving.append(link)
 
     def drop_unused(self, greeted: PeerKey, in_use: Callable[[ConsumerLink], bool]) -> None:
-        """Links with consumers that were not heard of for long, or with another incarnation of the one that has greeted
-        us. A node that goes for good says nothing of it, and a Hello does not prove that the other incarnation has
-        ended: what still goes there goes on until its lease ends."""
+        """Drops unused links with consumers that have been silent for long, and with other incarnations of the node
+        that said Hello. A node that leaves for good does not say so. A Hello does not prove that another incarnation
+        has ended, so transfers to that one go on until its lease ends."""
         limit = self._clock() - self._settings.keep_link_s
         for link in self:
             other = link.key.node_id == greeted.node_id and link.key != greeted
@@ -167,7 +167,7 @@ class ConsumerLinks:
         return link in self._leaving
 
     def close_idle(self, in_use: Callable[[ConsumerLink], bool]) -> None:
-        """Disconnect links that are over and that no transfer needs any more. One that may still write is never closed."""
+        """Disconnects leaving links that no transfer needs any more, but none that may still write."""
         for link in list(self._leaving):
             if in_use(link):
                 continue
@@ -196,7 +196,7 @@ def _name(key: PeerKey) -> str:
 
 
 class LeaseStamps:
-    """A stamp is our own clock, so that nothing has to be remembered of those that were issued."""
+    """A stamp is a reading of our own clock, so the producer need not remember which stamps it issued."""
 
     def __init__(self, lease_s: float, clock: Clock) -> None:
         self._lease_s = lease_s
@@ -206,7 +206,7 @@ class LeaseStamps:
         return int(self._clock() * 1e6)
 
     def until(self, stamp: int) -> float | None:
-        """Until when a lease that this stamp grants holds; None if that is over, or it was never issued."""
+        """Returns until when a lease from this stamp holds; None if it has ended, or if we never issued the stamp."""
         issued = stamp / 1e6
         until = issued + self._lease_s
         return until if issued <= self._clock() < until else None
@@ -216,19 +216,19 @@ class LeaseStamps:
 class ProducerLink:
     peer: PeerAddress
     greeting_since: float | None  # None: the handshake is done
-    asked_at: float = 0.0  # the last Hello or RenewLease
-    # Since when an answer has been owed; None when everything that was asked has been answered.
+    asked_at: float = 0.0  # when we sent the last Hello or RenewLease
+    # Since when the producer has owed an answer; None if it has answered every question.
     owed_since: float | None = None
     memory: CacheMemory | None = None
     block_size: int = 0
-    mapping: Mapping | None = None  # from our blocks to its
+    mapping: Mapping | None = None  # between our blocks and the producer's
     process: ProcessIdentity | None = None
     heard_at: float | None = None
     lease_s: float = 0.0
     stamp: int = 0
     stamp_at: float = 0.0
-    pace: LinkPace | None = None  # where it is slow, or was a moment ago
-    tokens_per_s: float | None = None  # at which the producer computes prompts
+    pace: LinkPace | None = None  # set while the link is slow, and for a while after
+    tokens_per_s: float | None = None  # the producer's rate for prompt tokens
 
     @property
     def key(self) -> PeerKey:
@@ -240,7 +240,7 @@ class ProducerLink:
 
     @property
     def processes(self) -> frozenset[ProcessIdentity]:
-        """All that write: where its ranks keep their heads apart, each by itself."""
+        """All processes that write to our memory. If the producer's ranks keep their heads apart, each rank writes."""
         shards = self.memory.shards if self.memory is not None else []
         first = {self.process} if self.process is not None else set()
         return frozenset(first | {shard.process for shard in shards})
@@ -255,18 +255,19 @@ class ProducerLink:
             self.stamp_at = now
 
     def has_fresh_stamp(self, now: float) -> bool:
-        """Fresh enough that a lease from it leaves time to renew."""
+        """Whether a lease from the newest stamp would leave time to renew it."""
         return self.is_ready and now < self.stamp_at + self.lease_s / 2
 
     @property
     def leases_until(self) -> float:
-        """The latest end, by our clock, of a lease that the newest stamp grants."""
+        """When a lease from the newest stamp ends at the latest, by our clock."""
         return self.stamp_at + self.lease_s
 
 
 class ProducerLinks:
-    """Producers are told of our memory in the Hello. When it becomes reachable in another way, which is another
-    `generation`, they are greeted again, and what is registered from then on goes that way."""
+    """The consumer's links with producers. The Hello tells a producer how to reach our memory. When it becomes
+    reachable in another way, which is another `generation`, we say Hello again, and later registrations use that
+    way."""
 
     def __init__(self, side: NodeSide) -> None:
         self._me = side.me
@@ -280,7 +281,7 @@ class ProducerLinks:
         self._recorder = side.recorder
         self.generation = 0
         self._links: dict[PeerKey, ProducerLink] = {}
-        # For a while nothing is begun with those that seem to be gone.
+        # Producers that seemed to be gone: nothing is begun with them for a while.
         self._suspected: BoundedMemory[str] = BoundedMemory(
             side.settings.max_remembered, side.settings.handshake_timeout_s, side.clock
         )
@@ -303,14 +304,14 @@ class ProducerLinks:
         return link
 
     def is_silent(self, key: PeerKey) -> bool:
-        """Nothing has been heard from it for a whole lease, or there is no link with it any more."""
+        """True if the producer has said nothing for a whole lease, or if there is no link with it."""
         link = self._links.get(key)
         return (
             link is None or link.heard_at is None or self._clock() >= link.heard_at + self._settings.lease_s
         )
 
     def reopened(self, memory: CacheMemory) -> None:
-        """Our memory is reachable in another way, and every producer is told of it."""
+        """Our memory is reachable in another way: tell every producer."""
         self._memory = memory
         self.generation += 1
         for link in self._links.values():
@@ -333,7 +334,7 @@ class ProducerLinks:
         self.drop(key)
 
     def suspicion_of(self, key: PeerKey) -> str | None:
-        """Why this incarnation seemed to be gone a moment ago; None when it did not."""
+        """Returns why this incarnation seemed to be gone a moment ago; None if it did not."""
         return self._suspected.get(f"{key.epoch}/{key.node_id}")
 
     def found_wrong(self, key: PeerKey) -> None:
@@ -343,15 +344,15 @@ class ProducerLinks:
             self._recorder.left_out(key.node_id, self._clock() + self._settings.keep_link_s)
 
     def is_doubtful(self, key: PeerKey) -> bool:
-        """Other bytes have arrived from this node not long ago."""
+        """Whether wrong bytes have arrived from this node not long ago."""
         return self._wrong.get(key.node_id) is not None
 
     def is_left_out(self, key: PeerKey) -> bool:
-        """So many of its transfers arrived wrong that nothing is begun with it, until none has for a while."""
+        """Whether `max_wrong` of its transfers arrived wrong: nothing is begun with it, until none has for a while."""
         return (self._wrong.get(key.node_id) or 0) >= self._settings.max_wrong
 
     def silent(self) -> list[ProducerLink]:
-        """Those with producers that owe an answer for long."""
+        """Returns the links with producers that have owed an answer for `probe_s`."""
         limit = self._clock() - self._settings.probe_s
         return [
             link for link in self._links.values() if link.owed_since is not None and link.owed_since < limit
@@ -376,8 +377,11 @@ class ProducerLinks:
 
 
 class Registrar:
-    """`receivings` lists the transfers with one producer. `unreachable` is called when it does not even answer a
-    handshake, or gives no fresh stamp."""
+    """Registers a consumer's blocks with producers, and renews their leases.
+
+    `receivings` lists the transfers with one producer. `unreachable` is called if a producer does not answer the
+    handshake, or gives no fresh stamp.
+    """
 
     def __init__(
         self,
@@ -401,7 +405,7 @@ class Registrar:
             self.advance(receiving)
 
     def advance(self, receiving: IncomingTransfer) -> None:
-        """Register it, if the handshake is done and a fresh stamp is there; else ask for what is missing."""
+        """Registers the transfer if the handshake is done and there is a fresh stamp; else asks for what is missing."""
         link = self._links.get(receiving.peer)
         if receiving.stage is not ReceivePhase.CONNECTING or link is None or not link.is_ready:
             return
@@ -415,7 +419,7 @@ class Registrar:
             self._renew(link)
 
     def remind(self, receiving: IncomingTransfer) -> None:
-        """Register it again, if the answer is overdue."""
+        """Registers the transfer again if the answer is overdue."""
         link = self._links.get(receiving.peer)
         now = self._clock()
         overdue = now >= receiving.asked_at + self._settings.retry_s
@@ -430,7 +434,7 @@ class Registrar:
         now = self._clock()
         stages = {receiving.stage for receiving in self._receivings(link.key)}
         if not stages:
-            link.owed_since = None  # what it may still owe is not waited for
+            link.owed_since = None  # no transfer waits for its answers
             if not link.is_ready:
                 self._links.drop(link.key)
             return

@@ -1,13 +1,13 @@
 """A producer's transfers, from the moment when both halves of one are there to its end.
 
-Who frees what: a transfer that the engine `kept` is named in `finished_sending` exactly once, when its phase
-becomes CLOSED, and it becomes CLOSED only with nothing in flight. The ways there are an acceptance, the
-consumer's cancellation, our own request's end without a first token, the end of the lease, the peer's death, a
-failed write, and a registration that does not fit; each is counted under its `Outcome`.
+Who frees what: a transfer that the engine `kept` is named in `finished_sending` exactly once, when its phase becomes
+CLOSED, and it becomes CLOSED only with nothing in flight. An acceptance, the consumer's cancellation, our own request's
+end without a first token, the end of the lease, the peer's death, a failed write, and a registration that does not fit
+lead there; each is counted under its `Outcome`.
 
-The notice is a message of the side channel, sent when every write's handle is done, which with these transports
-means that the bytes are at the consumer. It is not a notification of the transport's: those arrive by being
-polled for, and one that is attached to a write may overtake another write of the same transfer.
+The notice is a message of the side channel. It is sent when every write's handle is done, which with these transports
+means that the bytes are at the consumer. It is not a notification of the transport's: a node would have to poll for
+those, and one that is attached to a write may overtake another write of the same transfer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ledger:
         self._recorder = recorder
         self._by_transfer: dict[str, OutgoingTransfer] = {}
         self._by_request: dict[str, OutgoingTransfer] = {}
-        self.in_line: dict[str, str] = {}  # transfers whose request has no blocks yet: its id
+        self.in_line: dict[str, str] = {}  # by transfer id: requests that have no blocks yet
         self._endings: BoundedMemory[TransferEnd] = BoundedMemory(
             settings.max_remembered, settings.remember_s, clock
         )
@@ -86,7 +86,7 @@ class Ledger:
             self._by_request.pop(sending.request_id, None)
 
     def has_room(self, places: int) -> bool:
-        """Whether one more registration, of a table with so many places, may wait here for its request."""
+        """Whether one more registration, whose table has this many places, may wait here for its request."""
         early = [sending for sending in self._by_transfer.values() if sending.source is None]
         waiting = sum(
             len(ids)
@@ -124,7 +124,7 @@ class OutgoingTransfers:
         self._unwanted = unwanted
 
     def pair(self, sending: OutgoingTransfer) -> None:
-        """Both halves may be there now: do they belong together?"""
+        """If both halves are there, checks that they belong together."""
         source, destination = sending.source, sending.destination
         if source is None or destination is None:
             return
@@ -145,7 +145,7 @@ class OutgoingTransfers:
             self.conclude(sending)
 
     def conclude(self, sending: OutgoingTransfer) -> None:
-        """Take the steps that have become possible."""
+        """Takes the steps that have become possible: notice, end, `finished_sending`."""
         if (
             sending.phase is SendPhase.OPEN
             and sending.source is not None
@@ -168,7 +168,7 @@ class OutgoingTransfers:
             self._notify(sending)
         elif sending.phase is SendPhase.CLOSING and not sending.in_flight:
             destination = sending.destination
-            # What a failed operation may still do is over when its link has been disconnected.
+            # A failed operation can do nothing more once its link has been disconnected.
             failed = destination is not None and destination.link.has_failed
             if destination is None or not (failed and self._links.is_leaving(destination.link)):
                 self._end(sending)
@@ -180,7 +180,7 @@ class OutgoingTransfers:
         self.close(sending, Outcome.SENT, "handed over")
 
     def close(self, sending: OutgoingTransfer, outcome: Outcome, reason: str) -> None:
-        """It is over as soon as nothing is in flight. What is said first counts."""
+        """Ends the transfer as soon as nothing is in flight. The first outcome and reason that are given count."""
         if not sending.is_over:
             sending.phase = SendPhase.CLOSING
             sending.outcome = outcome
@@ -201,7 +201,8 @@ class OutgoingTransfers:
             self.close(sending, outcome, reason)
 
     def refuse_all_through(self, link: ConsumerLink, reason: str) -> None:
-        """Their consumers give them up, and keep the blocks until they know that they are safe."""
+        """Refuses these transfers, so that their consumers give them up. The consumers keep the blocks until these are
+        safe."""
         for sending in self._ledger.through(link):
             if sending.phase is not SendPhase.CLOSED:
                 envelope = Envelope(*link.key, self._side.me.epoch, link.endpoint)
@@ -243,8 +244,8 @@ class OutgoingTransfers:
         )
 
     def tell_progress(self, sending: OutgoingTransfer, *, at_once: bool = False) -> None:
-        """Tell the consumer of what has arrived for good, if that is news and the last was not just now. A transfer that is
-        soon over needs none of it."""
+        """Tells the consumer which grains have arrived for good, if there are new ones and the last message is not too
+        recent. A transfer that is soon over sends no such message."""
         destination, first = sending.destination, sending.first_posted_at
         if destination is None or first is None or not self._writes:
             return
@@ -293,7 +294,7 @@ class OutgoingTransfers:
             )
 
     def _forget(self, sending: OutgoingTransfer) -> None:
-        """CLOSED, and no command will name the request any more."""
+        """The transfer is CLOSED, and no command will name its request any more."""
         self._ledger.forget(sending)
         if sending.kept and sending.request_id is not None:
             sending.kept = False

@@ -1,8 +1,8 @@
-"""Which process of which machine a node is, and whether one has ended.
+"""Says which process on which machine a node is, and whether a process has ended.
 
-The end of a process on this machine is proof that it writes nothing any more: the kernel has taken its memory and its
-sockets. It can be seen from the same PID namespace alone: a container has its own. A refused connection or a lost answer
-is no such proof.
+The end of a process on this machine proves that it writes nothing any more: the kernel has taken its memory and its
+sockets. Only a process in the same PID namespace can see it, and a container has its own namespace. A refused
+connection or a lost answer proves nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from tandem.wire.handoff import ProcessIdentity
 
 _PROC = Path("/proc")
-_STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat, counted from after the command's name
+_STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat, counted from the one after the command's name
 
 
 def this_process() -> ProcessIdentity:
@@ -24,8 +24,8 @@ def this_process() -> ProcessIdentity:
 
 
 def has_ended(process: ProcessIdentity) -> bool:
-    """True only when it is certain: the process is one of this machine and of this PID namespace, and /proc shows that one.
-    A number means another process in another namespace."""
+    """True only if it is certain: the process ran on this machine and in this PID namespace, and /proc shows this
+    namespace. In another namespace the same number means another process."""
     try:
         if (process.machine, process.pid_namespace) != (
             _machine(),
@@ -34,8 +34,8 @@ def has_ended(process: ProcessIdentity) -> bool:
             return False
         fields = _stat(str(process.pid))
         if int(fields[_STARTED]) != process.started:
-            return True  # the number has been given to another process
-        # A process of several threads that is being killed is a zombie while the others still run.
+            return True  # another process has the number now
+        # While a process of several threads is killed, it is a zombie although other threads still run.
         return fields[_STATE] in ("Z", "X") and len(os.listdir(_PROC / str(process.pid) / "task")) <= 1
     except FileNotFoundError:
         return _is_unused(process.pid)
@@ -44,7 +44,7 @@ def has_ended(process: ProcessIdentity) -> bool:
 
 
 def _is_unused(pid: int) -> bool:
-    """/proc may hide the processes of other users; the kernel does not hide that there is one."""
+    """True if no process has this number. /proc may hide other users' processes; the kernel says that they exist."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -55,7 +55,8 @@ def _is_unused(pid: int) -> bool:
 
 
 def _shows_our_namespace() -> bool:
-    """A /proc that was mounted for an outer namespace shows the numbers that processes have there: ours would be two."""
+    """Whether /proc shows this PID namespace. One that was mounted for an outer namespace shows the outer numbers, and
+    two of them for this process."""
     for line in (_PROC / "self/status").read_text().splitlines():
         if line.startswith("NSpid:"):
             return len(line.split()) == 2
@@ -63,7 +64,7 @@ def _shows_our_namespace() -> bool:
 
 
 def _stat(pid: str) -> list[str]:
-    # The name stands in parentheses and may hold anything, parentheses and spaces too.
+    # The name stands in parentheses and may itself have parentheses and spaces.
     return (_PROC / pid / "stat").read_text().rpartition(")")[2].split()
 
 

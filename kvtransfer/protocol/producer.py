@@ -1,4 +1,4 @@
-"""The producer: what its own engine and its consumers say, and what follows for its transfers."""
+"""The producer of one node: takes its engine's commands and consumers' messages, and acts on its transfers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Producer:
     def __init__(
         self, side: NodeSide, *, finished_sending: Callable[[str], None], unwanted: Callable[[str], None]
     ) -> None:
-        """`unwanted` is called with a request that has not ended, and whose transfer is not wanted any more."""
+        """`unwanted` is called with a request that has not ended, when its transfer is no longer wanted."""
         geometry, settings, clock, recorder = side.geometry, side.settings, side.clock, side.recorder
         self._side = side
         self._answers = Answers(side.me, side.send, recorder)
@@ -69,11 +69,11 @@ class Producer:
             advanced=self._pushing.watch,
         )
         self._stamps = LeaseStamps(settings.lease_s, clock)
-        self._tokens_per_s: float | None = None  # at which our engine computes prompts
+        self._tokens_per_s: float | None = None  # our engine's rate for prompt tokens
 
     @property
     def is_idle(self) -> bool:
-        """Nothing has a deadline."""
+        """True if nothing here has a deadline."""
         return not self._links.has_leaving and all(
             sending.phase is SendPhase.CLOSED for sending in self._ledger
         )
@@ -82,7 +82,7 @@ class Producer:
 
     def announce(self, command: commands.AnnounceSend) -> None:
         if self._ledger.ending_of(command.transfer_id) is not None:
-            self._unwanted(command.request_id)  # cancelled before its request came
+            self._unwanted(command.request_id)  # the transfer was cancelled before its request came
         else:
             self._ledger.in_line[command.transfer_id] = command.request_id
 
@@ -196,11 +196,12 @@ class Producer:
         elif ending is not None:
             self._answers.closed(envelope, transfer_id, ending)
         elif sending is not None and sending.is_over:
-            return  # it answers when nothing is in flight any more
+            return  # the end of the transfer answers it, when nothing is in flight
         elif (problem := self._problem(message, link)) is not None:
             self._answers.refuse(envelope, transfer_id, RefusalCode.INVALID, problem)
         elif (lease_until := self._stamps.until(message.stamp)) is None:
-            # Too old to grant a lease: it lay in a queue. The consumer asks again with the fresh stamp.
+            # The stamp is too old to grant a lease: the message lay in a queue. The consumer registers again with the
+            # fresh stamp.
             unknown = [transfer_id] if sending is None or sending.destination is None else []
             self._answers.say(
                 envelope, LeaseRenewed(self._answers.back_to(envelope), self._stamps.issue(), unknown)
@@ -330,7 +331,7 @@ class Producer:
     # ── peers ──
 
     def silent_links(self) -> list[ConsumerLink]:
-        """Those with consumers that have open transfers and should have renewed by now."""
+        """Returns the links with consumers that have open transfers and have been silent for `silent_s`."""
         limit = self._side.clock() - self._side.settings.silent_s
         waiting = {
             sending.destination.consumer
@@ -340,14 +341,14 @@ class Producer:
         return [link for link in self._links if link.key in waiting and link.last_heard < limit]
 
     def peer_ended(self, key: PeerKey, reason: str) -> None:
-        """It is certain that this incarnation does not run any more."""
+        """This incarnation has certainly ended."""
         self._links.mark_ended(key)
         self._outgoing.close_all_to(key, Outcome.PEER_LOST, reason)
 
     # ── the loop's turn ──
 
     def pump(self) -> Activity:
-        """Move blocks."""
+        """Posts what is due, and returns how soon to call again."""
         self._progress.look_at_device()
         waiting = Activity.IN_FLIGHT if self._progress.waits_for_device else Activity.NONE
         return max(waiting, self._pushing.pump())
@@ -358,7 +359,7 @@ class Producer:
             self._pushing.tell_pace()
 
     def shutdown(self) -> bool:
-        """End everything that can end. False while something is in flight."""
+        """Ends everything that can end. False while something is in flight."""
         for sending in self._ledger:
             sending.request_ended = True
             self._pushing.poll(sending)

@@ -1,4 +1,4 @@
-"""Pull: the consumer reads the blocks that a notice names. One transfer's reads, and all transfers that are read."""
+"""Pull: the consumer reads the blocks that a notice names, for all transfers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Reader:
         self._settings = settings
         self._clock = clock
         self._remotes: dict[PeerKey, RemoteId] = {}
-        self.meters: dict[PeerKey, LinkMeter] = {}  # of these, and of those that are over
-        # Connections that are over, while reads through them may still be in flight.
+        # The meters of current connections and of leaving ones.
+        self.meters: dict[PeerKey, LinkMeter] = {}
+        # Connections that no new read uses, while earlier reads may still be in flight.
         self._leaving: dict[PeerKey, RemoteId] = {}
 
     @property
@@ -50,7 +51,7 @@ class Reader:
                 self._transport.disconnect(remote)
 
     def can_post(self, receiving: IncomingTransfer) -> bool:
-        """One more read fits into what may be in flight from this producer."""
+        """Whether one more read fits into what may be in flight from this producer."""
         meter = self.meters.get(receiving.peer)
         if meter is None or not receiving.unread:
             return False
@@ -60,7 +61,7 @@ class Reader:
         return not meter.in_flight or meter.in_flight + post <= most
 
     def _batch(self, receiving: IncomingTransfer) -> int:
-        """Grains of one read."""
+        """The number of grains in one read."""
         mapping, pace = self._mapping_of(receiving), self.meters[receiving.peer].last_measured
         return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain, pace)
 
@@ -70,7 +71,8 @@ class Reader:
         return receiving.mapping
 
     def advance(self, receiving: IncomingTransfer) -> None:
-        """Look after what is in flight, post what is next. A TransferError leaves the other handles in flight."""
+        """Asks about reads in flight and posts the next one. After a TransferError the other handles are still in
+        flight."""
         self._poll(receiving)
         if not receiving.unread:
             return
@@ -102,7 +104,7 @@ logger = logging.getLogger(__name__)
 
 
 class PullLoop:
-    """`broken` is called when a connection with a producer can no longer be trusted."""
+    """Reads for all transfers. `broken` is called if a connection with a producer can no longer be trusted."""
 
     def __init__(
         self,
@@ -125,17 +127,17 @@ class PullLoop:
         return self._reader.has_leaving
 
     def connect(self, key: PeerKey, memory: CacheMemory) -> None:
-        """Or a TransferError."""
+        """Raises TransferError."""
         self._reader.connect(key, memory)
 
     def leave(self, key: PeerKey) -> None:
         self._reader.leave(key)
 
     def begin(self, receiving: IncomingTransfer, notice: HandoffNotice) -> str | None:
-        """Read what the notice names; or why that is not what was asked for."""
+        """Begins to read the blocks that the notice names; or returns why they do not fit what was asked for."""
         link = self._links.get(receiving.peer)
         if link is None or link.memory is None or link.mapping is None:
-            return None  # it is being given up
+            return None  # the transfer is being given up
         mapping, source = link.mapping, notice.source_block_ids
         problem = self._geometry.check_table(
             receiving.command.num_tokens,
@@ -179,7 +181,7 @@ class PullLoop:
         return activity
 
     def measure(self) -> None:
-        """Note of each link that is slow how slow it is, and what is read through it."""
+        """Notes of each slow link its rate and how many bytes have to be read through it."""
         now = self._clock()
         for link in self._links:
             meter = self._reader.meters.get(link.key)

@@ -1,5 +1,5 @@
-"""Push: one transfer's writes, posted and looked after; every transfer that has something to write or has something in flight;
-and how far our forward passes have brought what is to be written."""
+"""Push: posts the writes of all transfers, asks whether they are done, and follows how many tokens and layers the
+forward passes have computed. A write's source blocks are computed before it is posted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Writer:
-    """`slots` is how many layers lie side by side in a block."""
+    """Posts one transfer's writes. `slots`: how many layers lie side by side in a block."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Writer:
         self._checksums = checksums
 
     def can_post(self, sending: OutgoingTransfer) -> bool:
-        """One more post fits into what may be in flight to this consumer."""
+        """Whether one more post fits into what may be in flight to this consumer."""
         destination = sending.destination
         if destination is None or not sending.has_due:
             return False
@@ -60,17 +60,17 @@ class Writer:
     def computing(self, sending: OutgoingTransfer, num_tokens: int, slots: int) -> None:
         """The first `slots` layers of a chunk that ends at `num_tokens` have been computed."""
         if sending.destination is not None:
-            # So many that one layer of them is not more than one post.
+            # The most grains of which one layer fits into one post.
             limit = min(self._settings.layerwise_posts, self._slots)
             sending.begin_layers(num_tokens, slots, limit * self._batch(sending.destination))
 
     def computed(self, sending: OutgoingTransfer) -> None:
-        """All layers have been."""
+        """All layers of the chunk have been computed."""
         if sending.layers is not None:
             sending.layers.computed = self._slots
 
     def _batch(self, destination: DestinationBlocks) -> int:
-        """Grains of one post."""
+        """The number of grains in one post."""
         mapping, pace = destination.mapping, destination.link.meter.last_measured
         return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain, pace)
 
@@ -100,17 +100,17 @@ class Writer:
             try:
                 write.sums = sending.begin_sums(positions, self._checksums)
             except TransferError:
-                write.tainted = True  # whatever arrives of it could not be checked
+                write.tainted = True  # the consumer could not check what arrives of it
                 raise
         self.poll(sending)
 
     def poll(self, sending: OutgoingTransfer) -> None:
-        """A TransferError leaves the other handles in flight."""
+        """Settles the writes that are done. After a TransferError the other handles are still in flight."""
         for write in list(sending.in_flight):
             try:
                 done = self._transport.is_done(write.handle)
                 if done:
-                    # All ranks have copied, and have taken their sums in between: there is little to wait for.
+                    # All ranks have copied, and computed their sums meanwhile: this waits briefly.
                     sums, write.sums = write.sums, None
                     sending.finish_sums(sums)
             except TransferError:
@@ -153,7 +153,7 @@ class PushLoop:
         self._links = links
         self._outgoing = outgoing
         self._writer = writer
-        # Most transfers only wait, and are not looked at.
+        # Transfers with something to write or in flight. Most transfers only wait, and cost nothing here.
         self._moving: dict[str, OutgoingTransfer] = {}
 
     def watch(self, sending: OutgoingTransfer) -> None:
@@ -161,7 +161,7 @@ class PushLoop:
         self._moving[sending.transfer_id] = sending
 
     def pump(self) -> Activity:
-        """Post what is due, one operation per transfer, and look after what is in flight."""
+        """Posts what is due, one operation per transfer, and asks about writes in flight."""
         activity = Activity.NONE
         for sending in list(self._moving.values()):
             self.poll(sending)
@@ -173,7 +173,7 @@ class PushLoop:
             if has_due and self._writer.can_post(sending):
                 activity = Activity.DUE
             elif sending.in_flight or has_due:
-                # Writes of other transfers may fill the link: this one must be looked at again.
+                # Other transfers' writes may fill the link, so this one must be looked at again.
                 activity = max(activity, Activity.IN_FLIGHT)
             else:
                 del self._moving[sending.transfer_id]
@@ -188,7 +188,7 @@ class PushLoop:
                 self._on_failed(sending.destination.link, error)
 
     def tell_pace(self) -> None:
-        """Tell each consumer whose link is slow how slow it is, and what has to go through it."""
+        """Tells each consumer whose link is slow how slow it is, and how many bytes have to go through it."""
         now, settings = self._clock(), self._side.settings
         for link in self._links:
             pace = link.meter.bytes_per_s(now)
@@ -206,14 +206,15 @@ class PushLoop:
                 self._side.send(link.endpoint, TransferPace(envelope, pace, in_flight, waiting))
 
     def close_idle_links(self) -> None:
-        """Whose last write has ended. Transfers that waited for that can end now."""
+        """Closes leaving links whose last write has ended. Transfers that waited for that can end now."""
         if self._links.has_leaving:
             self._links.close_idle(self._in_use)
             for sending in self._ledger:
                 self._outgoing.conclude(sending)
 
     def _in_use(self, link: ConsumerLink) -> bool:
-        """What is in flight is waited for; a link that has not failed also by what still has to be posted."""
+        """Whether a transfer needs the link: for writes in flight, or, if the link has not failed, for writes to
+        come."""
         return any(
             sending.in_flight or not (link.has_failed or sending.is_over)
             for sending in self._ledger.through(link)
@@ -238,8 +239,9 @@ class PushLoop:
             self._on_failed(link, error)
 
     def _on_failed(self, link: ConsumerLink, error: TransferError) -> None:
-        """A connection with an error is not trusted again: everything through it ends, and it is closed before
-        the consumer is told that nothing is in flight. Where that cannot be told now, it is told that there is nothing to wait for."""
+        """A connection with an error is not trusted again. Every transfer through it ends, and it is closed before the
+        consumers are told that nothing is in flight. If it cannot be closed yet, they are told that the transfers have
+        failed."""
         logger.warning("writing KV to %s failed: %s", link.key.node_id, error)
         self._links.fail(link)
         if self._links.may_still_write(link):
@@ -248,7 +250,7 @@ class PushLoop:
 
 
 class Progress:
-    """`advanced` is called with a transfer of which more may be written now."""
+    """Applies forward passes to transfers. `advanced` is called with a transfer that may have more to write now."""
 
     def __init__(
         self,
@@ -262,12 +264,12 @@ class Progress:
         self._ledger = ledger
         self._writer = writer
         self._to_write = to_write
-        # With windows, blocks may have been given up without a word: only the table at the end tells.
+        # With windows, a request may have given blocks up without a command: only its final table shows it.
         self._owned_until_computed = not has_windows
         self._advanced = advanced
-        # Commands of forward passes that the device has been given and has not finished, in its order. The device may finish
-        # the first two between a look at the first and one at the second: the second still waits for the first, or the end
-        # of a chunk would be taken for that of the next one, whose layers had begun to go.
+        # The commands of forward passes that the device has not finished, in its order. The device may finish the first
+        # two between our look at the first fence and our look at the second. The second still waits its turn: else the
+        # end of a chunk would count for the next chunk, whose layers have begun to go.
         self._unfenced: deque[commands.ComputedTokens | commands.LayersComputed] = deque()
 
     @property

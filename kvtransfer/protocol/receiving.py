@@ -1,4 +1,4 @@
-"""One transfer, consumer's side."""
+"""One transfer on the consumer's side: its phase, its lease, and which grains have arrived."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferTrace
 
 
 class ReceivePhase(enum.Enum):
-    CONNECTING = enum.auto()  # the producer has not been told: the handshake or a fresh stamp is missing
-    REGISTERING = enum.auto()  # told, not confirmed
+    CONNECTING = enum.auto()  # not registered: the handshake or a fresh stamp is missing
+    REGISTERING = enum.auto()  # registration sent, not confirmed
     WAITING = enum.auto()  # for the notice; with push the producer writes meanwhile
     READING = enum.auto()  # pull: we read
-    CONFIRMING = enum.auto()  # pull: everything is read; did the producer hold the blocks to the end?
+    # Pull: everything is read, and we ask whether the producer held the blocks to the end.
+    CONFIRMING = enum.auto()
     CLOSING = enum.auto()  # given up; something may still write to the blocks
 
     @property
     def is_leased(self) -> bool:
-        """Whether the producer is asked about it with each renewal. While it is closing, its answers show that it lives."""
+        """Whether each renewal names the transfer. A closing one is named because the answers show that the producer
+        lives."""
         return self in (
             ReceivePhase.WAITING,
             ReceivePhase.READING,
@@ -45,29 +47,28 @@ class IncomingTransfer:
     began_at: float
     deadline: float
     stage: ReceivePhase = ReceivePhase.CONNECTING
-    # Until when, by our clock, the producer may take our word that it holds a lease: see wire.handoff on stamps.
+    # Until when, by our clock, the producer may believe that it holds a lease of ours: see wire.handoff on stamps.
     leased_until: float | None = None
-    generation: int = 0  # the way to our memory that the producer was told of last: see `ProducerLinks`
-    processes: frozenset[ProcessIdentity] = frozenset()  # of the producer: all that write
-    connected_at: float | None = None  # we know the producer's memory
-    confirmed_at: float | None = None  # the producer has said that it knows our blocks
-    asked_at: float = 0.0  # when the last question about this transfer alone was sent
+    generation: int = 0  # the way to our memory that the registration used: see `ProducerLinks`
+    processes: frozenset[ProcessIdentity] = frozenset()  # the producer's processes that write to our memory
+    connected_at: float | None = None  # when we knew the producer's memory
+    confirmed_at: float | None = None  # when the producer said that it knows our blocks
+    asked_at: float = 0.0  # when we last sent a question about this transfer alone
     outcome: Outcome = Outcome.RECEIVED
     reason: str = ""
-    aborted: bool = False  # the request has ended: its blocks may go at once
+    aborted: bool = False  # the request has ended, so its blocks can wait until they are safe
     closing_since: float = 0.0
     is_safe: bool = False  # CLOSING: no peer writes to the blocks; our own reads may
-    quarantined: frozenset[int] | None = None  # blocks that the failure was reported without
-    notice: HandoffNotice | None = None  # pull: what is being read
-    mapping: Mapping | None = None  # pull: from our blocks to the producer's
-    # Push: grains in the order in which they are sent, as (group, index in the request).
+    quarantined: frozenset[int] | None = None  # the unsafe blocks that the reported failure named
+    notice: HandoffNotice | None = None  # pull: names the blocks that are being read
+    mapping: Mapping | None = None  # between our blocks and the producer's
+    # Push: grains in the order of sending, as (group, index in the request).
     order: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     sample: ChecksumSample = _NOTHING
-    num_arrived: int = 0  # leading ones that are here for good, and were found right
-    unread: list[GrainPlace] = dataclasses.field(default_factory=list)  # the last first
-    in_flight: dict[HandleId, int] = dataclasses.field(
-        default_factory=dict
-    )  # pull: our reads, and their bytes
+    num_arrived: int = 0  # leading grains that are here for good and were found right
+    unread: list[GrainPlace] = dataclasses.field(default_factory=list)  # in descending order
+    # Pull: our reads, and their bytes.
+    in_flight: dict[HandleId, int] = dataclasses.field(default_factory=dict)
 
     @property
     def transfer_id(self) -> str:
@@ -82,7 +83,7 @@ class IncomingTransfer:
         return count_blocks(self.command.block_ids)
 
     def know_mapping(self, mapping: Mapping, checksum_every: int) -> None:
-        """From our blocks to the producer's, before it is told of ours."""
+        """Takes the mapping between our blocks and the producer's, before the producer is told of ours."""
         if self.mapping is not None:
             return
         self.mapping = mapping
@@ -94,7 +95,7 @@ class IncomingTransfer:
         self.sample = ChecksumSample.of(len(self.order), checksum_every, self.command.token_hash)
 
     def where(self, places: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The block and the part of it that each of these grains is."""
+        """Returns the block of each of these grains, and which part of the block it is."""
         blocks: list[int] = []
         parts: list[int] = []
         mapping, mine = self.mapping, self.command
@@ -108,8 +109,8 @@ class IncomingTransfer:
         return blocks, parts
 
     def valid_tokens(self, block_size: int) -> int:
-        """Leading tokens whose KV is here, in whole blocks, whatever becomes of the rest. Where there are recurrent states, keys and
-        values are worth nothing without those, which come last."""
+        """Returns how many leading tokens have their KV here, in whole blocks, whatever becomes of the rest. With
+        recurrent states, keys and values are of no use without the states, which come last."""
         local = self.command.local_tokens
         if self.mapping is None or not self.num_arrived:
             return local
@@ -121,7 +122,7 @@ class IncomingTransfer:
         return max(local, tokens // block_size * block_size)
 
     def unsafe_blocks(self, block_size: int, valid_tokens: int) -> frozenset[int]:
-        """Those that hold anything after the first `valid_tokens` tokens."""
+        """Returns the blocks that hold anything after the first `valid_tokens` tokens."""
         return frozenset(
             block
             for first, ids in zip(self.command.first_block, self.command.block_ids, strict=True)
@@ -131,7 +132,7 @@ class IncomingTransfer:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the producer was ever told of our blocks."""
+        """Whether the producer was told of our blocks."""
         return self.leased_until is not None
 
     def is_registered_before(self, generation: int) -> bool:
@@ -139,14 +140,14 @@ class IncomingTransfer:
 
     @property
     def is_left(self) -> bool:
-        """Nothing waits for it but its blocks."""
+        """Whether only its blocks still wait for this transfer to end."""
         return self.stage is ReceivePhase.CLOSING and (self.aborted or self.quarantined is not None)
 
     def extend_lease(self, until: float) -> None:
         self.leased_until = max(self.leased_until or 0.0, until)
 
     def trace(self, now: float, received: HandoffNotice | None) -> TransferTrace:
-        """At its end. `received`: None when it failed."""
+        """Returns the trace of a transfer that ends now. `received`: None if it failed."""
         began, connected, confirmed = self.began_at, self.connected_at, self.confirmed_at
         spans = [Span(TracePhase.RECEIVE, began, now, self.command.num_tokens - self.command.local_tokens)]
         if connected is not None and connected > began:
@@ -165,7 +166,7 @@ class IncomingTransfer:
         return TransferTrace(record, spans)
 
     def mismatch(self, notice: HandoffNotice, block_bytes: int, vocab_size: int) -> str | None:
-        """Why the notice is not about what was asked for; None when it is."""
+        """Returns why the notice does not fit what was asked for; None if it fits."""
         mine = self.command
         if notice.num_tokens != mine.num_tokens:
             return f"it is about {notice.num_tokens} tokens, expected {mine.num_tokens}"
@@ -180,11 +181,11 @@ class IncomingTransfer:
         return None
 
     def first_blocks(self, mapping: Mapping) -> list[int]:
-        """The producer's blocks that our first ones begin in."""
+        """Returns, for each group, the place of the producer's block in which our first block begins."""
         return [first * mapping.our_parts // mapping.their_parts for first in self.command.first_block]
 
     def places_in(self, source: BlockTable, mapping: Mapping) -> list[GrainPlace] | None:
-        """Every grain that we lack; None when the producer has gaps where we have none."""
+        """Returns every grain that we lack; None if the producer has gaps where we have none."""
         mine = self.command
         ours, theirs = mapping.our_parts, mapping.their_parts
         end = mapping.grains(mine.num_tokens)

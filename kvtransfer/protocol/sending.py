@@ -1,8 +1,8 @@
-"""One transfer, producer's side: what is due, what is in flight, what has arrived.
+"""One transfer on the producer's side: which grains are due, in flight, and arrived.
 
-A transfer has two halves that may come in either order: the *destination*, which the consumer registered, and the
-*source*, the blocks of our request. It moves grains (see `cache_map`) while both are there and the lease holds: whole
-ones once they are computed, or layer by layer while a chunk is being computed (`Layers`).
+A transfer has two halves that come in either order: the *destination*, which the consumer registered, and the *source*,
+the blocks of our request. Grains (see `cache_map`) move while both are there and the lease holds: whole ones once
+they are computed, or layer by layer while a chunk is being computed (`Layers`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Position = tuple[int, int]
 
 class SendPhase(enum.Enum):
     OPEN = enum.auto()
-    NOTIFYING = enum.auto()  # the notice is on its way; the consumer has not answered
-    CLOSING = enum.auto()  # nothing more is posted; what is in flight is waited out
+    NOTIFYING = enum.auto()  # the notice was sent; the consumer has not answered
+    CLOSING = enum.auto()  # nothing more is posted; the transfer waits for what is in flight
     CLOSED = enum.auto()
 
 
@@ -45,7 +45,7 @@ class DestinationBlocks:
     lease_until: float
     registered_at: float
     checksum_every: int = 0
-    order: list[Position] = dataclasses.field(init=False)  # all that is sent, as it is sent
+    order: list[Position] = dataclasses.field(init=False)  # all grains, in the order of sending
     sample: ChecksumSample = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class DestinationBlocks:
         return self.link.mapping
 
     def positions(self) -> list[Position]:
-        """Every grain that has something of the request and a block over there."""
+        """Returns every grain of the request that has a block at the consumer."""
         mapping = self.mapping
         return mapping.positions(self.num_tokens, self.first_block, self.block_ids, mapping.their_parts)
 
@@ -82,17 +82,17 @@ class SourceBlocks:
     plan: PlanSend
     block_ids: BlockTable
     computed: int = 0  # leading tokens whose KV is in the blocks
-    # The blocks have been the request's without a break until then, as far as we know.
+    # As far as we know, the blocks have belonged to the request all the time until then.
     owned_until: float = 0.0
     fully_computed_at: float | None = None
-    first_token: int | None = None  # known once the request has ended well
+    first_token: int | None = None  # set when the request has ended well
 
     @property
     def is_complete(self) -> bool:
         return self.first_token is not None
 
     def blocks_for(self, destination: DestinationBlocks) -> BlockTable:
-        """Our blocks that hold the destination's tokens: [g][0] has the first token of its `first_block[g]`."""
+        """Returns our blocks for the destination's tokens: [g][0] has the first token of its `first_block[g]`."""
         mapping = destination.mapping
         last = -(-mapping.grains(self.plan.num_tokens) // mapping.our_parts)
         return [
@@ -111,7 +111,7 @@ class TakenSums:
 
 @dataclasses.dataclass(slots=True)
 class Write:
-    """One posted operation, and what becomes of its positions."""
+    """One posted operation and its positions."""
 
     number: int  # counts the writes of a transfer
     handle: HandleId
@@ -120,16 +120,16 @@ class Write:
     num_bytes: int
     descriptors: int
     slots: tuple[int, int] | None = None  # None: whole grains
-    is_last: bool = True  # nothing of these positions is still to be posted
-    # The source blocks may have been overwritten while it ran: what arrived is not what was meant.
+    is_last: bool = True  # no part of these positions is still to be posted
+    # The source blocks may have been overwritten while the write ran, so the wrong bytes may have arrived.
     tainted: bool = False
     done_at: float | None = None
-    sums: TakenSums | None = None  # of its positions, until they are known
+    sums: TakenSums | None = None  # its positions' checksums while they are computed
 
 
 @dataclasses.dataclass(slots=True)
 class SendTally:
-    """What has become of one transfer so far."""
+    """What one transfer has moved so far, and how long that took."""
 
     num_bytes: int = 0
     blocks: int = 0
@@ -142,10 +142,10 @@ class SendTally:
 
 @dataclasses.dataclass(slots=True)
 class Layers:
-    """A chunk that goes layer by layer. Its positions are no longer among the unsent."""
+    """A chunk that is sent layer by layer. Its positions are no longer in `_unsent`."""
 
-    positions: list[Position]  # of which something is still to be posted
-    computed: int  # slots that may be posted
+    positions: list[Position]  # those that still have something to post
+    computed: int  # slots that are computed, so may be posted
     posted: int = 0
 
 
@@ -164,10 +164,11 @@ class OutgoingTransfer:
         self.destination: DestinationBlocks | None = None
         self.source: SourceBlocks | None = None
         self.request_ended = False  # no further command will name the request
-        self.kept = False  # the engine waits for `finished_sending`
-        self.paired_at: float | None = None  # source and destination are both there, and belong together
-        self.num_kept = 0  # blocks that become free then
-        self.waiting_since: float | None = None  # complete, but no destination
+        self.kept = False  # the engine keeps the blocks until `finished_sending`
+        self.paired_at: float | None = None  # when source and destination were found to belong together
+        self.num_kept = 0  # blocks that `finished_sending` frees
+        # Since when the source is complete, for a missing destination.
+        self.waiting_since: float | None = None
         self.notice_sent_at: float | None = None
         self.first_posted_at: float | None = None
         self.in_flight: list[Write] = []
@@ -176,14 +177,14 @@ class OutgoingTransfer:
         self.tally = SendTally()
         self.num_posted = 0
         self.sums: dict[int, int] = {}  # by the place in `DestinationBlocks.order`
-        self.told = 0  # so many grains is the consumer known to have been told of
+        self.told = 0  # the last KVArrived told the consumer of this many grains
         self.told_at = 0.0
         self._places: dict[Position, int] = {}  # in `DestinationBlocks.order`
-        self._final: set[int] = set()  # places after `_num_final` that have arrived for good
+        self._final: set[int] = set()  # places from `_num_final` on that have arrived for good
         self._num_final = 0
-        self._not_final: list[Write] = []  # arrived, and their positions are complete
+        self._not_final: list[Write] = []  # arrived writes of complete positions that are not yet final
         self._returning: list[Position] = []  # see `_put_back`
-        self._unsent: list[Position] = []  # in descending order: the next one is at the end
+        self._unsent: list[Position] = []  # in descending order: the next one is the last
 
     # ── the two halves ──
 
@@ -194,18 +195,19 @@ class OutgoingTransfer:
             self._unsent = destination.order[::-1]
 
     def drop_destination(self) -> None:
-        """A registration that was not meant for this request; nothing has been posted to it."""
+        """The registration was not meant for this request. Nothing has been posted to it."""
         self.destination = None
         self._unsent = []
         self._places = {}
 
     def set_source(self, plan: PlanSend) -> None:
-        """Again after a preemption: what arrived before stays arrived, the rest comes from the new blocks."""
+        """Called again after a preemption: arrived grains stay arrived, the rest comes from the new blocks."""
         self.request_id = plan.request_id
         self.source = SourceBlocks(plan, [list(ids) for ids in plan.block_ids])
 
     def belongs_to(self, key: PeerKey) -> bool:
-        """Whether this consumer may speak for the transfer. The router's word counts, else who came first."""
+        """Whether this consumer may speak for the transfer: the one that the router named, or before its plan is
+        here, the one that registered first."""
         if self.source is not None:
             return (self.source.plan.peer.node_id, self.source.plan.peer.epoch) == key
         return self.destination is None or self.destination.consumer == key
@@ -220,7 +222,7 @@ class OutgoingTransfer:
                 table.extend(new)
 
     def taint(self, at: float) -> None:
-        """From `at` on the source blocks may hold something else. What had arrived by then is good."""
+        """From `at` on the source blocks may hold other KV. Writes that had arrived by then are good."""
         for write in self.in_flight:
             write.tainted = True
         late = [write for write in self.arrived if write.done_at is not None and write.done_at > at]
@@ -231,7 +233,7 @@ class OutgoingTransfer:
         if self.layers is not None:
             self._returning += self.layers.positions
             self.layers = None
-        # Some of their layers may have been written well: the grains are written again as a whole.
+        # A position may have good layers among its writes, but its grain is written again as a whole.
         again_at = set(self._returning)
         self._not_final = [write for write in self._not_final if again_at.isdisjoint(write.positions)]
         self._put_back()
@@ -241,7 +243,7 @@ class OutgoingTransfer:
             self.source.block_ids = [[] for _ in self.source.block_ids]
 
     def _put_back(self) -> None:
-        """What has to be written again; never while an older write to the same place may still land."""
+        """Make the returning grains due again, but not while an older write to the same places may still arrive."""
         if self._returning and not any(write.tainted for write in self.in_flight):
             self._unsent = sorted({*self._unsent, *self._returning}, key=send_order, reverse=True)
             self._returning = []
@@ -249,8 +251,8 @@ class OutgoingTransfer:
     # ── what is due ──
 
     def _end_of(self, num_tokens: int) -> int:
-        """Grains below this one are filled by the first `num_tokens` tokens. The last grain of a prompt is seldom full: it
-        goes when the whole prompt is computed."""
+        """Returns the first grain that the first `num_tokens` tokens do not fill. A prompt's last grain is seldom full:
+        it goes when the whole prompt is computed."""
         if self.source is None or self.destination is None:
             return 0
         mapping = self.destination.mapping
@@ -270,7 +272,7 @@ class OutgoingTransfer:
 
     @property
     def waiting_bytes(self) -> int:
-        """What is computed and was not posted."""
+        """The bytes that are computed and not posted."""
         if self.destination is None:
             return 0
         end, grains = self._due_end, len(self.layers.positions) if self.layers is not None else 0
@@ -287,8 +289,8 @@ class OutgoingTransfer:
         return taken
 
     def begin_layers(self, num_tokens: int, slots: int, limit: int) -> None:
-        """A step that will have computed `num_tokens` tokens has done the first `slots` layers of them. Whatever was
-        computed before goes first, as whole grains."""
+        """The running step will bring the request to `num_tokens` tokens, and has finished the first `slots` layers of
+        its chunk. Grains that were computed before go first, as whole ones."""
         if self.layers is None:
             if self.has_due:
                 return
@@ -299,8 +301,8 @@ class OutgoingTransfer:
         self.layers.computed = max(self.layers.computed, slots)
 
     def take_layers(self, all_slots: int, batch: int) -> tuple[list[Position], tuple[int, int] | None, bool]:
-        """What is due of the chunk, no more bytes than `batch` whole grains have: which layers of which positions (None: all),
-        and whether that is the rest of these positions."""
+        """Takes what is due of the chunk, at most as many bytes as `batch` whole grains have. Returns the positions,
+        their layers (None: all), and whether nothing of these positions remains to be posted."""
         layers = self.layers
         if layers is None:
             return [], None, True
@@ -309,7 +311,7 @@ class OutgoingTransfer:
             slots = (layers.posted, min(layers.computed, layers.posted + most))
             layers.posted = slots[1]
             return layers.positions, slots, False
-        # Nothing is gained by going layer by layer any more: the fewer pieces the better.
+        # All layers are computed: from here on, fewer and larger writes are better.
         most = max(1, all_slots * batch // (all_slots - layers.posted))
         positions, layers.positions = layers.positions[:most], layers.positions[most:]
         if not layers.positions:
@@ -317,7 +319,7 @@ class OutgoingTransfer:
         return positions, (layers.posted, all_slots) if layers.posted else None, True
 
     def places(self, positions: Sequence[Position]) -> list[GrainPlace] | None:
-        """Where the grains lie; None when we do not have a block of theirs."""
+        """Returns where the grains lie; None if the request no longer keeps one of their blocks."""
         source, destination = self.source, self.destination
         if source is None or destination is None:
             return None
@@ -350,7 +352,7 @@ class OutgoingTransfer:
             self.destination.link.meter.posted(write.num_bytes, write.posted_at)
 
     def withdraw(self, write: Write) -> None:
-        """It is no longer in flight, and has not arrived."""
+        """The write is no longer in flight, and has not arrived."""
         if write.sums is not None:
             write.sums.pending.forget()
             write.sums = None
@@ -359,7 +361,7 @@ class OutgoingTransfer:
             self.destination.link.meter.withdrawn(write.num_bytes)
 
     def settle(self, write: Write, now: float) -> None:
-        """A write has arrived."""
+        """The write has arrived."""
         self.in_flight.remove(write)
         if self.destination is not None:
             self.destination.link.meter.moved(write.num_bytes, now)
@@ -377,8 +379,8 @@ class OutgoingTransfer:
     def num_final(self) -> int:
         """Leading grains that are at the consumer and will not be written again.
 
-        A write is final when the blocks it read are known to have been the request's until it was done, and when nothing
-        that was posted before it is in flight: the earlier layers of the same grains may be.
+        A write is final if the blocks that it read are known to have been the request's until it was done, and if no
+        earlier write is in flight, which may carry the earlier layers of the same grains.
         """
         source = self.source
         if self._not_final and source is not None:
@@ -396,7 +398,7 @@ class OutgoingTransfer:
         return self._num_final
 
     def carrying(self, positions: Sequence[Position]) -> list[tuple[int, Position]]:
-        """Those that carry a checksum, with their places in the order of sending."""
+        """Returns the positions whose grains carry a checksum, each with its place in the order of sending."""
         if self.destination is None or not self.destination.checksum_every:
             return []
         sample = self.destination.sample
@@ -404,13 +406,14 @@ class OutgoingTransfer:
         return [(place, position) for place, position in numbered if place in sample]
 
     def checksums_between(self, start: int, end: int) -> bytes:
-        """The checksums of the grains that carry one."""
+        """Returns the packed checksums of those grains in this range that carry one."""
         if self.destination is None:
             return b""
         return pack([self.sums[place] for place in self.destination.sample.between(start, end)])
 
     def begin_sums(self, positions: Sequence[Position], checksums: Checksums) -> TakenSums | None:
-        """Begin to take the checksums of what has been computed, which for a push is while it is on its way. Raises MissingBlocks."""
+        """Begins to compute the checksums of computed grains; a push does so while they are on their way. Returns None
+        if no grain carries one. Raises MissingBlocks."""
         carrying = self.carrying(positions)
         if not carrying or self.destination is None:
             return None
@@ -426,12 +429,12 @@ class OutgoingTransfer:
         return TakenSums([place for place, _ in carrying], pending)
 
     def finish_sums(self, taken: TakenSums | None) -> None:
-        """Waits for other ranks' part, or raises TransferError."""
+        """Waits for the other ranks' part. Raises TransferError if it does not come."""
         if taken is not None:
             self.sums.update(zip(taken.places, taken.pending.wait(), strict=True))
 
     def trace(self, now: float) -> TransferTrace:
-        """At its end."""
+        """Returns the trace of a transfer that ends now."""
         tally = self.tally
         record = TransferRecord(
             request_id=self.request_id or "",
@@ -453,7 +456,7 @@ class OutgoingTransfer:
         grain = self.destination.mapping.grain if self.destination is not None else 0
         for write in self.arrived:
             ended = write.done_at if write.done_at is not None else now
-            # Tokens that go layer by layer are counted with their last write.
+            # A layer-by-layer chunk's tokens count with their last write.
             tokens = len(write.positions) * grain if write.is_last else 0
             spans.append(Span(TracePhase.WRITE, write.posted_at, ended, tokens, num_bytes=write.num_bytes))
         if self.notice_sent_at is not None:
@@ -461,8 +464,8 @@ class OutgoingTransfer:
         return spans
 
     def blocks_changed(self, final: BlockTable) -> bool:
-        """Whether a block that was sent, or is being sent, is no longer where the request's final table says: it may have been
-        given to another request while it was read."""
+        """Whether the request's final table has another block where one was sent, or is being sent: another request may
+        have written to that block while it was read."""
         source, destination = self.source, self.destination
         if source is None or destination is None:
             return False
@@ -477,11 +480,11 @@ class OutgoingTransfer:
 
 
 def send_order(position: Position) -> Position:
-    """By index first: a chunk completes the same indices in every group."""
+    """Sorts by index first, because a chunk completes the same indices in every group."""
     group, index = position
     return (index, group)
 
 
 def _at(table: BlockTable, group: int, index: int) -> int:
-    """NULL_BLOCK_ID for a place that the table does not have."""
+    """Returns NULL_BLOCK_ID for a place that the table does not have."""
     return table[group][index] if group < len(table) and index < len(table[group]) else NULL_BLOCK_ID

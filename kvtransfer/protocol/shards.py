@@ -1,9 +1,10 @@
-"""Which bytes of which rank are meant by a move between two pools, where one or both of them lie in shards: some heads of every block, or
-some heads of some layers, in memory of each rank's own.
+"""Splits a move between two pools among ranks, if either pool lies in shards: each rank then keeps some heads of
+every block, or some heads of some layers, in its own memory.
 
-The protocol knows one pool on either side, whose blocks have all heads and layers. Here a move between two such pools becomes moves
-between their shards. Each shard that takes gets all that it keeps, also what other shards keep as well; what several shards could give is
-given by one of them, the same one to all that take it and for checksums, because copies of it may differ in rounding.
+The protocol knows one pool on either side, whose blocks have all heads and layers. This file turns a move between two
+such pools into moves between their shards. A shard that takes gets everything that it keeps, even if other shards keep
+it, too. If several shards could give the same heads, one of them gives them to all takers and to checksums, because the
+shards' copies may differ in rounding.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from tandem.wire.errors import InternalError
 from tandem.wire.handoff import CacheMemory, CacheShard
 
 Shards = tuple[ShardPart, ...]
-"""What of a pool each shard has. One that lies in one piece is its only shard."""
+"""The part of a pool that each shard has. A pool in one piece is its only shard."""
 
 _NO_ONE = -1
 
 
 def part_of(memory: KVCacheMemory) -> ShardPart:
-    """What of the node's pool this rank has."""
+    """Returns the part of the node's pool that this rank has."""
     heads = memory.heads
     slots = memory.layers.of_group if memory.layers is not None else ()
     return ShardPart(
@@ -54,7 +55,8 @@ def shards_in(memory: CacheMemory, num_heads: int) -> Shards:
 
 
 def used_slots(shards: Sequence[ShardPart]) -> tuple[int, ...]:
-    """Of shards of pipeline stages: in how many slots, from the first one on, a block of each group has layers. Of others: ()."""
+    """Returns, for shards of pipeline stages, in how many slots, from slot 0 on, a block of each group has layers.
+    Returns () for other shards."""
     if not shards[0].slots:
         return ()
     return tuple(
@@ -64,7 +66,7 @@ def used_slots(shards: Sequence[ShardPart]) -> tuple[int, ...]:
 
 
 class ShardMove(NamedTuple):
-    """A move between shard `ours` of our pool and shard `theirs` of the peer's: its units are of these shards."""
+    """A move between shard `ours` of our pool and shard `theirs` of the peer's. Its units count within these shards."""
 
     ours: int
     theirs: int
@@ -72,8 +74,8 @@ class ShardMove(NamedTuple):
 
 
 def givers_of(shards: Sequence[ShardPart], group: int = 0, num_slots: int = 1) -> UnitIds:
-    """[slots, heads]: for each head of each layer of a group the shard that gives it. Heads that the same shards keep are shared between
-    these, in order."""
+    """Returns, for each layer's slot and each head of a group, the shard that gives it: [slots, heads]. If several
+    shards keep the same heads, each gives some of them, in order."""
     givers = np.zeros((num_slots, max(shard.heads.end for shard in shards)), dtype=np.int64)
     of_stage: dict[tuple[int, ...], UnitIds] = {}
     for slot in range(num_slots):
@@ -106,7 +108,7 @@ def _givers_of(shards: Sequence[IndexRange]) -> UnitIds:
 
 
 def pairs_between(ours: Shards, theirs: Shards) -> list[tuple[int, int]]:
-    """The shards, ours and theirs, between which anything moves in either direction."""
+    """Returns the pairs of shards, ours and theirs, between which anything moves in either direction."""
     found: set[tuple[int, int]] = set()
     for group, num_slots in enumerate(used_slots(ours) or used_slots(theirs) or (1,)):
         found |= {(ours_, theirs_) for ours_, theirs_ in _pairs(ours, theirs, group, num_slots)}
@@ -126,20 +128,21 @@ def _pairs(
 
 
 class PoolSplit:
-    """Every move between two pools as moves between their shards, of the same bytes. Units that follow one another on both sides become
-    larger ones. The thread that posts has bytes to copy: what is the same for each grain is worked out once for all moves."""
+    """Splits every move between two pools into moves of the same bytes between their shards. It joins units that follow
+    one another on both sides into larger ones. The thread that posts moves also copies bytes, so what is the same for
+    each grain is computed once and kept for all moves."""
 
     def __init__(self, ours: Shards, theirs: Shards) -> None:
         self._ours, self._theirs = ours, theirs
         self._used = used_slots(ours) or used_slots(theirs)
-        # Groups whose layers all shards have alike are moved as one.
+        # Groups whose layers all shards split in the same way are moved as one.
         first: dict[object, int] = {}
         self._alike = [
             first.setdefault(tuple(shard.slots_of(group, used) for shard in (*ours, *theirs)), group)
             for group, used in enumerate(self._used)
         ]
-        # By the operation, the units' size, the group, the first layer, and a grain's units on both sides: as many as there are counts of
-        # layers that go together.
+        # By the operation, the units' size, the group, the first layer, and a grain's units on both sides. There are as
+        # many patterns as there are numbers of layers that go together.
         self._patterns: dict[tuple[Operation, int, int, int, bytes, bytes], list[_GrainPattern]] = {}
 
     def of(self, move: Move) -> list[ShardMove]:
@@ -198,7 +201,7 @@ class PoolSplit:
         mine: _Units,
         others: _Units,
     ) -> list[_GrainPattern]:
-        """`first_slot`: of the grain's first unit, from which on the others are counted."""
+        """`first_slot`: the slot of the grain's first unit, from which the units' slots count."""
         head, slot = mine.index[0], mine.index[1] + first_slot if self._used else np.zeros_like(mine.index[0])
         if head[0] != 0 or not all(
             np.array_equal(*indices) for indices in zip(mine.index, others.index, strict=True)
@@ -215,7 +218,7 @@ class PoolSplit:
             kept, slots = taking[taker].heads, taking[taker].slots_of(group, num_slots)
             wanted = (head >= kept.first) & (head < kept.end) & (slot >= slots.first) & (slot < slots.end)
             rows = np.flatnonzero(wanted & (given_by == giver))
-            if not len(rows):  # this move is of other layers
+            if not len(rows):  # the move has none of their layers
                 continue
             here, there = (giver, taker) if writes else (taker, giver)
             places = []
@@ -233,8 +236,9 @@ class PoolSplit:
         return found
 
     def _move(self, move: Move, pattern: _GrainPattern, slot: int, ours: _Units, theirs: _Units) -> Move:
-        """In the largest units that make up all runs of a grain and lie at multiples of their size."""
-        # A grain begins with head 0 and the move's first layer, which the shard may not have: the pattern says where its own are.
+        """Returns the move in the largest units that make up all runs of a grain and lie at multiples of their size."""
+        # A grain begins with head 0 and the move's first layer. The shard may lack both: the pattern has its own
+        # places.
         firsts = [0, slot][: len(ours.index)]
         begins = (
             ours.within(firsts, pattern.our_counts),
@@ -249,8 +253,9 @@ class PoolSplit:
 
 
 class _GrainPattern(NamedTuple):
-    """What of each grain moves between shard `ours` and shard `theirs`: units from the grain's beginning on in each, in runs of
-    multiples of `size`. And how many heads, and slots, a block has in either shard."""
+    """What of each grain moves between shard `ours` and shard `theirs`. `local` and `remote` are units in each
+    shard, from the grain's beginning on, in runs of multiples of `size`. The counts are how many heads, and slots, a
+    block has in either shard."""
 
     ours: int
     theirs: int
@@ -262,15 +267,15 @@ class _GrainPattern(NamedTuple):
 
 
 class _Units:
-    """Units of a pool, each with its place on each axis that is cut, and what lies between these. Each part of a sum of units can be
-    taken alone, because a grain's first unit has the lowest place on every axis."""
+    """Units of a pool, taken apart: the place of each on each axis that is cut, and what lies between these axes. A
+    grain's first unit has the lowest place on every axis, so the parts of two added units can be added one by one."""
 
     def __init__(self, units: UnitIds, axes: Sequence[tuple[int, int]]) -> None:
-        """`axes`: how many places each has, and how many units lie from one to the next."""
+        """`axes`: how many places each has, and how many units lie from one place to the next."""
         self.index: list[UnitIds] = [units] * len(axes)
-        self._levels: list[tuple[int, int, UnitIds]] = []  # from the innermost axis on
+        self._levels: list[tuple[int, int, UnitIds]] = []  # the innermost axis first
         rest, inside = units, 1
-        # Of two with the same step, the inner one has one place.
+        # If two axes have the same step, the inner one has one place.
         for axis in sorted(range(len(axes)), key=lambda number: (axes[number][1], axes[number][0])):
             count, step = axes[axis]
             rest, between = np.divmod(rest, step // inside)
@@ -280,7 +285,8 @@ class _Units:
         self._outer = rest
 
     def within(self, firsts: Sequence[int], counts: Sequence[int]) -> UnitIds:
-        """As units of a shard, which has on each axis `counts` places from `firsts` on, between the same neighbours."""
+        """Returns the units as those of a shard, which has `counts` places on each axis, from `firsts` on, and the same
+        bytes between the axes."""
         units = self._outer
         for axis, step, between in reversed(self._levels):
             units = (units * counts[axis] + self.index[axis] - firsts[axis]) * step + between

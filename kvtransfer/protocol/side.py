@@ -1,5 +1,5 @@
-"""What both sides of one node have in common: who the node is to its peers, durations and limits, what moves its bytes, what its messages
-leave by, what it says to a message that it cannot act on, or has acted on already, and how it remembers what is over."""
+"""What producer and consumer of one node share: its identity to peers, durations and limits, its transport and channel,
+its answers to messages that it cannot act on, and a bounded memory of what is over."""
 
 from __future__ import annotations
 
@@ -51,44 +51,47 @@ class ProtocolSettings(msgspec.Struct, frozen=True):
     lease_s: float = 10.0
     timeout_s: float = 60.0
     handshake_timeout_s: float = 5.0
-    retry_s: float = 0.25  # an unanswered question is asked again
+    retry_s: float = 0.25  # a question without an answer is sent again after this long
     renew_s: float = 1.0
-    probe_s: float = (
-        0.5  # a producer that owes an answer for so long: is there a process, does its machine answer?
-    )
-    silent_s: float = 2.0  # the longest wait for what a peer may never say
-    margin_s: float = 0.5  # what a process that has ended had sent has certainly been received after so long
-    keep_link_s: float = 600.0  # with a peer that nothing goes to: it may be gone for good
-    # A transfer is given up that would take so much longer than computing what is missing here.
+    # A peer that owes an answer for this long is probed: does its process run, does its machine answer?
+    probe_s: float = 0.5
+    silent_s: float = 2.0  # the longest wait for an answer that a peer may never send
+    # What a process had sent before it ended has certainly arrived after this long.
+    margin_s: float = 0.5
+    # A link over which no transfer runs is dropped after this long, because the peer may be gone for good.
+    keep_link_s: float = 600.0
+    # A transfer is given up if it would take this much longer than computing the missing tokens here.
     patience_s: float = 1.0
-    pace_s: float = (
-        0.5  # a link's pace is measured over at least so long, and a shorter wait is not spoken of
-    )
-    tell_pace_s: float = 0.25  # a consumer is told no more often of a slow link
-    keep_pace_s: float = 5.0  # and for so long begins no transfer there that would be given up
-    progress_s: float = 0.002  # a consumer is told no more often of what has arrived
-    tick_s: float = 0.05  # deadlines are looked at this often while there are any
-    # One write or read; larger ones are split, so that a lease is checked in between.
+    # A link's pace is measured over at least this long, and a producer reports no wait that is shorter.
+    pace_s: float = 0.5
+    tell_pace_s: float = 0.25  # the producer reports a slow link to a consumer at most this often
+    # For this long after a report, the consumer begins no transfer over that link that it would give up.
+    keep_pace_s: float = 5.0
+    progress_s: float = 0.002  # the producer reports arrived grains to a consumer at most this often
+    tick_s: float = 0.05  # deadlines are checked this often while there are any
+    # The bytes of one write or read. Larger ones are split, so that the lease is checked in between.
     max_post_bytes: int = 32 << 20
-    # Over a slow link: what it moves in `post_s`, and no more in flight than in `link_s`, so that its pace is seen early.
+    # Over a slow link, a post has as many bytes as it moves in `post_s`, and at least `min_post_bytes`. No more are in
+    # flight than it moves in `link_s`, so that its pace is seen early.
     min_post_bytes: int = 1 << 20
     post_s: float = 0.1
     link_s: float = 1.0
-    # All writes, or all reads, that are in flight between two nodes. They cannot be taken back: over a slow link this
-    # is how long a transfer that was given up keeps its blocks.
+    # The bytes of all writes, or all reads, in flight between two nodes. They cannot be taken back: over a slow link a
+    # transfer that was given up keeps its blocks until they have moved.
     max_link_bytes: int = 64 << 20
-    max_post_runs: int = (
-        16_384  # descriptors of one post, where a block is not one run of bytes on both sides
-    )
-    layerwise_posts: int = 10  # a chunk that goes layer by layer is split into about so many writes
-    max_wrong: int = 3  # transfers that arrived wrong before a node is left out, for as long as `keep_link_s`
-    # Registrations without a request: how many, and of how many blocks in all, those that are not kept included.
+    # Descriptors of one post, if a block is not one run of bytes on both sides.
+    max_post_runs: int = 16_384
+    layerwise_posts: int = 10  # a chunk that goes layer by layer is split into about this many writes
+    # A node is left out, for `keep_link_s`, after this many transfers from it arrived wrong.
+    max_wrong: int = 3
+    # Registrations that arrive before their request: how many are kept, and how many places their block tables may have
+    # in all, null blocks included.
     max_early_registrations: int = 4096
     max_early_places: int = 4 << 20
     max_remembered: int = 16_384  # ids of closed transfers
 
     def grains_of_a_post(self, grain_bytes: int, runs: int, bytes_per_s: float | None) -> int:
-        """`bytes_per_s`: of the link, if it was ever measured."""
+        """Returns how many grains one post has. `bytes_per_s`: the link's rate, if it was ever measured."""
         most = self.max_post_bytes
         if bytes_per_s is not None:
             most = min(most, max(self.min_post_bytes, int(bytes_per_s * self.post_s)))
@@ -101,7 +104,7 @@ class ProtocolSettings(msgspec.Struct, frozen=True):
 
     @property
     def remember_s(self) -> float:
-        """How long a closed transfer's id is remembered: longer than any message about it can be late."""
+        """How long a closed transfer's id is remembered: no message about it can be later than this."""
         return 2 * (self.timeout_s + self.lease_s)
 
     @classmethod
@@ -117,20 +120,20 @@ class ProtocolSettings(msgspec.Struct, frozen=True):
             lease_s=config.lease_s,
             timeout_s=config.timeout_s,
             handshake_timeout_s=config.handshake_timeout_s,
-            # Three renewals fit into a lease, so that one lost message costs nothing.
+            # A lease has time for three renewals, so that one lost message costs nothing.
             renew_s=min(1.0, config.lease_s / 3),
             probe_s=min(0.5, config.lease_s / 4),
             silent_s=min(2.0, config.lease_s / 2),
             margin_s=max(0.25, config.lease_s / 20),
             retry_s=min(0.25, config.lease_s / 6),
-            # A request that would fail without its KV waits for it.
+            # With `on_failure: fail` a request fails without its KV, so it waits for it.
             patience_s=config.patience_s if config.on_failure is LoadFailurePolicy.RECOMPUTE else math.inf,
         )
 
 
 class ProtocolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    # From so many tokens in a step on, their KV leaves while the step is computed, a few layers at a time; 0 is never.
-    # Less than that is sent within a millisecond or two, which the extra messages and descriptors would cost as well.
+    # A step with at least this many prompt tokens sends their KV while it computes, a few layers at a time; 0 is never.
+    # A smaller step's KV is sent in a millisecond or two; more messages and descriptors would cost as much.
     layerwise_tokens: int = 128
 
 
@@ -159,10 +162,10 @@ def parse_direction(direction: str) -> Direction:
 
 
 Send = Callable[[str, msgspec.Struct], None]
-"""To an endpoint. Never blocks."""
+"""Sends a message to an endpoint. Never blocks."""
 
 Forget = Callable[[str], None]
-"""No process is at this endpoint any more, or none that we still talk to: nothing is kept for it."""
+"""Drops what is kept for an endpoint: no process is there any more, or none that we still talk to."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,7 +185,8 @@ class NodeSide:
 
 
 class BoundedMemory(Generic[Value]):
-    """A bounded memory of things that are over, so that what comes late is recognised as late."""
+    """Remembers entries for a while, at most `limit` of them: a late message about a closed transfer is then known
+    to be late. Drops the oldest first."""
 
     def __init__(self, limit: int, seconds: float, clock: Clock) -> None:
         self._limit = limit
@@ -208,7 +212,7 @@ class BoundedMemory(Generic[Value]):
 
 
 class TransferEnd(msgspec.Struct, frozen=True):
-    """How a transfer ended, for those who ask late."""
+    """How a transfer ended, for a peer that asks late."""
 
     reason: str
     handed_over: bool = False
@@ -235,7 +239,8 @@ class Answers:
         )
 
     def refuse_epoch(self, question: Envelope) -> None:
-        """Another incarnation was addressed. Our own epoch is a secret, and the sender has not shown that it knows it."""
+        """The sender addressed another incarnation. The answer does not tell our own epoch: it is a secret, and the
+        sender has not shown that it knows it."""
         self._recorder.refused(RefusalCode.WRONG_EPOCH.value)
         envelope = msgspec.structs.replace(self.back_to(question), sender_epoch=0)
         reason = "another incarnation of this node was addressed"

@@ -1,8 +1,8 @@
-"""What is measured of transfers: how fast links move bytes and nodes compute prompts, whether one is still worth its wait, how each ended.
+"""Measures transfers: rates of links and of computing, whether a transfer is still worth its wait, how each ended.
 
-The producer of a push measures its link, and tells the consumer when that is slow (`TransferPace`); the consumer of a pull
-measures its own reads. The consumer decides: only it knows what computing the rest itself would take. Counters are
-kept by the protocol's thread, and any thread may read them.
+The producer of a push measures its link, and tells the consumer if it is slow (`TransferPace`). The consumer of a pull
+measures its own reads. The consumer decides, because only it knows how long it would take to compute the rest itself.
+The protocol's thread counts, and any thread may read the counters.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tandem.kvtransfer.base import TransferStats
 from tandem.wire.requests import WaitHistogram
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
-_PAUSE_S = 0.005  # a shorter one between two moves is our own
-_KEPT_OF_STEPS = 0.9  # an earlier step counts that much less with each later one
+_PAUSE_S = 0.005  # a shorter pause between two moves is this node's doing, not the link's
+_KEPT_OF_STEPS = 0.9  # each later step lowers an earlier step's weight by this factor
 
 
 class LinkMeter:
-    """Bytes a second through one link, lately.
+    """The recent rate of one link.
 
-    All that is seen of a move is its end, so it is counted from one end to another, at least `over_s` apart. While nothing is in
-    flight nothing is known: the link may have become another meanwhile.
+    Only a move's end can be seen, so bytes are counted from one end to a later one, at least `over_s` apart. The
+    rate is unknown while nothing is in flight, because the link may have changed since.
     """
 
     def __init__(self, over_s: float) -> None:
         self.in_flight = 0
-        self.last_measured: float | None = None  # also while nothing is in flight
+        self.last_measured: float | None = None  # kept while nothing is in flight
         self._over_s = over_s
-        self._since = self._last_end = -math.inf  # counted from one to the other
-        self._moved: deque[tuple[float, int]] = deque()  # when, and how many bytes
+        self._since = self._last_end = -math.inf  # the interval over which bytes are counted
+        self._moved: deque[tuple[float, int]] = deque()  # (when, how many bytes)
 
     def posted(self, num_bytes: int, now: float) -> None:
         if not self.in_flight and now > self._last_end + _PAUSE_S:
@@ -44,7 +44,7 @@ class LinkMeter:
         self.in_flight += num_bytes
 
     def withdrawn(self, num_bytes: int) -> None:
-        """These will not arrive."""
+        """These bytes will not arrive."""
         self.in_flight -= num_bytes
 
     def moved(self, num_bytes: int, now: float) -> None:
@@ -53,7 +53,7 @@ class LinkMeter:
         self._moved.append((now, num_bytes))
         self._forget_before(now - self._over_s)
         if self.last_measured is not None and not self.in_flight and now > self._since:
-            # Too short to be measured, and yet it moved so much: a link that was slow once is not taken for slow for ever.
+            # Too short a time for a measurement, but a lower bound: a link that was slow once can count as fast again.
             self.last_measured = max(self.last_measured, self._bytes_moved / (now - self._since))
 
     @property
@@ -61,8 +61,8 @@ class LinkMeter:
         return sum(num_bytes for _, num_bytes in self._moved)
 
     def bytes_per_s(self, now: float) -> float | None:
-        """None: not known yet. If no move has ended for a while, all that is in flight may be about to arrive: the rate is
-        not higher than that, and a link that stands still seems slower with each look."""
+        """Returns the link's rate; None while it is unknown. If no move has ended for a while, all bytes in flight
+        may be about to arrive, so the rate is at most that: a link that stands still seems slower with each call."""
         self._forget_before(now - self._over_s)
         if not self.in_flight or now - self._since < self._over_s:
             return None
@@ -79,17 +79,17 @@ class LinkMeter:
 
 @dataclasses.dataclass(slots=True)
 class LinkPace:
-    """A slow link as it was `at` some moment: what it moves, and what it has to move."""
+    """A slow link `at` some moment: its rate, and the bytes that it has to move."""
 
     bytes_per_s: float
-    in_flight: int  # goes first, and cannot be taken back
-    waiting: dict[str, int]  # the rest of each transfer, which are served in turn
+    in_flight: int  # these bytes go first and cannot be taken back
+    waiting: dict[str, int]  # the rest of each transfer; the link serves them in turn
     at: float
 
     def leave(self, now: float, is_over: Callable[[str, float], bool]) -> list[str]:
-        """Transfers that leave the link to the others, the largest first. `is_over` is asked about each, with the seconds until
-        its last byte has arrived: a part of every larger one that stays, and all of every smaller one, goes through the link
-        before that."""
+        """Returns the transfers that leave the link to the others, the largest first. Calls `is_over` with each, and
+        the seconds until its last byte arrives. Before that byte, all bytes of every smaller transfer go through the
+        link, and as many of every larger one that stays."""
         rest, larger, left = sum(self.waiting.values()), 0, []
         for transfer_id, mine in sorted(self.waiting.items(), key=lambda item: item[1], reverse=True):
             ahead = self.in_flight + rest + larger * mine
@@ -107,7 +107,8 @@ class LinkPace:
 
 
 class ComputeRate:
-    """Prompt tokens a second, from this engine's steps. The longer ones weigh more: a short one tells of a step's fixed cost."""
+    """The engine's rate for prompt tokens. Longer steps weigh more, because a short step's time is mostly fixed
+    cost."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -123,16 +124,18 @@ class ComputeRate:
 
 
 class Patience:
-    """Gives a transfer up when waiting for it takes `patience_s` longer than computing what is missing here would. What was
-    given up before is computed first, so that of many transfers over one slow link some stay on it."""
+    """Gives a transfer up if waiting for it takes `patience_s` longer than computing the missing tokens here would.
+    This counts that the engine first computes what was given up before, so that of many transfers over one slow link
+    some stay on it."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
         self._patience_s = patience_s
         self._clock = clock
-        self._computing_until = 0.0  # what was given up so far
+        self._computing_until = 0.0  # when everything that was given up so far is computed
 
     def is_over(self, expected_s: float, num_tokens: int, tokens_per_s: float | None) -> bool:
-        """`expected_s`: until all of it is here; `num_tokens` are missing. True counts them as given up."""
+        """`expected_s`: the seconds until everything has arrived; `num_tokens` are missing. True counts them as given
+        up."""
         if tokens_per_s is None or not tokens_per_s > 0:
             return False
         now = self._clock()
@@ -143,38 +146,38 @@ class Patience:
         return True
 
 
-# The traces of this many transfers are kept until they are asked for.
+# So many transfers' traces are kept until they are asked for.
 REMEMBERED_TRACES = 256
 
 
 class Outcome(enum.StrEnum):
-    """How a transfer ended. Each is counted once on each side."""
+    """How a transfer ended. Each side counts each transfer once."""
 
     SENT = "sent"
     RECEIVED = "received"
     ABORTED = "aborted"  # our own request ended first
-    CANCELLED = "cancelled"  # the peer gave up
-    MISMATCHED = "mismatched"  # what came or was asked for is not this request's
-    INCOMPATIBLE = "incompatible"  # the caches do not mean the same
+    CANCELLED = "cancelled"  # the peer gave the transfer up
+    MISMATCHED = "mismatched"  # the notice or the registration is not for this request
+    INCOMPATIBLE = "incompatible"  # the caches differ in a way that no mapping bridges
     TIMED_OUT = "timed_out"
-    TOO_SLOW = "too_slow"  # its link is so slow that computing the rest takes less
+    TOO_SLOW = "too_slow"  # the link is so slow that computing the rest takes less time
     LEASE_EXPIRED = "lease_expired"
-    PEER_LOST = "peer_lost"  # dead, restarted, or silent beyond its lease
+    PEER_LOST = "peer_lost"  # dead, restarted, or silent until its lease ended
     MOVE_FAILED = "move_failed"  # the transport reported an error
     CORRUPTED = "corrupted"  # a checksum differs: other bytes arrived than were sent
-    REFUSED = "refused"  # the producer would not take the registration
+    REFUSED = "refused"  # the producer refused the registration
     CLOSED_BY_PEER = "closed_by_peer"
     SHUTDOWN = "shutdown"
 
 
 class ReleaseReason(enum.StrEnum):
-    """What made a producer's blocks free that were kept after their request had ended."""
+    """Why a producer's blocks became free that were kept after their request's end."""
 
-    SENT = "sent"  # every byte arrived, and was accepted
+    SENT = "sent"  # every byte arrived, and the consumer accepted the handoff
     LEASE_ENDED = "lease_ended"
     CANCELLED = "cancelled"  # by either node
     PEER_LOST = "peer_lost"
-    FAILED = "failed"  # the two nodes could not agree, or the bytes could not be moved
+    FAILED = "failed"  # the two nodes did not agree, or the bytes could not be moved
 
 
 _FREED_BY = {
@@ -191,7 +194,7 @@ RECENT = 32
 class Recorder:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._left_out: dict[str, float] = {}  # peers, and until when
+        self._left_out: dict[str, float] = {}  # until when each peer is left out
         self._lock = threading.Lock()
         self._stats = TransferStats()
         self._outcomes: Counter[str] = Counter()
@@ -207,7 +210,7 @@ class Recorder:
             self._stats.in_progress += 1
 
     def ended(self, trace: TransferTrace) -> None:
-        """Called before the end is announced: a reader that knows of the end sees it counted."""
+        """Called before the end is announced, so that a reader who knows of the end sees it counted."""
         record = trace.record
         with self._lock:
             self._stats.in_progress -= 1
@@ -222,7 +225,7 @@ class Recorder:
                 self._traces.popitem(last=False)
 
     def quarantined(self, blocks: int) -> None:
-        """Blocks that entered quarantine, or left it when negative."""
+        """`blocks` entered quarantine; a negative number left it."""
         with self._lock:
             self._stats.quarantined_blocks += blocks
 

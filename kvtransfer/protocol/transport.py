@@ -1,7 +1,7 @@
-"""What must be able to move blocks between two nodes' KV caches.
+"""The interface of whatever moves blocks between two nodes' KV caches.
 
-Used by one thread only. Everything returns at once; a transport that completes a transfer while posting it is
-welcome to, as long as a post is bounded by `Settings.max_post_bytes`.
+The protocol's thread alone calls it, and every method returns at once. A transport may complete a transfer while it
+posts it, because `ProtocolSettings.max_post_bytes` bounds a post.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Operation(enum.StrEnum):
 
 
 class Activity(enum.IntEnum):
-    """What moving blocks needs next."""
+    """What the loop that moves blocks has to do next."""
 
     NONE = 0
-    IN_FLIGHT = 1  # look again soon
-    DUE = 2  # there is more to post: at once
+    IN_FLIGHT = 1  # ask again soon whether moves are done
+    DUE = 2  # post more, at once
 
 
 class Direction(enum.StrEnum):
@@ -42,7 +42,8 @@ class Direction(enum.StrEnum):
 
 
 class CutAxis(msgspec.Struct, frozen=True):
-    """Where in a block the heads lie, or the layers: so many, and so many bytes from one to the next in our blocks and in the peer's."""
+    """Where in a block the heads lie, or the layers: how many there are, and how many bytes lie from one to the next in
+    our blocks and in the peer's."""
 
     count: int
     ours: int
@@ -52,8 +53,8 @@ class CutAxis(msgspec.Struct, frozen=True):
 class Move(msgspec.Struct, frozen=True):
     """One operation: unit `local[i]` of our pool ↔ unit `remote[i]` of the peer's.
 
-    Unit u is the `unit_bytes` bytes at u × `unit_bytes` from the beginning of its pool. It is a whole block where
-    both nodes' blocks mean the same, and a part of one where they do not, or where a layer goes alone.
+    Unit u is the `unit_bytes` bytes at u × `unit_bytes` from the beginning of its pool. A unit is a whole block if both
+    nodes' blocks have the same layout. It is a part of one if they do not, or if a layer goes alone.
     """
 
     operation: Operation
@@ -61,11 +62,11 @@ class Move(msgspec.Struct, frozen=True):
     unit_bytes: int
     local: UnitIds
     remote: UnitIds
-    heads: CutAxis | None = None  # of a pool in shards, ours or the peer's: each unit is of one head
-    grain_units: int = (
-        1  # so many in a row are one grain's; every grain has the same ones, from its first unit on
-    )
-    # Where a pool's shards are of pipeline stages: each unit is of one layer, too, and each grain of one group.
+    heads: CutAxis | None = None  # if our pool or the peer's is in shards: each unit belongs to one head
+    # This many units in a row make one grain. Every grain has the same ones, counted from its first unit.
+    grain_units: int = 1
+    # If the shards of a pool belong to pipeline stages: each unit also belongs to one layer, and each grain to one
+    # group.
     layers: CutAxis | None = None
     groups: UnitIds | None = None
 
@@ -75,7 +76,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class IndexRange(msgspec.Struct, frozen=True):
-    """Heads, or the slots of layers in a block."""
+    """A range of heads, or of the slots of layers in a block."""
 
     first: int
     count: int
@@ -86,25 +87,26 @@ class IndexRange(msgspec.Struct, frozen=True):
 
 
 class ShardPart(msgspec.Struct, frozen=True):
-    """What one shard has of every block: some heads, and of each group's layers those in some slots, which lie in it from its first slot
-    on. `slots` is empty where it has all layers."""
+    """What one shard has of every block: some heads, and, for each group, the layers in some slots of a block of all
+    layers. In the shard they begin at slot 0. `slots` is empty if the shard has all layers."""
 
     heads: IndexRange
     slots: tuple[IndexRange, ...] = ()
 
     @property
     def width(self) -> int:
-        """How many slots a block has in it, where it has not all layers; else 0."""
+        """The slots of a block in this shard; 0 if the shard has all layers."""
         return max((of_group.count for of_group in self.slots), default=0)
 
     def slots_of(self, group: int, of: int) -> IndexRange:
-        """Where a block of the group has layers in `of` slots."""
+        """The slots of a block of all layers whose layers of the group are in this shard. `of`: how many slots have
+        some."""
         return self.slots[group] if self.slots else IndexRange(0, of)
 
 
 class ShardSums(NamedTuple):
-    """A checksum of each of some grains for each head, or for each slot and head, that one rank has: [grains, slots or 1, heads],
-    unsigned."""
+    """One rank's checksums of some grains, unsigned: [grains, slots or 1, heads]. There is one for each of its
+    heads, or for each of its slots and heads."""
 
     part: ShardPart
     sums: npt.NDArray[np.uint64]
@@ -115,109 +117,111 @@ def _forget_nothing() -> None:
 
 
 class AskedSums(NamedTuple):
-    """Checksums that other ranks are taking. One of the two is called, once."""
+    """Checksums that other ranks are computing. The caller calls one of the two, once."""
 
-    wait: Callable[[], list[ShardSums]] = list  # raises TransferError where they do not come
+    wait: Callable[[], list[ShardSums]] = list  # raises TransferError if they do not come
     forget: Callable[[], None] = _forget_nothing
 
 
 class Transport(abc.ABC):
-    """Failures of what is underneath are raised as TransferError, whatever they were."""
+    """A transport raises every failure of the library beneath it as TransferError."""
 
     name: str
 
     @abc.abstractmethod
     def register(self, memory: KVCacheMemory) -> CacheMemory:
-        """Make our KV cache reachable; returns what a peer needs to know. Once, before anything else."""
+        """Makes our KV cache reachable and returns what a peer needs to reach it. Called once, before anything else."""
 
     @abc.abstractmethod
     def connect(self, memory: CacheMemory) -> RemoteId:
-        """Get ready to move blocks to and from this memory."""
+        """Prepares moves to and from a peer's memory. `memory` comes from the peer: its metadata is unchecked."""
 
     @abc.abstractmethod
     def disconnect(self, remote: RemoteId) -> None:
-        """Forget it. Called with nothing in flight, unless a transfer failed: what that left must be stopped here."""
+        """Drops the peer's memory. The caller has nothing in flight there, except what failed: this must stop it."""
 
     @abc.abstractmethod
     def post(self, remote: RemoteId, move: Move) -> HandleId:
-        """Set a move in motion. Its units have been checked against both pools."""
+        """Begins a move. The caller has checked its units against both pools."""
 
     @abc.abstractmethod
     def is_done(self, handle: HandleId) -> bool:
-        """Whether every byte has arrived. True, or a TransferError, ends the handle's life."""
+        """Whether every byte has arrived. The handle is gone after True or a TransferError."""
 
     def cancel(self, handle: HandleId) -> bool:
-        """This move is not wanted any more. True ends the handle's life: from now on it touches no memory.
-        False: it cannot be taken back, and must be asked for until it is done."""
+        """The caller no longer wants this move. True: the move touches no memory from now on, and the handle is gone.
+        False: the move cannot be taken back, and the caller must go on asking `is_done`."""
         return False
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Releases everything. Idempotent."""
 
     @property
     def malformed_frames(self) -> int:
-        """Frames that did not decode, on sockets of its own."""
+        """Frames that did not decode, on sockets of the transport's own."""
         return 0
 
-    # A transport of several ranks, each with memory of its own.
+    # For a transport over several ranks that each have their own memory.
 
     def may_still_write(self, remote: RemoteId) -> bool:
-        """After a write failed: whether anything of it may still land there, which `disconnect` could not stop. As long as it may, the
-        peer is not told that the transfer is closed."""
+        """After a write failed: whether parts of it may still arrive there, which `disconnect` could not stop. While it
+        is True, the producer does not tell the peer that the transfer is closed."""
         return False
 
     def stop_writing(self, remote: RemoteId) -> None:
-        """Nothing is in flight there but what has failed: begin to stop that, where it takes a while. To be called again, until nothing
-        `may_still_write`."""
+        """Begins to stop failed writes, if that takes a while. The caller has nothing else in flight there, and calls
+        again until `may_still_write` is False."""
 
     def sums_elsewhere(
         self, blocks: Sequence[int], parts: Sequence[int], grain: int, on_device: bool, by_layer: bool
     ) -> AskedSums:
-        """Begins to take the checksums of what other ranks keep of these grains: of each head, or of each head of each layer."""
+        """Asks the other ranks for checksums of their part of these grains: one for each head, or for each head of each
+        layer. Does not wait for them."""
         return AskedSums()
 
-    # A transport that has a copy of the KV cache which peers see instead of it.
+    # For a transport whose peers reach a copy of the KV cache instead of the cache.
 
     is_staged = False
 
     def as_peers_see(self, memory: KVCacheMemory) -> KVCacheMemory:
-        """Where their bytes come from and go to."""
+        """Returns the memory that peers' bytes come from and go to."""
         return memory
 
     def landed(self, blocks: Sequence[int]) -> None:
-        """What a peer wrote to these blocks is whole, was checked, and stays as it is: it must be in the cache when this
-        returns. Only a staged transport is told."""
+        """A peer has written these blocks; they were checked and stay as they are. They must be in the cache when this
+        returns. Only called on a staged transport."""
 
-    # A transport whose peer's writes are carried out by this process can refuse those that come too late, which
-    # what writes to memory from outside cannot.
+    # For a transport whose own process carries out a peer's writes: it can refuse those that come too late. A transport
+    # whose peers write to memory from outside cannot.
 
     def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
-        """From now on a peer may write to these blocks of ours, for this transfer. Any thread of ours may ask."""
+        """From now on a peer may write to these blocks of ours, for this transfer."""
 
     def expect_no_more(self, transfer_id: str) -> bool:
-        """True: from now on no write for this transfer lands here. False: this transport cannot refuse one."""
+        """True: from now on no write for this transfer arrives here. False: this transport cannot refuse writes."""
         return False
 
-    # A transport that writes to memory from outside can at least close the way that the writes take.
+    # For a transport whose peers write to memory from outside: it can close the way that their writes take.
 
     def reopen(self) -> CacheMemory | None:
-        """Make our KV cache reachable in another way as well; peers are told of it and use it from then on. None: there
-        is only one way."""
+        """Makes our KV cache reachable in another way as well, and returns it for peers to use from then on. None:
+        there is only one way. Raises TransferError."""
         return None
 
     def close_earlier(self) -> bool:
-        """Close every way to our KV cache but the newest: whatever peers have posted to them lands nowhere any more.
+        """Closes every way to our KV cache but the newest: writes that peers have posted to the others arrive nowhere.
         False: not now, because moves of our own still need one."""
         return False
 
     def shuts_out(self, peer: ProcessIdentity) -> bool:
-        """Whether `close_earlier` stops the writes of this peer."""
+        """Whether `close_earlier` stops this peer's writes."""
         return False
 
 
 def run_bounds(*columns: UnitIds) -> tuple[UnitIds, UnitIds]:
-    """Rows in which every column goes on from the row before are one run: where each begins, and how many rows it has."""
+    """Splits the rows into runs: in a run every column grows by one from row to row. Returns the rows where runs begin
+    and the runs' lengths."""
     begins = np.ones(len(columns[0]), dtype=bool)
     begins[1:] = np.any([np.diff(column) != 1 for column in columns], axis=0)
     first = np.flatnonzero(begins)
@@ -225,7 +229,7 @@ def run_bounds(*columns: UnitIds) -> tuple[UnitIds, UnitIds]:
 
 
 def runs_of(*columns: UnitIds | Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The value of each column where a run begins, and how many rows it has."""
+    """For each such run: the value of each column in its first row, and its length."""
     arrays = [np.asarray(column) for column in columns]
     first, counts = run_bounds(*arrays)
     yield from zip(*(array[first].tolist() for array in arrays), counts.tolist(), strict=True)
