@@ -45,7 +45,7 @@ class CanaryFindings:
 
 
 class Canary:
-    """One prompt's check. Used from the step thread."""
+    """The check of one prompt. Only the step thread uses it."""
 
     def __init__(
         self, scheduler: Scheduler, runner: ModelRunner, request: Request, findings: CanaryFindings

@@ -29,7 +29,7 @@ class HashAlgorithm(enum.StrEnum):
 
 
 class AsyncScheduling(enum.StrEnum):
-    """Whether a step is planned while the one before it runs."""
+    """When the scheduler plans a step while the one before it still computes."""
 
     AUTO = "auto"  # on GPUs, which compute while the CPU plans
     ALWAYS = "always"
@@ -248,7 +248,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def host_bytes_of_tiers(self) -> int:
-        """The host memory that the tiers of each node take."""
+        """How many bytes of host memory the tiers of a node take."""
         return sum(tier.cpu or 0 for tier in self.tiers)
 
     def share_on(self, device: str) -> float:

@@ -111,9 +111,7 @@ def choose_dtype(wanted: str, source: ModelSource, config: Any) -> torch.dtype:
         declared = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
         dtype = declared if isinstance(declared, torch.dtype) else _stored_dtype(source)
         if dtype is torch.float16 and read_checkpoint(source.name, source.folder, config) is not None:
-            return (
-                torch.bfloat16
-            )  # which the kernels for quantized matrices compute in, on a CPU and on a GPU
+            return torch.bfloat16  # the kernels for quantized matrices compute in it, on a CPU and on a GPU
         return dtype
     if wanted not in _DTYPES:
         raise ConfigurationError(f"model.dtype must be auto or one of {', '.join(_DTYPES)}, not {wanted}")

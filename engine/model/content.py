@@ -30,7 +30,7 @@ _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 class ModelContent(msgspec.Struct, frozen=True):
     digest: str
-    tokenizer: str  # of tokenizer.json alone; "" when the model has none
+    tokenizer: str  # the digest of tokenizer.json only; "" when the model has none
 
 
 def content_of(source: ModelSource, on_read: OnRead = lambda num_bytes: None) -> ModelContent:

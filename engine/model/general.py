@@ -47,7 +47,7 @@ def load_model(
     fit."""
     options: dict[str, Any] = {"use_safetensors": True}
     if source.gguf_file is not None:
-        # Imported here because most models need nothing of it.
+        # Imported here because few models are GGUF files.
         from tandem.engine.model.gguf import finish_loading, loading_options
 
         options = loading_options(source, config)

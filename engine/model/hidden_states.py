@@ -156,7 +156,7 @@ class StatesFiles:
         self._writer.submit(self._write, name, tensors)
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        # Another node may write to the same folder.
+        # Another node may write to the same folder, so the temporary name contains this process's id.
         unfinished = self._folder / f".{name}-{os.getpid()}-{id(self)}"
         try:
             save_file(tensors, unfinished)

@@ -123,11 +123,11 @@ class Forward(Protocol):
     """Computes a batch: writes its tokens' KV to the cache and returns logits for `batch.logit_rows`."""
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
-        """[S, vocab_size] on the model's device, in float32 or the model's dtype, valid until the next call.
+        """Returns logits [S, vocab_size] on the model's device, in float32 or the model's dtype, valid until the next call.
 
         With hooks, calls `wait_for_layer_load(l)` before layer l reads the cache and `save_kv_layer(l)` once the
-        batch's KV of layer l is written, for every layer, in order. A batch whose `logit_rows` is empty returns
-        an empty tensor and skips what only logits need.
+        batch's KV of layer l is written, for every layer, in order. For an empty `logit_rows` it returns an empty
+        tensor and skips the head.
         """
         ...
 

@@ -16,7 +16,7 @@ import torch
 
 Array = npt.NDArray[Any]
 
-# Every dtype's items begin at a multiple of their size.
+# Arrays begin at multiples of this many bytes, because every dtype needs a multiple of its size.
 _ALIGNMENT = 16
 
 

@@ -275,7 +275,7 @@ class TorchRunner:
         return row
 
     def _clear(self, row: int) -> None:
-        """Forgets what the row's request asked for."""
+        """Forgets everything about the row's request but its tokens and blocks."""
         self._asked.pop(row, None)
         self._table.clear(row)
         self._pooler.parts.pop(row, None)

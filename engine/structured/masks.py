@@ -28,7 +28,7 @@ class GrammarMasks:
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self.failed: dict[int, TandemError] = {}  # rows of the last `apply` that cannot go on, and why
+        self.failed: dict[int, TandemError] = {}  # by row, why a request of the last `apply` cannot go on
 
     def apply(
         self,

@@ -107,7 +107,7 @@ class CachePlan(msgspec.Struct, frozen=True):
         return (num_blocks, self.slots, self.num_parts, self.num_kv_heads, self.block_size, self.head_dim)
 
     def blocks_for(self, num_tokens: int, tokens_per_step: int) -> int:
-        """Blocks that one sequence of this length holds at its peak, when at most `tokens_per_step` run at once."""
+        """The most blocks that one sequence of this length holds at once, if a step computes at most `tokens_per_step` of its tokens."""
         total = self.state_blocks
         for group in self.groups:
             held = num_tokens
@@ -124,11 +124,10 @@ def plan_cache(
     states: StateLayout | None = None,
     dtype: torch.dtype | None = None,  # of the cache; only with states
 ) -> CachePlan:
-    """Group the layers so that every group has the same number of slots and little is wasted.
+    """Groups the layers so that every group has the same number of slots and little memory is wasted.
 
-    A block costs the same in each group, so a group with fewer layers than slots wastes what is missing. Where
-    kinds of layers differ much in number (say 5 sliding for 1 full), the larger kind is cut into several groups
-    of the smaller one's size, if that wastes less.
+    A block has the same size in each group, so a group with fewer layers than slots wastes the rest. If the kinds of layers differ much
+    in number (say 5 sliding for 1 full), the larger kind is split into several groups of the smaller one's size, if that wastes less.
     """
     if states is not None and dtype is not None and states.states:
         return _with_states(plan_cache(layers, block_size) if layers else None, block_size, states, dtype)
@@ -141,7 +140,7 @@ def plan_cache(
     def slots_in_use(slots: int) -> int:
         return sum(-(-count // slots) for count in counts) * slots
 
-    # The larger of equals, because every group is a block table to keep.
+    # Of equally good sizes the larger one is chosen, because every group is one more block table to keep.
     slots = min(counts, key=lambda count: (slots_in_use(count), -count))
     groups: list[KVCacheGroup] = []
     end = 1 + max(layer.index for layer in layers)
@@ -149,14 +148,14 @@ def plan_cache(
     first_heads = [0] * end
     for layer in layers:
         first_heads[layer.index] = layer.first_head
-    # Full attention first: its groups decide how much of a prefix is cached at all.
+    # Full attention goes first: its groups decide how much of a prefix is cached at all.
     for (window, chunked), members in sorted(
         kinds.items(), key=lambda item: (item[0][0] is not None, item[0][0] or 0, item[0][1])
     ):
         kind = AttentionKind.FULL if window is None else AttentionKind.SLIDING
         if chunked:
             kind = AttentionKind.CHUNKED
-        # Each has layers of all depths, in order: so a pipeline stage has about the same share of every group.
+        # Each group has layers of all depths, in order, so that a pipeline stage has about the same share of every group.
         pieces = -(-len(members) // slots)
         for first in range(pieces):
             part = members[first::pieces]
@@ -190,7 +189,7 @@ def plan_cache(
 def _with_states(
     plan: CachePlan | None, block_size: int, states: StateLayout, dtype: torch.dtype
 ) -> CachePlan:
-    """Without attention a block is one request's states."""
+    """The plan of a model without attention: a block holds one request's states."""
     if plan is None:
         plan = CachePlan(
             groups=(),

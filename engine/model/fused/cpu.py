@@ -34,7 +34,7 @@ def cpu_pieces(dtype: torch.dtype, threads: int) -> CpuPieces | None:
 
 
 class _Updates:
-    """What adapters add to a product's columns."""
+    """The adapters' updates of a product's columns."""
 
     def __init__(self, columns: list[tuple[AdaptedLayer, int, int, int]]) -> None:
         """`columns` are (layer, its first column, its end, the first column in the product)."""

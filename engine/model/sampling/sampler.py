@@ -154,7 +154,7 @@ def _bound_by_bins(rows: LogitRows, weights: torch.Tensor, wanted: torch.Tensor)
     sums = torch.zeros(len(wanted), _BINS, dtype=torch.float64, device=weights.device)
     sums.scatter_add_(1, place, weights.double())
     cumulative = sums.cumsum(dim=1)
-    # Rounding must not push the end out of the last bin.
+    # Rounding must not push the place beyond the last bin.
     last = (cumulative < wanted).sum(dim=1, keepdim=True).clamp_(max=_BINS - 1)
     already = (cumulative - sums).gather(1, last)
     member = place == last
@@ -165,7 +165,7 @@ def _bound_by_bins(rows: LogitRows, weights: torch.Tensor, wanted: torch.Tensor)
 
 
 def _selected_by_weight(scaled: torch.Tensor, weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Integers: their sums are exact, in whatever order a device adds them up."""
+    """The bounds by `_selected`, with weights as integers: their sums are exact, in any order in which a device adds them."""
     return torch.cat(
         [
             _selected(some, whole := (part * _ONE).long(), _part_of(whole, of_some))
@@ -186,11 +186,11 @@ def _part_of(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
 
 def _selected(scaled: torch.Tensor, weights: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
-    """[N, 1]: the largest logit such that all that are as large or larger weigh what is wanted together; each weighs 1
-    without weights.
+    """Returns [N, 1]: the largest logit for which the logits that are not smaller have at least the weight `wanted` together. Without
+    weights each logit weighs 1.
 
-    Digit by digit of where a logit stands below its row's largest, among all float32 numbers: nothing is sorted, and
-    nothing is asked of the device.
+    It finds the logit's distance below its row's largest, counted in float32 numbers, digit by digit. So it sorts nothing, and the
+    host never waits for the device.
     """
     bits = scaled.view(torch.int32)
     rank = bits.bitwise_xor((bits >> 31) & 0x7FFFFFFF).long()  # in the order of the numbers
@@ -198,7 +198,9 @@ def _selected(scaled: torch.Tensor, weights: torch.Tensor | None, wanted: torch.
     below = largest - rank
     count = scaled.shape[0]
     found = torch.zeros(count, 1, dtype=torch.int64, device=scaled.device)
-    before = torch.zeros_like(found)  # the weight of all that are larger than what was found so far
+    before = torch.zeros_like(
+        found
+    )  # the weight of all logits that are larger than those with the digits found so far
     for shift in _SHIFTS:
         digit = (below >> shift) - (found << _DIGIT)
         inside = (digit >= 0) & (digit < 1 << _DIGIT)
@@ -218,7 +220,7 @@ _NEVER = float("-inf")
 
 
 class TokenDraw:
-    """Over one model's vocabulary, on one device."""
+    """Draws tokens from one model's vocabulary, on one device."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab = vocab_size
@@ -233,7 +235,7 @@ class TokenDraw:
         positions: npt.NDArray[np.int64],
         table: SamplingTable,
     ) -> torch.Tensor:
-        """int64 [N]; -1 for a row that holds NaN or infinity, or nothing but -inf"""
+        """Returns int64 [N], with -1 for a row that has NaN or infinity, or only -inf."""
         device, count = scores.device, len(requests)
         temperature = to_device(table.temperature[requests], device)[:, None]
         scaled = scores / temperature

@@ -39,7 +39,7 @@ class Lead(Protocol):
     """How rank 0 sends steps to the other ranks, between two collectives."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """Sends the arrays to every other rank, in order. Copies them."""
+        """Sends copies of the arrays to every other rank, in order."""
         ...
 
     def cause_of(self, error: Exception) -> Exception:
