@@ -57,9 +57,8 @@ class EncoderCache:
         self.tokens_per_step = tokens_per_step
         self.encoded_tokens = self.reused_tokens = self.received_tokens = 0
         self._entries: dict[str, _Entry] = {}
-        self._unheld: OrderedDict[str, None] = (
-            OrderedDict()
-        )  # entries without a holder, the least recently used first
+        # Entries without a holder, the least recently used first.
+        self._unheld: OrderedDict[str, None] = OrderedDict()
         self._held_by: dict[str, set[str]] = {}  # the entries that each request holds
         self._used = 0  # tokens of all entries
         self._held = 0  # tokens of the entries with a holder

@@ -98,9 +98,8 @@ class ScheduledTokens:
     rows: npt.NDArray[np.int64]  # indices into RequestRows
     num_drafts: npt.NDArray[np.int64]  # how many of the last scheduled tokens are drafts
     samples: npt.NDArray[np.bool_]  # the pass computes the request's newest token, so it samples the next
-    first_sample: npt.NDArray[
-        np.int64
-    ]  # the first of the request's num_drafts + 1 rows of logits to sample from
+    # The first of the request's num_drafts + 1 rows of logits to sample from.
+    first_sample: npt.NDArray[np.int64]
     query_start: npt.NDArray[np.int32]
     logit_rows: npt.NDArray[np.int64]  # the batch's, in host memory
     pooled: list[PooledRows]  # rows of requests for a vector

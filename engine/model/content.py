@@ -21,10 +21,8 @@ from tandem.wire.images import image_rules, processor_settings
 KV_VERSION = 1
 
 _INDEX = "model.safetensors.index.json"
-_SAYS_NOTHING = (
-    "transformers_version",
-    "_name_or_path",
-)  # keys of a configuration that change nothing in the model
+# Keys of a configuration that change nothing in the model.
+_SAYS_NOTHING = ("transformers_version", "_name_or_path")
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 

@@ -39,7 +39,7 @@ class DecodeInputs:
         self, size: int, columns: int, num_groups: int, block_size: int, device: torch.device
     ) -> None:
         self.size = size
-        self.columns = columns  # the block tables' width; 0 without tables
+        self.columns = columns  # the width of the block tables; 0 without them
         self.num_groups = num_groups
         self._block_size = block_size
         self._numbers = torch.zeros(3 + num_groups, size, dtype=torch.int64, device=device)

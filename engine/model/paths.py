@@ -74,9 +74,8 @@ class LoadedModel:
     generates: bool = True  # False: the checkpoint has no head, so the logits mean nothing
     adapters: AdapterSlots | None = None  # None: no adapters are served
     tower: VisionTower | None = None  # None: the model reads no images
-    observed: ObservedLayers | None = (
-        None  # None: hidden states are not written to files, nor read by an EAGLE-3 head
-    )
+    # None: hidden states are neither written to files nor read by an EAGLE-3 head.
+    observed: ObservedLayers | None = None
     heads: HeadShare | None = None  # the KV heads that a rank with a cache of its own keeps; None: all
     of_stage: frozenset[int] | None = None  # the layers of this rank's stage; None: all
 

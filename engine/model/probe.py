@@ -334,8 +334,8 @@ class _Recorder:
         return kinds[index] if kinds and index < len(kinds) else None
 
     def _compare_with_cache(self) -> None:
-        """Refuses a model whose mask shows more tokens than transformers' own cache keeps: its `generate` then differs from a single
-        pass, so it is not clear which is right."""
+        """Refuses a model whose mask shows more tokens than transformers' own cache keeps: its `generate` gives another answer than a
+        single pass."""
         kept = DynamicCache(config=self._config).layers
         for index, layer in self._layers.items():
             cut = getattr(kept[index], "sliding_window", None) if index < len(kept) else None

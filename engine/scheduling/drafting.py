@@ -18,11 +18,10 @@ from tandem.engine.request import DraftRecord, Request
 from tandem.engine.scheduling.output import SchedulerOutput
 
 ALWAYS = 1.0  # with this allowance drafts are never limited: every request gets the longest ones
-_FADES, _FADES_FOR_ALL = (
-    0.9,
-    0.99,
-)  # the weight that older observations keep, per new one: of one request, of all
-_PRIOR = 2.0  # how many drafts of its own the acceptance rate of all requests counts for, in one request's estimate
+# The factor by which older observations lose weight with each new one: for one request, and for all.
+_FADES, _FADES_FOR_ALL = 0.9, 0.99
+# In a request's estimate, the acceptance rate of all requests counts as much as this many of its own draft tokens.
+_PRIOR = 2.0
 _FIRST_SKIP, _LONGEST_SKIP = 4, 256  # steps between two trials
 _LONGEST_PAUSE = 16  # steps between two searches that find nothing
 _AT_FIRST, _MOST_SAVED = 8.0, 32.0  # the account's first balance and its limit, in decode steps

@@ -67,7 +67,7 @@ class Totals(ResidencyTotals):
     pins_made: int = 0
     pins_met: int = 0  # pinned turns whose next turn came in time and continued them
     pins_ended: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
-    model_errors: int = 0  # requests that failed because their logits were NaN
+    model_errors: int = 0  # requests that failed because their logits were not finite
 
     def step_of(self, num_tokens: int, steps: int = 1) -> None:
         self.step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += steps
@@ -250,21 +250,18 @@ class StepPlan:
     running: list[Request] = dataclasses.field(default_factory=list)  # those that ran before this step
     resumed: list[Request] = dataclasses.field(default_factory=list)
     new: list[Request] = dataclasses.field(default_factory=list)
-    new_blocks: dict[str, Tables] = dataclasses.field(
-        default_factory=dict
-    )  # by id, for those of `running` that got any
+    # By id, for those of `running` that got any.
+    new_blocks: dict[str, Tables] = dataclasses.field(default_factory=dict)
     drafts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     preempted: list[Request] = dataclasses.field(default_factory=list)
     # For the scheduler trace.
     evictions: list[Eviction] = dataclasses.field(default_factory=list)
-    loads: list[str] = dataclasses.field(
-        default_factory=list
-    )  # requests whose KV a connector loads from this step on
+    # Requests whose KV a connector loads from this step on.
+    loads: list[str] = dataclasses.field(default_factory=list)
     held_back: tuple[str, str] | None = None  # the first request that was not admitted, and why
     moved: bool = False  # the state changed, maybe without tokens to compute, so another step may do more
-    deferred: bool = (
-        False  # the connector could not say yet how much it loads, and is asked again in the next step
-    )
+    # The connector could not say yet how much it loads, and is asked again in the next step.
+    deferred: bool = False
     # As in SchedulerOutput.
     begins_loads: bool = False
     reads_loads: bool = False

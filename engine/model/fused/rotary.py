@@ -63,9 +63,8 @@ class RotaryWatch:
         self._right = False
         self._given_at: tuple[int, int] = (0, 0)
         self._modules: dict[nn.Module, bool] = {}
-        self._sources: dict[
-            nn.Module, tuple[int, int]
-        ] = {}  # the addresses of queries and keys before rotation
+        # The addresses of each module's queries and keys before rotation.
+        self._sources: dict[nn.Module, tuple[int, int]] = {}
         for module in model.modules():
             code = _unwrapped(type(module).forward)
             if code and hasattr(module, "layer_idx") and _ROTARY in code[-1].__code__.co_names:

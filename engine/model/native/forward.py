@@ -235,9 +235,8 @@ class NativeLlamaForward:
             raise ConfigurationError(f"the native model cannot be made: {library.last_error()}")
         self._model: int = made
         self._close = weakref.finalize(self, native.tandem_destroy, made)
-        self._close.atexit = (
-            False  # a step may be under way in another thread; the system takes everything back
-        )
+        # At exit a step may be running in another thread, and the system frees everything anyway.
+        self._close.atexit = False
         self._native = native
         self._embedding = load_weights(made, a, take, progress)
         self._set_rotary(*_rotary(config) if rotary is None else (rotary.inv_freq, rotary.attention_scaling))

@@ -85,7 +85,8 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
                 continue
             size = sizes_of(kind_of(parts, checkpoint.method), parts, checkpoint.bits)
             if size is not None and size != (module.out_features, module.in_features):
-                continue  # the configuration does not fit the checkpoint; `load_model` refuses it with the tensors' names
+                # The configuration does not fit the checkpoint. `load_model` refuses it and names the tensors.
+                continue
             _put(model, name, QuantizedLinear(parts, checkpoint, has_bias=module.bias is not None))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:

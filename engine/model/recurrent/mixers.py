@@ -66,9 +66,8 @@ class NotingCache(OwnCache):
         self._running: list[torch.nn.Module] = []
         self._owners: dict[StateKey, torch.nn.Module] = {}
         self.keepers: dict[int, torch.nn.Module] = {}  # by layer, the module that passed keys and values
-        self.kept: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # by layer, what the cache returned for them
+        # By layer, what the cache returned for these.
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @contextmanager
     def noting(self) -> Iterator[None]:

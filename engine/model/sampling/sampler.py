@@ -198,9 +198,8 @@ def _selected(scaled: torch.Tensor, weights: torch.Tensor | None, wanted: torch.
     below = largest - rank
     count = scaled.shape[0]
     found = torch.zeros(count, 1, dtype=torch.int64, device=scaled.device)
-    before = torch.zeros_like(
-        found
-    )  # the weight of all logits that are larger than those with the digits found so far
+    # The weight of all logits that are larger than those with the digits found so far.
+    before = torch.zeros_like(found)
     for shift in _SHIFTS:
         digit = (below >> shift) - (found << _DIGIT)
         inside = (digit >= 0) & (digit < 1 << _DIGIT)

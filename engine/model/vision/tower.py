@@ -57,7 +57,7 @@ class VisionTower(Protocol):
 
 
 def rules_of(source: ModelSource, config: Any) -> ImageRules | None:
-    """How routers must cut images for this model; None if the model reads no images."""
+    """How images are prepared and cut for this model; None if the model reads no images."""
     if source.gguf_file is not None or config.model_type not in _PROCESSORS:
         return None
     return image_rules(source.read_json("config.json"), processor_settings(source.read_json))
