@@ -29,6 +29,8 @@ _NO_TRANSFERS = ConnectorOutput()
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
+    """What one call of `Engine.step` has done. `updates` go to the routers in order."""
+
     updates: list[TokenChunk]
     # False when the step changed nothing. Another step would change nothing either, until something arrives from outside.
     progressed: bool
@@ -48,6 +50,9 @@ class _StepInFlight:
 
 
 class Engine:
+    """Joins a scheduler, a runner and the worker half of a connector. Only the step thread uses it. An exception from `step` leaves
+    its state unknown, so the caller must not step again."""
+
     def __init__(
         self,
         scheduler: Scheduler,

@@ -30,6 +30,8 @@ MOST_PASSING = 2
 
 
 class Checkpoints:
+    """The places of all requests' checkpoints. The scheduler caps a request's tokens by `cap`, and calls `keep` once per step."""
+
     def __init__(
         self,
         managers: Sequence[GroupManager],

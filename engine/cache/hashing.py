@@ -124,6 +124,8 @@ class BlockHasher:
 
 
 class CborBlockHasher(BlockHasher):
+    """Hashes canonical CBOR instead of the fixed binary layout."""
+
     def _hash_blocks(
         self, parent: bytes, tokens: Sequence[int], keys: list[tuple[ExtraKey, ...]] | None
     ) -> list[bytes]:

@@ -42,6 +42,8 @@ def hash_block_size(groups: Sequence[KVCacheGroup]) -> int:
 
 
 class Coordinator(abc.ABC):
+    """Calls the manager of every group, and finds a prefix that all groups have cached."""
+
     def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
         size = hash_block_size(groups)
         self.managers = [_MANAGERS[group.kind](i, group, pool, size) for i, group in enumerate(groups)]

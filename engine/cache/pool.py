@@ -193,6 +193,8 @@ TIMED_BLOCKS = 1024  # of a large pool, this many blocks to twice as many are ti
 
 
 class ResidencyTotals(msgspec.Struct):
+    """Counters of evictions and reuses, and the sums of the times of those that were timed."""
+
     blocks_evicted: int = 0  # cached blocks that were taken for other tokens
     evictions_timed: int = 0  # evictions that the next two sums are over
     evicted_after_seconds: float = 0.0  # from being cached to eviction

@@ -28,6 +28,8 @@ _NEVER = 1 << 62  # more tokens than any request has
 
 
 class StateManager(GroupManager):
+    """The block tables of a group of recurrent states, and its checkpoints."""
+
     def __init__(self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int) -> None:
         super().__init__(index, group, pool, hash_block_size)
         if group.blocks_per_request < 1:

@@ -15,6 +15,8 @@ from tandem.engine.scheduling.step_trace import StepTrace
 
 
 class RunningPhase:
+    """Gives tokens to running requests, and preempts some when blocks run out."""
+
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
@@ -157,6 +159,8 @@ class _Verdict(enum.Enum):
 
 
 class AdmissionPhase:
+    """Admits waiting requests, and begins loads of their KV."""
+
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle, trace: StepTrace | None = None) -> None:
         self._trace = trace
         self._state = state

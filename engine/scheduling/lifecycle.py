@@ -19,6 +19,8 @@ ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 class Lifecycle:
+    """Adds, preempts and ends requests, and frees their blocks."""
+
     def __init__(self, state: SchedulerState, context: int, eos_token_ids: frozenset[int]) -> None:
         self._state = state
         # The configured context. A longer request is the client's mistake; one that only the cache is too small for is not.

@@ -51,6 +51,8 @@ class CachedRequestData:
 
 @dataclasses.dataclass(slots=True)
 class SchedulerOutput:
+    """One planned step: what the runner and the connector's worker half need for it."""
+
     new_reqs: list[NewRequestData]
     cached_reqs: CachedRequestData
     num_scheduled_tokens: dict[str, int]  # in scheduling order

@@ -89,6 +89,8 @@ class _Turn:
 
 
 class Pins:
+    """The pins of a node and the last turn of each job. Time passes only by `clock`; the caller ends the pins that `overdue` returns."""
+
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
         """`limit_s` is how long a pin lasts, and the longest tool that one is made for."""
         self.by_job: dict[str, Pin] = {}  # in the order in which they were made

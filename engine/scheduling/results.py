@@ -19,6 +19,8 @@ _RUNNING = RequestStatus.RUNNING
 
 
 class ModelResults:
+    """Books the model's output of a step."""
+
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
@@ -185,6 +187,8 @@ def repeats(tokens: list[int], num_output: int, wanted: RepetitionDetection) -> 
 
 
 class TransferResults:
+    """Books a connector's events."""
+
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle

@@ -196,6 +196,8 @@ class Scheduler:
         self._lifecycle.rows_came(identifier, rows)
 
     def schedule(self) -> SchedulerOutput:
+        """Plans one step. Its tokens count as computed from here on, and the caller must run it and pass the results to
+        `update_from_output`. The plan may be empty."""
         state = self._state
         if state.pins is not None:
             self._sweep(state.pins)

@@ -243,7 +243,9 @@ class Eviction(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    token_budget: int
+    """A step while it is being planned. `SchedulerOutput` is made from it."""
+
+    token_budget: int  # tokens left to hand out
     # The part of `token_budget` that requests may use which are more than one token behind and have no drafts.
     prompt_budget: int
     num_scheduled: dict[str, int] = dataclasses.field(default_factory=dict)  # in order of scheduling

@@ -46,6 +46,8 @@ class TraceHeader(msgspec.Struct, frozen=True, tag="trace_begins", tag_field="ev
 
 
 class StepSnapshot(msgspec.Struct, frozen=True, tag="step_snapshot", tag_field="event"):
+    """The scheduler's state before a step."""
+
     step: int
     at: float  # seconds on the node's monotonic clock
     running: list[TracedRequest]  # in order of admission
@@ -63,6 +65,8 @@ class StepSnapshot(msgspec.Struct, frozen=True, tag="step_snapshot", tag_field="
 
 
 class PrefixCacheEvent(msgspec.Struct, frozen=True, tag="prefix_cache_event", tag_field="event"):
+    """What the prefix cache and the connector have for a request."""
+
     step: int
     request_id: str
     prompt_tokens: int
@@ -74,6 +78,8 @@ class PrefixCacheEvent(msgspec.Struct, frozen=True, tag="prefix_cache_event", ta
 
 
 class StepDecision(msgspec.Struct, frozen=True, tag="step_decision", tag_field="event"):
+    """What a step computes, which requests it preempted, and why the next one in line was not admitted."""
+
     step: int
     new: list[str]
     resumed: list[str]
