@@ -1,4 +1,5 @@
-"""How a request is added, preempted and ended. Requests' blocks are freed only here, so each block has an owner until then."""
+"""How a request is added, preempted and ended. Only this file frees the blocks of a preempted or ended request, so until then
+each of them has an owner."""
 
 from __future__ import annotations
 
