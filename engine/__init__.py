@@ -1,12 +1,12 @@
 """One inference engine: a scheduler, a paged KV cache, a model. No Ray, no HTTP, no sockets.
 
-config      what an engine can be told
-request     a request and its life
-cache/      which block belongs to whom, and what is in it
-scheduling/ who computes how many tokens in the next step
-model/      from a scheduled step to sampled tokens
-structured/ answers that follow a grammar
-core        the step that joins them
-canary      compares received KV with KV computed here, in idle time
-tracing     where a request's time went
+config      the engine's settings
+request     a request: its inputs, its tokens so far, its status
+cache/      the block pool, the prefix cache, and which request owns which block
+scheduling/ decides which requests compute how many tokens in the next step
+model/      computes a scheduled step: from token ids to sampled tokens
+structured/ grammars for structured output
+core        one step of the engine: scheduler, connector, model, in that order
+canary      in idle time, recomputes a received prompt and compares the KV
+tracing     where the time of a traced request went
 """

@@ -1,11 +1,11 @@
-"""A canary for wrong KV: in idle time, a small share of the prompts whose KV came from a peer is computed again here, and
-the two are compared.
+"""A canary for wrong KV: in idle time, the engine recomputes a small share of the prompts whose KV came from a peer, and
+compares the two.
 
-A checksum proves that the bytes arrived as they were sent. The canary proves that they were right: it finds a device that
+A checksum proves that the bytes arrived as they were sent. The canary checks that they were right: it finds a device that
 computes wrongly, two nodes whose weights differ, and a block that was reused while it travelled.
 
-It runs between turns of the step loop, a few tokens at a time, and only while the engine has nothing else to do. It gives up
-its blocks as soon as a request arrives, and begins again later. Its own KV is never cached. There is a `Canary` only while there is a
+The canary runs between steps, a few tokens at a time, and only while the engine is idle. It gives its blocks back as soon as
+a request arrives, and begins again later. The KV that it computes is never cached. A `Canary` exists only while there is a
 prompt to check.
 """
 
@@ -29,28 +29,28 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "canary"
 STEP_TOKENS = 128  # computed between two looks at the mailbox
-ATTEMPTS = 20  # beginnings, before a prompt that is always interrupted is given up
-# The largest difference that rounding explains, relative to a block's norm: the two sides may sum in another order.
+ATTEMPTS = 20  # interrupted checks of one prompt before the canary gives the prompt up
+# The largest difference that rounding explains, relative to a block's norm: the two nodes may sum in different orders.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 8e-2, "float8_e4m3fn": 0.15}
 _NOT_SAMPLED = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 @dataclasses.dataclass(slots=True)
 class CanaryFindings:
-    """Since the engine was made."""
+    """What the canary has found since the engine was made."""
 
     checked: int = 0  # prompts
-    # Blocks that differ by more than rounding explains, by the node that sent them.
+    # How many blocks differed by more than rounding explains, by the node that sent them.
     wrong: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
 class Canary:
-    """One prompt's check. Used from the step thread."""
+    """The check of one prompt. Only the step thread uses it."""
 
     def __init__(
         self, scheduler: Scheduler, runner: ModelRunner, request: Request, findings: CanaryFindings
     ) -> None:
-        """`request`: the KV of its whole prompt is here, from a peer."""
+        """`request` has the KV of its whole prompt on this node, received from a peer."""
         self._scheduler = scheduler
         self._runner = runner
         self._findings = findings
@@ -60,13 +60,15 @@ class Canary:
         self._cache_salt = request.cache_salt
         self.lora = request.lora
         self._attempts = 0
-        self._own: Request | None = None  # while it is computed again, and holds blocks
+        # The request that recomputes the prompt; None while the check holds no blocks.
+        self._own: Request | None = None
         self._blocks: BlockIds = []
         self._computed = 0
 
     @staticmethod
     def can_check(scheduler: Scheduler, request: Request) -> bool:
-        """Whether blocks of it can be found again, and all that its KV comes from is here: images are not."""
+        """Whether the canary can find the request's blocks again and can recompute their KV. It cannot for a prompt with images,
+        because it has no rows for them."""
         hasher = scheduler.block_hasher
         return hasher is not None and request.num_prompt_tokens >= hasher.block_size and not request.media
 
@@ -75,9 +77,10 @@ class Canary:
         return self._own is not None
 
     def step(self) -> bool:
-        """Computes a few tokens, or compares; True when the check is over. To be called only while the engine is idle."""
+        """Computes a few tokens, and compares after the last ones. Returns True when the check is over, also when it was given up
+        for want of blocks or after too many interruptions. Call it only while the engine is idle."""
         if self._own is None and not self._begin():
-            return True  # no room, or interrupted too often
+            return True
         if self._computed < len(self._prompt):
             self._compute()
         if self._computed < len(self._prompt):
@@ -87,7 +90,7 @@ class Canary:
         return True
 
     def stand_aside(self) -> None:
-        """Gives up the blocks. The prompt is computed from its beginning when the engine is idle again."""
+        """Gives the blocks back. The next `step` begins the prompt again."""
         if self._own is None:
             return
         forget = _empty_step()
@@ -102,9 +105,8 @@ class Canary:
             REQUEST_ID,
             self._prompt,
             _NOT_SAMPLED,
-            output_token_ids=self._prompt[
-                :1
-            ],  # a look-up leaves the last token out: so it finds the whole prompt
+            # A prefix look-up leaves the last token out. With one token more it finds the whole prompt.
+            output_token_ids=self._prompt[:1],
             cache_salt=self._cache_salt,
             lora=self.lora,
             block_hasher=self._scheduler.block_hasher,
@@ -130,7 +132,7 @@ class Canary:
         self._computed += tokens
 
     def _compare(self) -> None:
-        """With the blocks that are cached under the prompt's hashes. Those that were evicted are left out."""
+        """Compares the recomputed blocks with the cached ones under the same hashes. Evicted blocks are left out."""
         if self._own is None:
             return
         cached, num_tokens = self._scheduler.find_prefix(self._own)
@@ -157,8 +159,8 @@ class Canary:
         )  # fmt: skip
 
     def _difference(self, own: int, there: int) -> float:
-        """The norm of the difference of two blocks relative to the norm, in the layer where it is largest; NaN for what is no
-        number."""
+        """The norm of the difference of two blocks, divided by the norm of our own, in the layer where this is largest. NaN when a
+        block holds NaN."""
         kv = self._runner.kv_cache
         ours, theirs = kv[own].float().flatten(1), kv[there].float().flatten(1)
         return float(((ours - theirs).norm(dim=1) / ours.norm(dim=1).clamp_min(1e-6)).max())

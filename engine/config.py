@@ -1,4 +1,4 @@
-"""What an engine can be told. Plain, frozen, built once; unknown keys are refused by name."""
+"""The engine's settings: frozen structs, built once. Unknown keys are refused by name."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class HashAlgorithm(enum.StrEnum):
 
 
 class AsyncScheduling(enum.StrEnum):
-    """Whether a step is planned while the one before it runs."""
+    """When the scheduler plans a step while the one before it still computes."""
 
-    AUTO = "auto"  # where the device runs by itself, and not where the step is the CPU's own work
+    AUTO = "auto"  # on GPUs, which compute while the CPU plans
     ALWAYS = "always"
     NEVER = "never"
 
 
 class Reserve(enum.StrEnum):
-    """What must be free before a request is admitted."""
+    """Which blocks must be free before a request is admitted."""
 
-    NONE = "none"  # the blocks of its first step
-    PROMPT = "prompt"  # those of all the tokens that it has
-    SEQUENCE = "sequence"  # all that it, and every request that has blocks, may ever need
+    NONE = "none"  # those of its first step
+    PROMPT = "prompt"  # those of all its present tokens
+    SEQUENCE = "sequence"  # all that it and every request with blocks may ever need
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,7 +110,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a node publishes what its KV cache stores and evicts, for programs that are not Tandem's."""
+    """Where a node publishes KV events for other programs than Tandem."""
 
     endpoint: Annotated[
         str,
@@ -241,17 +241,18 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shared_hash_seed(self) -> str | None:
-        """A tier that outlives the process, or that other nodes read, finds blocks by hashes that others make alike."""
+        """The hash seed. A fixed one is used by default when hashes must agree between processes: with a tier on disk, which
+        outlives the process, and with tiers that other nodes read."""
         shared = self.remote or self.mirror or any(tier.disk for tier in self.tiers)
         return "tandem" if self.hash_seed is None and shared else self.hash_seed
 
     @property
     def host_bytes_of_tiers(self) -> int:
-        """The host memory that the tiers of each node take."""
+        """How many bytes of host memory the tiers of a node take."""
         return sum(tier.cpu or 0 for tier in self.tiers)
 
     def share_on(self, device: str) -> float:
-        """The cache's share of the memory that is free there once the weights are loaded."""
+        """The KV cache's share of the device's memory that is free after the weights are loaded."""
         if self.memory_share is not None:
             return self.memory_share
         return 0.85 if device.startswith("cuda") else 0.5
@@ -349,7 +350,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def pins_for_s(self) -> float:
-        """How long an ended turn keeps its KV; 0: it does not."""
+        """How many seconds an ended turn keeps its blocks; 0: turns are not pinned."""
         return self.pin_seconds if self.policy == SchedulingPolicy.CONTINUUM else 0.0
 
     def plans_ahead(self, device: str) -> bool:
@@ -362,4 +363,4 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    debug: bool = False  # audit every invariant whenever the engine is idle
+    debug: bool = False  # check every invariant whenever the engine is idle

@@ -1,8 +1,8 @@
-"""One step: the scheduler plans, the connector sets transfers in motion, the model computes, the results are booked.
+"""The engine's step: the scheduler plans it, the connector starts its transfers, the model computes it, the scheduler books the results.
 
-Everything here runs in one thread, the one that steps. There is no other state than the scheduler's, the
-runner's and the connector's; the engine only fixes the order in which they are called. Steps run in the order in which
-they were planned. Ahead of time, the next is planned and started before the results of the last are read:
+Everything here runs in the step thread. The state is the scheduler's, the runner's and the connector's; the engine
+fixes the order in which they are called. Steps run in the order in which they were planned. With async scheduling
+(`ahead`), the engine plans and starts the next step before it reads the results of the last one:
 
     plan 1, start 1 │ plan 2, start 2, book 1 │ plan 3, start 3, book 2 │ ...
 """
@@ -29,10 +29,13 @@ _NO_TRANSFERS = ConnectorOutput()
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
+    """What one call of `Engine.step` has done. `updates` go to the routers in order."""
+
     updates: list[TokenChunk]
-    # False when the step changed nothing: another one would not either, until something arrives from outside.
+    # False when the step changed nothing. Another step would change nothing either, until something arrives from outside.
     progressed: bool
-    # Nothing changed, yet a connector wants to be asked again, or has something to tell its other half.
+    # The step changed nothing, but another one is due: a connector asked to be polled again, or its scheduler half has
+    # something to send to its worker half.
     ask_again: bool = False
 
 
@@ -40,12 +43,16 @@ class StepResult:
 class _StepInFlight:
     plan: SchedulerOutput
     computing: StartedStep
-    began: float  # by the tracer's clock, as long as there is one
+    # `began` and `forward_began` are on the tracer's clock, 0 while no request is traced. `started` is on the engine's.
+    began: float
     forward_began: float
-    started: float  # by the engine's own
+    started: float
 
 
 class Engine:
+    """Joins a scheduler, a runner and the worker half of a connector. Only the step thread uses it. An exception from `step` leaves
+    its state unknown, so the caller must not step again."""
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -57,18 +64,21 @@ class Engine:
         debug: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ahead`: a step is planned while the one before it runs, wherever it can be. `canary_share`: of the prompts that a peer computed,
-        how many are computed again and compared, as far as idle time allows."""
+        """`ahead` plans a step while the one before it runs, wherever the scheduler allows that. `canary_share` is the share of
+        prompts received from a peer that this engine recomputes and compares, as far as idle time allows."""
         self.scheduler = scheduler
         self.runner = runner
         self.worker = worker
-        self.tracer: Tracer | None = None  # there while a request is traced; set between steps
+        # None while no request is traced. Set between steps.
+        self.tracer: Tracer | None = None
         self._canary_share = canary_share
-        self.canary: Canary | None = None  # there while a prompt is to be checked, or is
+        # The check that runs or waits for idle time; None without one.
+        self.canary: Canary | None = None
         self.canary_findings = CanaryFindings()
         self._ahead = ahead
         self._debug = debug
-        self._open: _StepInFlight | None = None  # runs while the next step is planned
+        # The step that is still computing while the next one is planned.
+        self._open: _StepInFlight | None = None
         self._last_booked = 0.0
         self._clock = clock
         self._last_finished = 0.0
@@ -76,7 +86,8 @@ class Engine:
             worker.register_kv_caches(memory_of(runner))
 
     def add_request(self, request: Request) -> None:
-        """Raises a RequestError for one that can never run here."""
+        """Queues a request; a running canary gives its blocks back first. Raises a RequestError for a request that can never
+        run here."""
         if self.canary is not None:
             self.canary.stand_aside()
         self.scheduler.add_request(request)
@@ -85,13 +96,14 @@ class Engine:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> StepResult:
-        """Plans and starts one step, and books the one before, this one, or both."""
+        """Plans and starts one step. Books the step before it, this step, or both."""
         began = self._now()
         plan = self.scheduler.schedule()
         before, self._open = self._open, None
         result = StepResult([], bool(plan.total_num_scheduled_tokens or plan.preempted_req_ids or before))
         if before is not None and plan.begins_loads:
-            # Connectors know nothing of the device's order, and the open step may use blocks that came free since.
+            # A connector writes to blocks without waiting for the device. The open step may still use blocks that were
+            # freed and then handed to such a load, so book it first.
             self._book(before, result)
             before = None
         started = self._start(plan, began)
@@ -117,7 +129,7 @@ class Engine:
                 worker.handle_preemptions()
             worker.start_load_kv()
         forward_began, started = self._now(), self._clock()
-        # The runner also has to hear of requests that ended or were preempted when there is nothing to compute.
+        # The runner must learn of requests that ended or were preempted, even when there is nothing to compute.
         if plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids:
             hooks = worker if worker is not None and worker.layerwise else None
             computing = self.runner.start(plan, hooks)
@@ -128,10 +140,11 @@ class Engine:
         return _StepInFlight(plan, computing, began, forward_began, started)
 
     def _book(self, started: _StepInFlight, result: StepResult) -> None:
-        """Transfers first: they say which of the model's results can't be right."""
+        """Waits for the model, then books transfers and results. The transfers go first: a failed load makes some of the
+        model's results wrong."""
         plan, output = started.plan, started.computing.finish()
         forward_ended, finished = self._now(), self._clock()
-        # While the step before was under way this one waited for the device.
+        # A step that was planned ahead waited for the device until the step before it finished.
         self.scheduler.took(plan, finished - max(started.started, self._last_finished))
         self._last_finished = finished
         transfers = _NO_TRANSFERS
@@ -156,14 +169,14 @@ class Engine:
                 self.received(request)
 
     def received(self, request: Request) -> None:
-        """A peer computed its prompt. One is checked at a time; a newer one replaces one that still waits for idle time: its blocks stay
-        cached for longer."""
+        """Maybe chooses this request, whose prompt a peer computed, for the canary. One prompt is checked at a time. A newer prompt
+        replaces one whose check has not begun, because the newer one's blocks stay cached for longer."""
         is_free = self.canary is None or not self.canary.has_begun
         if is_free and random.random() < self._canary_share and Canary.can_check(self.scheduler, request):
             self.canary = Canary(self.scheduler, self.runner, request, self.canary_findings)
 
     def use_idle_time(self) -> bool:
-        """Goes on with a check for a few tokens. False: there is none, or something better to do."""
+        """Computes a few tokens of the canary's check. Returns False when there is no check or the engine is not idle."""
         if self.canary is None or not self.is_idle:
             return False
         if self.canary.step():
@@ -171,7 +184,7 @@ class Engine:
         return True
 
     def end_checks(self) -> None:
-        """The node is to go."""
+        """Drops the canary's check and starts no other one: the node is shutting down."""
         self._canary_share = 0.0
         if self.canary is not None:
             self.canary.stand_aside()
@@ -179,7 +192,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """No request is here, and the device computes nothing."""
+        """No request is unfinished, and no step is computing."""
         return self._open is None and not self.scheduler.has_unfinished_requests()
 
     def _now(self) -> float:
@@ -189,7 +202,8 @@ class Engine:
         started, self._open = self._open, None
         try:
             if started is not None:
-                started.computing.finish()  # the device uses the cache until then
+                # The device reads and writes the cache until the step has finished.
+                started.computing.finish()
         finally:
             if self.worker is not None:
                 self.worker.shutdown()

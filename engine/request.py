@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: what was asked, the tokens so far, how far it has been computed."""
+"""A request as the scheduler sees it: its inputs, its tokens so far, and how many of them are computed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from tandem.wire.sampling import FinishReason, SamplingParams
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands. The order carries meaning: everything after PREEMPTED is an end."""
+    """A request's state in the scheduler. The order matters: every status after PREEMPTED is final, and those between
+    WAITING and RUNNING wait for an event."""
 
-    WAITING = 1  # for its turn
+    WAITING = 1  # in line to run
     WAITING_FOR_GRAMMAR = 2  # its output's grammar is being compiled
-    WAITING_FOR_REMOTE_KVS = 3  # a peer may write to its blocks at any moment
-    RUNNING = 4  # holds blocks and gets tokens computed
-    PREEMPTED = 5  # ran, lost its blocks, and waits to run again
+    WAITING_FOR_REMOTE_KVS = 3  # a connector loads its KV, and may write to its blocks at any moment
+    RUNNING = 4  # holds blocks, and steps compute its tokens
+    PREEMPTED = 5  # ran, lost its blocks or was rewound, and waits to run again
     FINISHED_STOPPED = 6
     FINISHED_LENGTH_CAPPED = 7
     FINISHED_ABORTED = 8
-    FINISHED_IGNORED = 9  # too long to have ever run
+    FINISHED_IGNORED = 9  # too long to ever run
     FINISHED_ERROR = 10
     FINISHED_REPETITION = 11
 
@@ -36,7 +37,7 @@ class RequestStatus(enum.IntEnum):
 
     @property
     def is_blocked(self) -> bool:
-        """Waits for an event, not for its turn."""
+        """The request waits for an event, such as its KV, and cannot be admitted before."""
         return RequestStatus.WAITING < self < RequestStatus.RUNNING
 
 
@@ -63,21 +64,22 @@ def _reads_history(sampling: SamplingParams) -> bool:
 
 @dataclasses.dataclass(slots=True)
 class DraftRecord:
-    """What became of one request's drafts, the newest counting most."""
+    """How one request's drafts fared; newer drafts weigh more. `DraftJudge` reads and writes it."""
 
+    # Accepted draft tokens, and drafts with a rejected token. The tokens after a rejected one prove nothing.
     right: float = 0.0
-    wrong: float = 0.0  # drafts of which a token was wrong: those after it say nothing
-    skip: int = 0  # steps without a trial, after the last one failed
-    wait: int = 0  # steps until something is guessed again
-    in_vain: int = 0  # searches in a row that found nothing
+    wrong: float = 0.0
+    skip: int = 0  # steps to pause after the last failed trial; doubles with each
+    wait: int = 0  # steps left until the next draft
+    in_vain: int = 0  # searches in a row that found no draft
 
 
 class Request:
-    """Identity and inputs never change; tokens only grow; the counters are the scheduler's.
+    """Identity and inputs never change; tokens are only appended; the scheduler owns the counters.
 
-    Tokens are plain counts kept beside the list, not properties over it: the step loop reads them for every
-    running request. `num_computed_tokens` says how many leading tokens have their KV in this node's cache, and
-    the gap from there to `num_tokens_with_spec` is what is left to compute: a prompt, a decode or drafts.
+    `num_tokens` is a plain counter beside the list, because the step loop reads it for every running request.
+    `num_computed_tokens` counts the leading tokens whose KV is in this node's cache, or will be after the step that is
+    planned. The tokens from there to `num_tokens_with_spec` are left to compute: a prompt, a decode token or drafts.
     """
 
     __slots__ = (
@@ -149,42 +151,45 @@ class Request:
         self.sort_key = (priority, self.arrival_time, request_id)
         self.cache_salt = cache_salt
         self.lora = lora
-        self.media = media  # in the prompt's order: parts of its images, or runs of its `embeds`
-        self.images = images  # the files that `media` are parts of
-        self.embeds = embeds  # in the place of the whole prompt's tokens
+        self.media = media  # parts of the prompt's images, or runs of its `embeds`, in the prompt's order
+        self.images = images  # the image files that `media` describes parts of
+        self.embeds = embeds  # replace the embeddings of the whole prompt
         self.transfer = transfer
         self.cache_peers = cache_peers
-        self.pooling = pooling  # it ends with a vector of its prompt, and samples nothing
-        self.job_id = job_id  # the agent's work that it is a turn of
-        self.is_last_step = is_last_step  # of that job
+        self.pooling = pooling  # set: the request returns a vector of its prompt and samples no token
+        self.job_id = job_id  # the job that this request is a turn of
+        self.is_last_step = is_last_step  # this is the job's last turn
         self.eos_token_ids = eos_token_ids
 
         self.all_token_ids = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = len(self.all_token_ids)
-        # Output tokens that the request brought from another node. They are computed as part of a prompt.
+        # Output tokens that another node sampled before the request came here. They are computed like prompt tokens.
         self.num_initial_output_tokens = len(output_token_ids)
-        self.spec_token_ids: list[int] = []  # drafts, to be verified in the next step
-        self.drafting: DraftRecord | None = None  # what became of its drafts so far
+        self.spec_token_ids: list[int] = []  # drafts to verify in the next step
+        self.drafting: DraftRecord | None = None
 
         self.num_computed_tokens = 0
-        self.num_output_placeholders = 0  # tokens of the open step, which is still under way
-        self.num_external_tokens = 0  # promised by the connector
-        self.valid_load_tokens: int | None = None  # a load under way has overwritten all tokens after these
-        self.num_cached_tokens = -1  # found in the prefix cache when first admitted; -1 before
-        self.queue_seconds = 0.0  # from its arrival until it was first admitted
+        # 1 while the open step samples the next token: that token is counted and has a slot, but its id is not known yet.
+        self.num_output_placeholders = 0
+        self.num_external_tokens = 0  # tokens whose KV the connector promised to load
+        # A load under way has failed for the tokens after these; None while nothing of it has failed.
+        self.valid_load_tokens: int | None = None
+        # Prompt tokens that the prefix cache or a tier had when the request was first admitted; -1 before that.
+        self.num_cached_tokens = -1
+        self.queue_seconds = 0.0  # from arrival to first admission
         self.num_preemptions = 0
-        # Its blocks were taken while it stood in line. It loads nothing before it has run: two requests that take each other's
-        # blocks would load for ever.
+        # The request lost its blocks while it waited, so it loads no KV until it has run. Otherwise two requests that take
+        # each other's blocks would load forever.
         self.lost_load = False
 
         self.status = RequestStatus.WAITING
-        # The next token depends on the tokens so far on the host, so its steps cannot be planned ahead.
+        # Sampling reads the tokens so far on the host, so the next step cannot be planned before the last token is known.
         self.needs_its_last_token = _reads_history(sampling)
-        # Set by `limit`, when a scheduler accepts the request.
+        # `limit` sets these two when a scheduler accepts the request.
         self.length_limit = self.num_prompt_tokens + sampling.max_tokens
         self.stop_token_ids: frozenset[int] = frozenset()
-        # While its tokens end here or before, the cache manager has nothing to allocate or to cache for it.
+        # Up to this many tokens, the cache manager has nothing to allocate or to cache for the request.
         self.allocation_horizon = 0
 
         self.block_hasher: BlockHasher | None = None
@@ -193,12 +198,12 @@ class Request:
             self.hash_with(block_hasher)
 
     def hash_with(self, hasher: BlockHasher) -> None:
-        """Hashes the tokens there are, so that no step has to. Raises InvalidRequest for an id that is not a token."""
+        """Hashes the full blocks of the tokens so far, outside the step. Raises InvalidRequest for an id that is not a token."""
         hasher.extend(self._block_hashes, self)
         self.block_hasher = hasher
 
     def limit(self, context: int, eos_token_ids: frozenset[int]) -> None:
-        """Fixes how the request ends: which tokens stop it, and at how many it is full."""
+        """Fixes which tokens stop the request, and at how many tokens it ends. `context` is the most that one request may have."""
         self.length_limit = min(self.num_prompt_tokens + self.room_wanted, context)
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
         if not self.sampling.ignore_eos:
@@ -210,7 +215,7 @@ class Request:
 
     @property
     def room_wanted(self) -> int:
-        """Tokens beyond its prompt, at most."""
+        """The most tokens that may follow the prompt: 0 for a request for a vector."""
         return self.sampling.max_tokens if self.pooling is None else 0
 
     @property
@@ -231,7 +236,7 @@ class Request:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """The chained hashes of all full blocks of tokens, caught up with the tokens when they are asked for."""
+        """The chained hashes of all full blocks, extended on access to cover tokens that were appended since."""
         hasher = self.block_hasher
         if hasher is not None and self.num_tokens >= (len(self._block_hashes) + 1) * hasher.block_size:
             hasher.extend(self._block_hashes, self)
@@ -239,8 +244,9 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Log-probabilities of the prompt come only from computing it. So do hidden states that are wanted in a file, or of which a vector
-        is made, but for the last token's: a cached block holds keys and values alone."""
+        """Whether the whole prompt must be computed, though some of it is cached. A cached block holds keys and values only. The
+        prompt's log-probabilities and hidden states come only from computing it, and every pooling kind but LAST needs hidden
+        states of more tokens than the last one."""
         if self.pooling is not None and self.pooling.kind is not PoolingKind.LAST:
             return True
         return self.sampling.prompt_logprobs is not None or self.sampling.hidden_states is not None
@@ -258,7 +264,7 @@ class Request:
         self.num_tokens += 1
 
     def __lt__(self, other: Request) -> bool:
-        """More urgent: lower priority number, then earlier arrival, then id; identity makes it strict."""
+        """More urgent: the lower priority number, then the earlier arrival, then the lower id. `id()` makes the order strict."""
         if self.sort_key != other.sort_key:
             return self.sort_key < other.sort_key
         return id(self) < id(other)

@@ -1,6 +1,6 @@
-"""Where the time of traced requests goes on this node. The engine calls it only while there is one.
+"""Records where the time of traced requests goes on this node. The engine calls the tracer only while a request is traced.
 
-A trace is handed on once: when its request has ended here, and with it the transfer that its blocks were kept for.
+Each trace is handed on once: when its request has ended here, and so has the transfer that its blocks were kept for.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from tandem.kvtransfer.base import ConnectorOutput
 from tandem.wire.requests import Submit
 from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferTrace
 
-# A step is two spans, so this is an answer of 2,000 tokens; what comes after it is counted.
+# A step makes two spans, so this is enough for an answer of 2,000 tokens. Later spans are dropped and counted.
 MAX_SPANS = 4096
-# A transfer ends by its lease at the latest. Traces of at most this many requests wait for that.
+# At most this many finished requests wait for their transfer before their trace is handed on. A transfer ends with its
+# lease at the latest.
 MAX_AWAITED = 64
 
 TraceOf = Callable[[str], TransferTrace | None]
-"""What is known of a request's transfer, once it is over."""
+"""Returns the trace of a request's transfer; None before the transfer has ended, or without one."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class FinishedTrace:
     submit: Submit
     spans: list[Span]
-    dropped: int  # spans that there was no room for
+    dropped: int  # spans beyond MAX_SPANS
     transfer: TransferRecord | None
 
 
@@ -48,9 +49,11 @@ class _TracedRequest:
     spans: list[Span] = dataclasses.field(default_factory=list)
     dropped: int = 0
     transfer: TransferRecord | None = None
-    waits_since: float | None = None  # for its next step; None while it has one
+    # Since when the request has waited for its next step; None while it is scheduled.
+    waits_since: float | None = None
     waits_as: TracePhase = TracePhase.QUEUE
-    writes: bool = False  # its prompt is through: steps write its answer from here on
+    # The prompt is computed, so further steps are decode steps.
+    writes: bool = False
 
     def add(self, span: Span) -> None:
         if len(self.spans) < MAX_SPANS:
@@ -60,7 +63,7 @@ class _TracedRequest:
 
 
 class Tracer:
-    """`arrived` may be called from any thread, everything else from the step thread."""
+    """Any thread may call `arrived`; only the step thread calls the other methods."""
 
     def __init__(self, clock: Callable[[], float], trace_of: TraceOf, done: Done) -> None:
         self.clock = clock
@@ -68,7 +71,8 @@ class Tracer:
         self._done = done
         self._arrivals: dict[str, float] = {}
         self._live: dict[str, _TracedRequest] = {}
-        self._awaited: dict[str, _TracedRequest] = {}  # ended here, their transfer not
+        # Requests that have ended while their transfer goes on, the oldest first.
+        self._awaited: dict[str, _TracedRequest] = {}
 
     @property
     def active(self) -> bool:
@@ -124,7 +128,8 @@ class Tracer:
         traced.writes = complete
 
     def ended(self, request_id: str, *, is_held: bool) -> None:
-        """`is_held`: its blocks are kept for a transfer, whose end the connector will tell."""
+        """A request has ended. With `is_held` its blocks are kept for a transfer, and the trace waits until the connector
+        reports that transfer's end."""
         traced = self._live.pop(request_id, None)
         if traced is None:
             return

@@ -1,10 +1,10 @@
-"""The KV cache's bookkeeping: which request holds which block, and what is in it. It touches no tensor.
+"""The KV cache's bookkeeping: which request owns which block, and what each block holds. It touches no tensor.
 
-pool            all blocks: owners, hashes, those that no request uses in order of eviction; how long what is cached stays; for routers, which
-                hashes appeared and vanished
-hashing         hashes of full blocks
-group_manager   which layers share a block table; the tables of one group: full, with a sliding window, chunked
-state_slots     the same for recurrent states; checkpoints says which of them are kept
-encoder_cache   which images the vision tower has encoded, and for whom
-manager         what the scheduler calls: find a prefix, get slots, give them back; one answer from several groups
+pool            all blocks: reference counts, hashes, the free queue in order of eviction, KV events, cache residency times
+hashing         chained hashes of full blocks
+group_manager   KV cache groups, and the block tables of one: full attention, sliding window, chunked
+state_slots     the block table of a group of recurrent states, and the blocks of checkpoints
+checkpoints     after which tokens of a request its recurrent states are kept
+encoder_cache   which parts of images have rows on the device, and which requests need them
+manager         the scheduler's interface: find a prefix, allocate slots, free them; coordinates several groups
 """

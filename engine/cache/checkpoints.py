@@ -1,16 +1,17 @@
-"""Where in a prompt its recurrent states are kept for later prompts.
+"""Decides after which tokens a request's recurrent states are kept as a checkpoint, for later prompts or for a connector.
 
-A state is found after exactly the tokens that it was kept after, so a step has to end there. Every place costs its prompt a step and
-the pool some blocks. Two places of a prompt are worth that:
+A checkpoint is a hit only for prompts that share exactly the tokens before it, and a step must end there. So each one costs its
+prompt a step, and the pool some blocks. Two places in a prompt are worth that:
 
-- the last block boundary before its end: the conversation's next turn goes on from there;
-- where it parts from an earlier prompt: pages of the same tokens are cached up to there, no state is. What two prompts begin with, a
-  third will, too. (A model without attention has no pages that would tell.)
+- the last block boundary before the prompt's end, where the conversation's next turn goes on;
+- the end of what it shares with an earlier prompt: attention blocks of the same tokens are cached up to there, but no state. If
+  two prompts begin alike, a third is likely to. (A model without attention has no blocks that would show it.)
 
-A third costs no step: where a connector's load ends, which the tokens after it are computed from.
+A third place costs no step: the end of a connector's load, because computing begins from the states there.
 
-While a request answers nothing here needs its states, but a connector may, which copies them to another node. Those are kept for as long as it
-reads them, `min_tokens` apart, and of few requests in one step: the others' turn comes a block later.
+While a request decodes, no later prompt needs its states, but a connector that mirrors it to another node may. Those
+checkpoints are kept while the connector reads them, `min_tokens` apart, and for few requests in one step; the others are tried
+again a block later.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import SchedulerConnector
 
-# So many requests that answer are copied in one step, which each copy makes longer.
+# At most this many decoding requests get a checkpoint in one step, because each copy makes the step longer.
 MOST_PASSING = 2
 
 
 class Checkpoints:
+    """The places of all requests' checkpoints. The scheduler caps a request's tokens by `cap`, and calls `keep` once per step."""
+
     def __init__(
         self,
         managers: Sequence[GroupManager],
@@ -36,23 +39,26 @@ class Checkpoints:
         min_tokens: int,
         num_lookahead_tokens: int = 0,
     ) -> None:
-        """`min_tokens`: a place is worth keeping when it saves so many."""
+        """`min_tokens` is the fewest tokens that a checkpoint must save a later prompt."""
         self._states = states
         self._pages = next((manager for manager in managers if manager is not states), None)
         self._alignment = math.lcm(*(manager.block_size for manager in managers))
         self._min_tokens = min_tokens
-        self._ends: dict[str, list[int]] = {}  # the places ahead of each request, the nearest first
-        self.wanted: Callable[[Request], bool] = lambda request: False  # by a connector, of its answer
-        # Each answer's next place, and the step that looks at it.
+        # The places ahead of each request in its prompt, the nearest first.
+        self._ends: dict[str, list[int]] = {}
+        # Whether a connector wants checkpoints of a request while it decodes.
+        self.wanted: Callable[[Request], bool] = lambda request: False
+        # Each such request's next place, and the step that checks whether it is reached.
         self._passing: dict[str, tuple[int, int]] = {}
         self._apart = -(-min_tokens // self._alignment) * self._alignment
-        # Which answers a step looks at: as far as one computes no more tokens in a step than this, it comes to no place before.
+        # The requests to check, by step. A decoding request gets at most `_most_tokens` tokens in a step, so it reaches its
+        # place no earlier.
         self._due: defaultdict[int, list[str]] = defaultdict(list)
         self._step = 0
         self._most_tokens = 2 * num_lookahead_tokens + 1
 
     def begin(self, request: Request, num_hit_tokens: int) -> None:
-        """The request is about to get its first blocks."""
+        """Chooses the places of a request that is about to get its first blocks, with a prefix hit of `num_hit_tokens`."""
         last = (request.num_tokens - 1) // self._alignment * self._alignment
         ends: list[int] = []
         if last - num_hit_tokens >= self._min_tokens:
@@ -67,23 +73,24 @@ class Checkpoints:
         self._follow(request, last + self._apart if ends else request.num_tokens)
 
     def handed_over(self, request: Request, num_tokens: int) -> None:
-        """The states after so many tokens came from the node that read them."""
+        """The prefill node's states after the first `num_tokens` tokens have arrived."""
         self._follow(request, num_tokens)
 
     def _follow(self, request: Request, num_tokens: int) -> None:
-        """From the first place after so many tokens on."""
+        """Follows a request that a connector wants checkpoints of, from the first place after `num_tokens` tokens."""
         self._passing.pop(request.request_id, None)
         if self.wanted(request):
             self._look(request.request_id, -(-num_tokens // self._alignment) * self._alignment, 0)
 
     def _look(self, request_id: str, place: int, tokens: int) -> None:
-        """Again when it may have got so many more tokens."""
+        """Checks the request again in the first step after which it may have `tokens` more tokens."""
         step = self._step + max(-(-tokens // self._most_tokens), 1)
         self._passing[request_id] = place, step
         self._due[step].append(request_id)
 
     def loaded(self, request: Request, num_tokens: int) -> None:
-        """A connector has brought the states after so many tokens, whole blocks of them: later prompts find them here."""
+        """A connector has loaded the states after the first `num_tokens` tokens. If these are whole blocks, the states are kept as
+        a checkpoint, too."""
         self.begin(request, num_tokens)
         if num_tokens % self._alignment == 0:
             self._ends.setdefault(request.request_id, []).insert(0, num_tokens)
@@ -95,7 +102,7 @@ class Checkpoints:
         return len(pages) * self._pages.block_size
 
     def cap(self, request: Request, num_computed: int, num_new: int) -> int:
-        """How many of the tokens the next step may compute, so that it ends at the next place."""
+        """Limits `num_new` so that the next step ends at the request's next place."""
         for end in self._ends.get(request.request_id, ()):
             if end > num_computed:
                 return min(num_new, end - num_computed)
@@ -108,8 +115,8 @@ class Checkpoints:
         num_scheduled: dict[str, int],
         connector: SchedulerConnector | None = None,
     ) -> None:
-        """The step is planned, and what it left of the pool is free. Requests that it takes beyond a place leave a checkpoint there,
-        which the connector hears of."""
+        """Makes checkpoints of scheduled requests that stand at one of their places, and tells the connector. Called when the step
+        is planned, so checkpoints take only blocks that the step left free."""
         for request_id in [name for name in self._ends if name in num_scheduled]:
             request, ends = requests[request_id], self._ends[request_id]
             computed = request.num_computed_tokens
@@ -137,9 +144,9 @@ class Checkpoints:
         for request_id in due:
             place, step = self._passing.get(request_id, (0, 0))
             if step != self._step:
-                continue  # it has begun again since
+                continue  # the request began again, and another step checks it
             request = requests.get(request_id)
-            if request is None:  # it has ended, and a connector still reads its blocks
+            if request is None:  # it has ended, and is held for its connector
                 del self._passing[request_id]
                 continue
             computed = request.num_computed_tokens

@@ -1,13 +1,13 @@
-"""Which outputs of the vision tower the runner has, by the content that they are of, and who needs them.
+"""Which parts of images the runner has rows for, by their content, and which requests need them.
 
-A running request holds what a step's tokens need until these are computed. What no request holds stays for other requests with the same
-image, and makes room, the longest unused first, when there is no other. Between two steps a request holds the part that it is in the middle
-of and no other, so requests never wait for each other in a circle.
+A running request holds the parts that a step's tokens need until these tokens are computed. A part that no request holds stays
+for other requests with the same image, until its room is needed; the least recently used goes first. Between two steps a
+request holds only a part that its computed tokens end in the middle of, so requests never wait for each other in a circle.
 
-A step encodes so many tokens of images at most; a part that is larger is encoded in a step of its own.
+A step encodes a limited number of image tokens. A larger part is encoded in a step without others.
 
-Rows of a part may be on their way from an encoder node. Until they are here no step computes what needs them, and none encodes the part.
-When it is said that they do not come, the part is encoded here as any other.
+An encoder node may make a part's rows. Until they arrive, no step computes tokens that need them, and no step encodes the part.
+If the encoder node says that they will not come, the part is encoded here.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tandem.wire.images import MediaFeature
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """A part of an image that a step encodes, or whose rows have come."""
+    """A part of an image that a step encodes, or whose rows have arrived."""
 
     identifier: str
-    file: bytes  # the whole image's
+    file: bytes  # the whole image file
     part: int
-    length: int  # tokens that it becomes
+    length: int  # in tokens
     columns: int = 0  # see MediaFeature
-    rows: PromptEmbeds | None = None  # as an encoder node made them; None: they are made here
+    rows: PromptEmbeds | None = None  # from an encoder node; None: the vision tower here makes them
 
 
 @dataclasses.dataclass(slots=True)
 class _Coming:
-    """Rows on their way from an encoder node, or here and not used yet."""
+    """Rows that an encoder node makes; `rows` is None until they arrive. No step has used them yet."""
 
     length: int
     wanted_by: set[str]
@@ -50,17 +50,20 @@ class _Entry:
 
 
 class EncoderCache:
+    """The scheduler's account of the runner's rows of images. It never holds more than `capacity` tokens."""
+
     def __init__(self, capacity: int, tokens_per_step: int) -> None:
         self.capacity = capacity
         self.tokens_per_step = tokens_per_step
         self.encoded_tokens = self.reused_tokens = self.received_tokens = 0
         self._entries: dict[str, _Entry] = {}
-        self._unheld: OrderedDict[str, None] = OrderedDict()  # of these, the longest unused first
-        self._held_by: dict[str, set[str]] = {}  # what each request holds
+        # Entries without a holder, the least recently used first.
+        self._unheld: OrderedDict[str, None] = OrderedDict()
+        self._held_by: dict[str, set[str]] = {}  # the entries that each request holds
         self._used = 0  # tokens of all entries
-        self._held = 0  # of those that are held
-        self._left = tokens_per_step  # that this step may still encode
-        self._begun: dict[str, EncoderInput] = {}  # what this step encodes
+        self._held = 0  # tokens of the entries with a holder
+        self._left = tokens_per_step  # tokens that this step may still encode
+        self._begun: dict[str, EncoderInput] = {}  # the entries that this step adds
         self._forgotten: list[str] = []
         self._coming: dict[str, _Coming] = {}
 
@@ -70,8 +73,8 @@ class EncoderCache:
     # --- rows from elsewhere
 
     def expect(self, request_id: str, parts: Iterable[MediaFeature]) -> list[MediaFeature]:
-        """The request waits for rows of these parts, but for those that are here. Returns the parts that are to be asked for. So many tokens'
-        worth as the cache has may be on their way beside it; parts beyond that are not waited for, but encoded here."""
+        """The request will wait for rows of these parts, except those that are here. Returns the parts to ask an encoder node for.
+        At most `capacity` tokens may be on their way; further parts are encoded here instead."""
         asked: list[MediaFeature] = []
         for part in parts:
             coming = self._coming.get(part.identifier)
@@ -88,7 +91,7 @@ class EncoderCache:
 
     def came(self, identifier: str, rows: PromptEmbeds) -> None:
         coming = self._coming.get(identifier)
-        if coming is not None:  # else they are not wanted any more
+        if coming is not None:  # None: no request wants them any more
             coming.rows = rows
 
     def will_not_come(self, identifier: str) -> None:
@@ -97,14 +100,14 @@ class EncoderCache:
             del self._coming[identifier]
 
     def awaits(self, request: Request, at: int) -> bool:
-        """Whether the token at this place needs rows that are on their way."""
+        """Whether the request's token `at` needs rows that are on their way."""
         return any(
             (coming := self._coming.get(feature.identifier)) is not None and coming.rows is None
             for feature in _features(request, at, 1)
         )
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """A request has ended: drops the expected rows that no other request wants."""
         for identifier, coming in list(self._coming.items()):
             coming.wanted_by.discard(request_id)
             if not coming.wanted_by:
@@ -113,11 +116,12 @@ class EncoderCache:
     # --- steps
 
     def begin_step(self, most: float) -> None:
-        """`most`: tokens that this step may encode, if fewer than others."""
+        """Begins planning a step that may encode at most `most` tokens."""
         self._left = int(min(self.tokens_per_step, most))
 
     def cap(self, request: Request, start: int, num_new: int) -> int:
-        """How many of the tokens from `start` on can be computed: up to the first part for which this step, or the cache, has no room."""
+        """How many of the `num_new` tokens from `start` on can be computed: up to the first part that the step or the cache has no
+        room for, or whose rows are on their way."""
         left, room = self._left, self.capacity - self._held
         taken: set[str] = set()
         encodes = any(one.rows is None for one in self._begun.values())
@@ -140,7 +144,7 @@ class EncoderCache:
         return num_new
 
     def take(self, request: Request, start: int, num_new: int) -> None:
-        """The request holds what these tokens need from here on. They are no more than `cap` has said."""
+        """The request begins to hold the parts that these tokens need. `cap` has allowed the tokens."""
         missing: list[MediaFeature] = []
         for feature in _features(request, start, num_new):
             if feature.identifier in self._held_by.get(request.request_id, ()):
@@ -150,7 +154,7 @@ class EncoderCache:
                 self._hold(request.request_id, feature.identifier)
             else:
                 missing.append(feature)
-        # What is there is held by now, and gives no way to what is missing.
+        # The parts that are here are held by now, so making room for the missing ones does not drop them.
         for feature in missing:
             if feature.identifier not in self._entries:
                 self._begin(request, feature)
@@ -189,13 +193,13 @@ class EncoderCache:
                 raise InternalError("the encoder cache is full of what running requests hold")
             identifier, _ = self._unheld.popitem(last=False)
             self._used -= self._entries.pop(identifier).length
-            # What was to be encoded in this very step is not known to the runner yet.
+            # The runner does not know a part that this same step would have added.
             if self._begun.pop(identifier, None) is None:
                 self._forgotten.append(identifier)
 
     def passed(self, request: Request) -> None:
-        """Its tokens are computed so far. It keeps the part that it is in the middle of, and not one that comes again later: that would stand
-        in the way of those between."""
+        """The request's computed tokens have advanced. It keeps holding only a part that they end in the middle of. A part that
+        comes again later is released, too, because it would take room from the parts in between."""
         held = self._held_by.get(request.request_id)
         if held is None:
             return
@@ -203,7 +207,7 @@ class EncoderCache:
             self._let_go(request.request_id, identifier)
 
     def release(self, request_id: str) -> None:
-        """The request does not run any more."""
+        """The request has stopped running: it releases all its parts."""
         for identifier in list(self._held_by.get(request_id, ())):
             self._let_go(request_id, identifier)
 
@@ -219,13 +223,13 @@ class EncoderCache:
             self._unheld[identifier] = None
 
     def take_step(self) -> tuple[list[EncoderInput], list[str]]:
-        """What the runner encodes in this step, and what it forgets before."""
+        """Returns the parts that the runner adds in this step, and those that it drops before."""
         begun, forgotten = list(self._begun.values()), self._forgotten
         self._begun, self._forgotten = {}, []
         return begun, forgotten
 
     def check_integrity(self, running: Mapping[str, Request]) -> None:
-        """Raises InternalError for what contradicts anything else. `running`: the requests that may hold something."""
+        """Raises an InternalError when the cache's data contradict each other. Only requests in `running` may hold parts."""
         for request_id, held in self._held_by.items():
             request = running.get(request_id)
             if request is None or not held:
@@ -245,16 +249,16 @@ class EncoderCache:
 
 
 def _entered(request: Request) -> set[str]:
-    """The part that the request is in the middle of, if it is in one."""
+    """The part that the request's computed tokens end in the middle of; an empty set if there is none."""
     computed = request.num_computed_tokens
     return {each.identifier for each in request.media if each.offset < computed < each.offset + each.length}
 
 
 def _features(request: Request, start: int, num_new: int) -> Iterator[MediaFeature]:
-    """Those that the tokens touch, in order."""
+    """The parts that the `num_new` tokens from `start` on touch, in order."""
     last = request.media[-1]
     if last.offset + last.length <= start:
-        return  # as for every token of its answer
+        return  # a fast exit for every token of the answer
     for feature in request.media:
         if feature.offset >= start + num_new:
             return

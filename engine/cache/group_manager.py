@@ -1,6 +1,8 @@
-"""The block tables of one KV cache group. Layers that keep the same tokens form one group; so do all that keep a recurrent state.
+"""KV cache groups, and the block tables of one group. A group is the layers that keep the KV of the same tokens, or all layers that
+keep a recurrent state.
 
-What all kinds of attention share is `GroupManager`. The kinds differ in what a token reads: all before it, a window, or its own chunk.
+`GroupManager` has what all kinds of attention share. They differ in which tokens a token reads: all before it, a window, or
+its own chunk.
 """
 
 from __future__ import annotations
@@ -21,26 +23,27 @@ from tandem.wire.errors import ConfigurationError, InternalError
 
 class AttentionKind(enum.StrEnum):
     FULL = "full"  # every token is kept
-    SLIDING = "sliding"  # only the last `window` tokens are ever read
-    CHUNKED = "chunked"  # only those since the last multiple of `window` are
-    STATE = "state"  # no token is kept: a state of all of them is
+    SLIDING = "sliding"  # a token reads only the last `window` tokens
+    CHUNKED = "chunked"  # a token reads only the tokens since the last multiple of `window`
+    STATE = "state"  # a recurrent state of all tokens is kept, and no token
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True):
-    """All groups draw from one block pool; a block of group g holds the KV of `layers` of that group."""
+    """One group of layers. All groups take blocks from one pool; a group's block holds the KV of its `layers`."""
 
     kind: AttentionKind
     block_size: int
     layers: tuple[int, ...]
-    window: int | None = None  # tokens, counting the one that attends; only with SLIDING and CHUNKED
-    blocks_per_request: int = 0  # however many tokens it has; only with STATE
+    window: int | None = None  # in tokens, with the one that attends; only with SLIDING and CHUNKED
+    blocks_per_request: int = 0  # independent of the request's length; only with STATE
 
     @property
     def keeps_every_token(self) -> bool:
         return self.kind is AttentionKind.FULL
 
     def first_read(self, position: Any) -> Any:
-        """The first token that the one at `position` reads: a number, or an array of them. With a sliding window it may be below 0."""
+        """The position of the first token that the one at `position` reads. `position` is a number or an array. With a sliding
+        window the result may be negative."""
         if self.window is None:
             return position * 0
         if self.kind is AttentionKind.CHUNKED:
@@ -49,50 +52,49 @@ class KVCacheGroup(msgspec.Struct, frozen=True):
 
 
 class GroupManager(abc.ABC):
-    """Tables only grow: block i of a request holds its tokens `i * block_size` onwards, for as long as it has
-    blocks. A place whose block was dropped holds the null block."""
+    """The block tables of one group. A table is only appended to: entry i holds the KV of the request's tokens from
+    `i * block_size` on. An entry whose block was dropped is the null block."""
 
     def __init__(self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int) -> None:
         self.index = index
         self.block_size = group.block_size
         self.tables: dict[str, list[int]] = {}
         self._pool = pool
-        # Leading places of a table that need no more caching: they are cached, or were dropped.
+        # How many leading entries of a request's table need no caching any more: they are cached or were dropped.
         self._num_cached: dict[str, int] = {}
-        # A block may span several hashes. The last of them stands for it, as for all before it.
+        # A block may span several hashes of the chain. It is registered under the last of them, which covers all before it.
         self._hashes_per_block = group.block_size // hash_block_size
 
     @abc.abstractmethod
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int) -> list[int]:
-        """Blocks for the longest cached prefix of at most `max_tokens`, whose length `alignment` divides."""
+        """Returns the blocks of the longest cached prefix of at most `max_tokens` whose length is a multiple of `alignment`."""
 
     @abc.abstractmethod
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        """Leading blocks that no token after the first `num_computed_tokens` reads."""
+        """How many leading blocks no token after the first `num_computed_tokens` reads."""
 
     @abc.abstractmethod
     def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Gives back the blocks that nothing will read any more."""
+        """Releases the blocks that no later token reads."""
 
     @abc.abstractmethod
     def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
-        """The most blocks that a request of `num_tokens` holds at once, when a step computes at most
-        `max_new_tokens` of them."""
+        """The most blocks that a request of `num_tokens` holds at once if a step computes at most `max_new_tokens` of them."""
 
     @abc.abstractmethod
     def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
-        """Whether everything is still there that the token after the first `num_tokens` reads."""
+        """Whether the request still has all KV that the token after the first `num_tokens` reads."""
 
     def num_kept(self, request_id: str) -> int:
         """How many blocks the request has."""
         return len(self.tables.get(request_id, ()))
 
     def num_kept_of(self, hits: Sequence[int]) -> int:
-        """How many of the blocks that were found are in use, and would be the request's, too."""
+        """How many of the blocks of a hit are in use already, so that adopting them takes no free block."""
         return len(hits) - hits.count(NULL_BLOCK_ID) - self._pool.num_free_among(hits)
 
     def num_blocks_needed(self, num_slots: int, hits: Sequence[int], num_computed_tokens: int) -> int:
-        """How many blocks `adopt` and `grow` would take out of the free queue."""
+        """How many blocks `adopt` and then `grow` would take from the free queue."""
         required = -(-num_slots // self.block_size)
         skipped = self.num_skipped_blocks(num_computed_tokens)
         fresh = max(required - max(len(hits), skipped), 0)
@@ -104,15 +106,15 @@ class GroupManager(abc.ABC):
         return missing if missing > 0 else 0
 
     def num_loaded_blocks(self, num_tokens: int) -> int:
-        """The leading blocks of a table that a connector writes to when it brings the first `num_tokens` tokens."""
+        """How many leading blocks of a table a connector writes to when it loads the first `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def first_token_of(self, index: int) -> int:
-        """The first token that is lost with a table's block `index`."""
+        """The first token whose KV is lost with block `index` of a table."""
         return index * self.block_size
 
     def adopt(self, request_id: str, hits: Sequence[int], num_computed_tokens: int) -> None:
-        """Begins a table: places that are skipped already, then the blocks that were found."""
+        """Begins a request's table with null blocks for skipped places, then the blocks of the hit."""
         skipped = self.num_skipped_blocks(num_computed_tokens)
         kept = hits[skipped:]
         self._pool.touch(kept)
@@ -120,7 +122,7 @@ class GroupManager(abc.ABC):
         self._num_cached[request_id] = max(len(hits), skipped)
 
     def grow(self, request_id: str, num_slots: int) -> list[int]:
-        """Blocks for the first `num_slots` tokens; returns those that are new."""
+        """Appends blocks until the table covers `num_slots` tokens; returns the new ones."""
         table = self.tables[request_id]
         missing = -(-num_slots // self.block_size) - len(table)
         if missing <= 0:
@@ -130,8 +132,8 @@ class GroupManager(abc.ABC):
         return blocks
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Caches the blocks that the first `num_tokens` tokens fill. Drafts have no hash: a block that holds one cannot be
-        found before the draft is accepted."""
+        """Caches the blocks that the first `num_tokens` tokens fill. Drafts are not hashed, so a block with one is not cached before
+        the draft is accepted."""
         full = num_tokens // self.block_size
         cached = self._num_cached[request.request_id]
         if full <= cached:
@@ -143,7 +145,7 @@ class GroupManager(abc.ABC):
         table, pool = self.tables[request.request_id], self._pool
         appeared: list[int] = []
         for i in range(cached, full):
-            # Requests that share a block and had to compute it again cache it once.
+            # Several requests may share the block, and one of them may have cached it already.
             if (
                 table[i] != NULL_BLOCK_ID
                 and table[i] not in pool.hashes
@@ -155,7 +157,7 @@ class GroupManager(abc.ABC):
             self._tell_stored(pool.events, request, appeared)
 
     def _tell_stored(self, events: CacheEvents, request: Request, places: list[int]) -> None:
-        """One event for each run of neighbours."""
+        """Records one event for each run of neighbouring blocks."""
         hashes, per_block = request.block_hashes, self._hashes_per_block
         first = 0
         for i in range(1, len(places) + 1):
@@ -168,19 +170,19 @@ class GroupManager(abc.ABC):
             first = i
 
     def horizon(self, request_id: str, num_lookahead_tokens: int) -> int:
-        """While a request has no more tokens than this, there is nothing to allocate, cache or release for it."""
+        """Up to this many tokens, the request needs no block allocated, cached or released."""
         allocated = len(self.tables[request_id]) * self.block_size - num_lookahead_tokens
         if not self._pool.caching:
             return allocated
         return min(allocated, (self._num_cached[request_id] + 1) * self.block_size - 1)
 
     def cached_blocks_from(self, request_id: str, num_tokens: int) -> list[int]:
-        """Cached blocks that hold tokens after the first `num_tokens`."""
+        """Returns the request's cached blocks that hold tokens after its first `num_tokens`."""
         first, end = num_tokens // self.block_size, self._num_cached.get(request_id, 0)
         return [block for block in self.tables.get(request_id, ())[first:end] if block != NULL_BLOCK_ID]
 
     def forget_after(self, request_id: str, num_tokens: int) -> None:
-        """Uncaches the full blocks after the first `num_tokens` tokens, whose KV alone is right."""
+        """Uncaches the blocks beyond the first `num_tokens` tokens, the only ones whose KV is right."""
         valid = num_tokens // self.block_size
         if self._num_cached.get(request_id, 0) > valid:
             for block in self.cached_blocks_from(request_id, num_tokens):
@@ -188,7 +190,8 @@ class GroupManager(abc.ABC):
             self._num_cached[request_id] = valid
 
     def quarantine(self, request_id: str, blocks: frozenset[int]) -> None:
-        """Cuts the table off before the first of `blocks`, which then have no owner; the others after it are released."""
+        """Cuts the table off before the first of `blocks`. Those in `blocks` go into quarantine; the others that were cut off are
+        released."""
         table = self.tables.get(request_id, [])
         first = next((i for i, block in enumerate(table) if block in blocks), None)
         if first is None:
@@ -201,7 +204,8 @@ class GroupManager(abc.ABC):
         self._pool.release(block for block in reversed(cut) if block not in blocks)
 
     def check_table(self, request: Request) -> None:
-        """Checks that the table covers the computed tokens, and that every cached block in it has the hash of its tokens."""
+        """Raises an InternalError unless the table covers the computed tokens and every cached block in it has the hash of its
+        tokens."""
         table = self.tables[request.request_id]
         if len(table) * self.block_size < request.num_computed_tokens:
             raise InternalError(f"{request!r} has {len(table)} blocks in group {self.index}")
@@ -225,10 +229,10 @@ class GroupManager(abc.ABC):
 
 
 class FullAttentionManager(GroupManager):
-    """Every token is read by all that follow, so every block is kept."""
+    """Every later token reads every token, so all blocks are kept."""
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int) -> list[int]:
-        """Searches from the left to the first miss. After it the chain of hashes cannot match."""
+        """Searches from the left to the first miss. Beyond it no hash of the chain can match."""
         per_block = self._hashes_per_block
         ends = islice(block_hashes, per_block - 1, max_tokens // self.block_size * per_block, per_block)
         hits = self._pool.lookup_run(self.index, ends)
@@ -239,7 +243,7 @@ class FullAttentionManager(GroupManager):
         return 0
 
     def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Full attention skips none."""
+        """Does nothing: full attention reads every block."""
 
     def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -249,8 +253,8 @@ class FullAttentionManager(GroupManager):
 
 
 class SlidingWindowManager(GroupManager):
-    """A token reads itself and the `window - 1` tokens before it. Earlier blocks are freed as the request goes on, and a prefix
-    is a hit when the window before its end is cached."""
+    """A token reads itself and the `window - 1` tokens before it. Earlier blocks are released as the request goes on. A prefix is
+    a hit when the window before its end is cached."""
 
     def __init__(self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int) -> None:
         super().__init__(index, group, pool, hash_block_size)
@@ -259,15 +263,15 @@ class SlidingWindowManager(GroupManager):
                 f"a sliding-window group needs a window of at least 1, not {group.window}"
             )
         self._window = group.window
-        self._num_dropped: dict[str, int] = {}  # leading places of a table that are null
+        self._num_dropped: dict[str, int] = {}  # how many leading entries of a table are null
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int) -> list[int]:
-        """Searches from the right to the first run of cached blocks that covers a window; places before the run are null.
-        A run that reaches the first block is a hit however short it is."""
+        """Searches from the right for a run of cached blocks that covers a window, and fills the places before it with null blocks.
+        A run that reaches the first block is a hit of any length."""
         per_block = self._hashes_per_block
         wanted = max(-(-(self._window - 1) // self.block_size), 1)
         limit = min(max_tokens // self.block_size, len(block_hashes) // per_block)
-        run: list[int] = []  # rightmost first
+        run: list[int] = []  # the rightmost block first
         for i in range(limit - 1, -1, -1):
             if not run and (i + 1) * self.block_size % alignment:
                 continue
@@ -319,11 +323,11 @@ class SlidingWindowManager(GroupManager):
 
 
 class ChunkedManager(SlidingWindowManager):
-    """A token reads those of its own chunk, which ends at each multiple of the chunk's length. Blocks before the chunk are freed
-    as the request goes on, and at a chunk's edge a prefix is a hit whatever is cached of it."""
+    """A token reads only tokens of its own chunk of `window` tokens. Blocks before the chunk are released as the request goes on.
+    A prefix that ends at a chunk's edge is always a hit, because the next token reads none of it."""
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int) -> list[int]:
-        """Searches from the right to the first length whose own chunk is cached as far as it goes."""
+        """Searches from the right for a prefix whose last chunk is cached up to the prefix's end."""
         per_block = self._hashes_per_block
         end = min(max_tokens // self.block_size, len(block_hashes) // per_block)
         while end > 0:
@@ -340,7 +344,7 @@ class ChunkedManager(SlidingWindowManager):
                 run.append(block)
             if len(run) == end - first:
                 return [NULL_BLOCK_ID] * first + run
-            # What is found ends there, and no chunk ends in between.
+            # The run ends before a block that is not cached. No chunk ends in between, so go on with the run's end.
             end = first + len(run)
         return []
 

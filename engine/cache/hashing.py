@@ -1,18 +1,17 @@
-"""Names for full blocks: equal names mean equal content, so that a block can be found by what it must hold.
+"""Chained hashes of full blocks: equal hashes mean equal content, so the prefix cache finds a block by its hash.
 
-A block's KV depends on every token up to its end. So its hash is over the hash of the block before it and its
-own tokens, and one hash stands for the whole prefix: the chain of a request is looked up from the left, and
-the first miss is the last. The first block's parent is the root, drawn at random for each process unless it is
-seeded; nodes that are to name blocks alike share a seed.
+A block's KV depends on every token up to its end. So a block's hash covers the hash of the block before it and its own tokens,
+and one hash stands for the whole prefix. A request's chain is looked up from the left, and beyond the first miss nothing can
+match. The first block's parent is the root, which is random for each process unless there is a seed; nodes that must agree on
+hashes share a seed.
 
-What makes equal tokens mean different KV is hashed with them, each kind under its own tag, so that no adapter
-can pass for a salt: the LoRA adapter in every block, media features in the blocks they touch, and the salt,
-which keeps tenants apart, in the first block only, from where the chain carries it on.
+Extra keys are hashed with the tokens where equal tokens have different KV: the LoRA adapter in every block, media features in
+the blocks that they touch, and the cache salt, which separates tenants, in the first block only, from where the chain carries
+it on. Each kind has its own tag, so that no adapter can pass for a salt.
 
-The four algorithms are two encodings under two digests. The plain ones hash a fixed binary layout: the
-parent's digest, the tokens as little-endian 32-bit numbers, and then the tagged extra keys, each string with
-its length before it. The `_cbor` ones hash the canonical CBOR of `[parent, [tokens], extra keys or null]`,
-which any other program can reproduce.
+The four algorithms are two encodings under two digests. The plain ones hash a fixed binary layout: the parent's digest, the
+tokens as little-endian 32-bit numbers, and then the tagged extra keys, each string with its length before it. The `_cbor` ones
+hash the canonical CBOR of `[parent, [tokens], extra keys or null]`, which any other program can reproduce.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ROOT_BYTES = 32
 
 
 class Media(Protocol):
-    """A run of placeholder tokens that stands for other content: a part of an image, or rows in the place of embeddings."""
+    """A run of placeholder tokens that stand for other content: a part of an image, or rows that replace embeddings."""
 
     @property
     def identifier(self) -> str:
@@ -53,7 +52,7 @@ class Media(Protocol):
 
 
 class HashedContent(Protocol):
-    """What of a request decides what its blocks hold."""
+    """The fields of a request that decide the KV of its blocks."""
 
     @property
     def all_token_ids(self) -> Sequence[int]: ...
@@ -63,12 +62,12 @@ class HashedContent(Protocol):
     def lora(self) -> str | None: ...
     @property
     def media(self) -> Sequence[Media]:
-        """In the prompt's order; no two share a token."""
+        """In the prompt's order, without overlaps."""
         ...
 
 
 def extra_keys(request: HashedContent, start: int, end: int) -> tuple[ExtraKey, ...]:
-    """What besides its tokens decides the KV of the block that holds tokens `start` to `end`."""
+    """The extra keys of the block that holds tokens `start` to `end`."""
     keys: list[ExtraKey] = []
     if request.lora is not None:
         keys.append(("lora", _utf8(request.lora)))
@@ -83,7 +82,7 @@ def extra_keys(request: HashedContent, start: int, end: int) -> tuple[ExtraKey, 
 
 
 class BlockHasher:
-    """Extends a request's chain of block hashes. One for all requests of an engine."""
+    """Extends a request's chain of block hashes. An engine has one for all requests."""
 
     def __init__(self, block_size: int, digest: Digest, root: bytes) -> None:
         self.block_size = block_size
@@ -91,7 +90,8 @@ class BlockHasher:
         self._digest = digest
 
     def extend(self, chain: list[bytes], request: HashedContent) -> None:
-        """Appends the hashes of the full blocks that `chain` does not cover yet."""
+        """Appends the hashes of the full blocks that `chain` does not cover yet. Raises an InvalidRequest for an id that is not a
+        token."""
         size = self.block_size
         first, last = len(chain), len(request.all_token_ids) // size
         if first >= last:
@@ -124,10 +124,12 @@ class BlockHasher:
 
 
 class CborBlockHasher(BlockHasher):
+    """Hashes canonical CBOR instead of the fixed binary layout."""
+
     def _hash_blocks(
         self, parent: bytes, tokens: Sequence[int], keys: list[tuple[ExtraKey, ...]] | None
     ) -> list[bytes]:
-        _pack(tokens)  # refuses what is not a token
+        _pack(tokens)  # raises for an id that is not a token
         hashes = []
         for i in range(len(tokens) // self.block_size):
             block = list(tokens[i * self.block_size : (i + 1) * self.block_size])
@@ -138,7 +140,7 @@ class CborBlockHasher(BlockHasher):
 
 
 def make_block_hasher(algorithm: HashAlgorithm, block_size: int, seed: str | None) -> BlockHasher:
-    """With a seed the root is its digest; without one a hash cannot be foretold outside this process."""
+    """With a seed the root is the seed's digest. Without one the root is random, so no other process can predict a hash."""
     digest: Digest
     if algorithm in (HashAlgorithm.SHA256, HashAlgorithm.SHA256_CBOR):
         digest = _sha256

@@ -1,7 +1,7 @@
-"""The KV cache as the scheduler sees it, with one answer from all groups' block tables: find a prefix, get slots for tokens, give them back.
+"""The KV cache as the scheduler sees it (`KVCacheManager`): find a prefix, allocate slots for tokens, free them.
 
-Coordinators keep a request's tables in step with each other. Their kinds differ only in how much of a prefix they find: nothing without
-prefix caching, what the one group finds when there is one, and what all groups agree on when there are more.
+A coordinator keeps a request's block tables in all groups in step with each other. The kinds of coordinator differ in how they
+find a prefix: not at all without prefix caching, by asking the only group, or by agreement of several groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import InternalError
 
 Tables = list[list[int]]
-"""Per group, block ids in token order."""
+"""For each group, block ids in token order."""
 
 _MANAGERS: dict[AttentionKind, type[GroupManager]] = {
     AttentionKind.FULL: FullAttentionManager,
@@ -37,18 +37,21 @@ _MANAGERS: dict[AttentionKind, type[GroupManager]] = {
 
 
 def hash_block_size(groups: Sequence[KVCacheGroup]) -> int:
-    """How many tokens one hash of the chain covers: a size that every group's blocks are made of."""
+    """How many tokens one hash of the chain covers: the largest size that divides every group's block size."""
     return math.gcd(*(group.block_size for group in groups))
 
 
 class Coordinator(abc.ABC):
+    """Calls the manager of every group, and finds a prefix that all groups have cached."""
+
     def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
         size = hash_block_size(groups)
         self.managers = [_MANAGERS[group.kind](i, group, pool, size) for i, group in enumerate(groups)]
 
     @abc.abstractmethod
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[Tables, int]:
-        """Blocks per group for the longest prefix of at most `max_tokens` that all groups have, and its length."""
+        """Returns the blocks, per group, of the longest prefix of at most `max_tokens` that every group has cached, and its
+        length."""
 
     def num_blocks_needed(self, num_slots: int, hits: Tables, num_computed_tokens: int) -> int:
         return sum(
@@ -87,7 +90,7 @@ class Coordinator(abc.ABC):
         return request_id in self.managers[0].tables
 
     def tables(self, request_id: str) -> Tables:
-        """Copies: a request's own tables go on growing."""
+        """Returns copies, because a request's own tables grow later."""
         return [list(manager.tables.get(request_id, ())) for manager in self.managers]
 
     def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
@@ -106,17 +109,17 @@ class Coordinator(abc.ABC):
 
 
 class NoCacheCoordinator(Coordinator):
-    """Without prefix caching there are no hits, and a request's horizon is its number of blocks."""
+    """Without prefix caching: there are no hits, and no block is cached."""
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[Tables, int]:
         return [[] for _ in self.managers], 0
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Without prefix caching no block is cached."""
+        """Does nothing."""
 
 
 class UnitaryCoordinator(Coordinator):
-    """One group, whose hit is the answer."""
+    """One group, whose hit is the result."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
         super().__init__(groups, pool)
@@ -129,13 +132,13 @@ class UnitaryCoordinator(Coordinator):
 
 
 class HybridCoordinator(Coordinator):
-    """Groups of several kinds: each may shorten the hit that the one before it found, round after round, until a whole
-    round keeps the same length. Lengths are multiples of every group's block size, so the loop is finite."""
+    """Several groups: each may shorten the hit that the group before it found, round after round, until a round keeps the length.
+    Every shorter length is a multiple of all block sizes, so the loop ends."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
         super().__init__(groups, pool)
         self._alignment = math.lcm(*(group.block_size for group in groups))
-        # Full attention first: its answer is cheap, and bounds all the others.
+        # Full attention goes first: its look-up is cheap, and its hit bounds all the others.
         self._order = sorted(self.managers, key=lambda manager: not isinstance(manager, FullAttentionManager))
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[Tables, int]:
@@ -159,13 +162,15 @@ def make_coordinator(groups: Sequence[KVCacheGroup], pool: BlockPool) -> Coordin
 
 
 class KVCacheManager:
-    """A request's tokens, as `allocate_slots` sees them:
+    """Allocates blocks for requests. A request's tokens, as `allocate_slots` and `extend_slots` see them:
 
-        | computed | found | external | new | lookahead |
-                             <-------- slots ---------->
+        | computed | hits | external | new | lookahead |
+                            <-------- slots ---------->
 
-    `computed` tokens have KV and blocks already, `found` are in the prefix cache, `external` are loaded by a connector,
-    `new` are computed in this step, and `lookahead` is room for the next step's drafts.
+    `computed` tokens already have KV and blocks, `hits` are in the prefix cache, `external` are loaded by a connector, `new`
+    are computed in this step, and `lookahead` is room for the next step's drafts.
+
+    Allocation is all or nothing: when blocks run short, a request gets none.
     """
 
     def __init__(
@@ -180,26 +185,27 @@ class KVCacheManager:
         checkpoint_tokens: int = 1,
         gives_up_last_block: bool = False,
     ) -> None:
-        """`gives_up_last_block`: of a prefix that is found, because hidden states before the first new token are wanted, where more than one token is."""
+        """`gives_up_last_block` shortens every prefix hit by a block, for requests that may get more than one token: drafts from
+        hidden states need those of the token before the first new one, so it must be computed."""
         self.pool = BlockPool(num_blocks, len(groups), caching=caching)
         self.coordinator = make_coordinator(groups, self.pool)
         self._num_lookahead = num_lookahead_tokens
         self._gives_up_last_block = gives_up_last_block
         self._max_new_tokens = max_new_tokens + num_lookahead_tokens
         self._no_blocks: Tables = [[] for _ in groups]
-        # The longest that one request can become, when it has the whole pool to itself.
+        # The most tokens that one request can have while it has the whole pool to itself.
         self.max_request_tokens = self._longest_request(max_model_len)
         states = [manager for manager in self.coordinator.managers if isinstance(manager, StateManager)]
         self._states = states[0] if caching and states else None
         self.keeps_states = bool(states)
-        self.checkpoints = None  # without states, or without prefix caching
+        self.checkpoints = None  # None without recurrent states or without prefix caching
         if self._states is not None and checkpoint_tokens:
             self.checkpoints = Checkpoints(
                 self.coordinator.managers, self._states, checkpoint_tokens, num_lookahead_tokens
             )
-        # Blocks that a connector copies, each as often as it is copied: in use even when their requests give them up.
+        # Blocks that a connector is copying, once for each copy. They stay in use after their requests have freed them.
         self._reads: list[int] = []
-        # Blocks that were free before this step and hold its tokens now.
+        # Blocks that were free before this step and that the model writes to, for zeroing.
         self._fresh: list[int] = []
 
     def _longest_request(self, max_model_len: int) -> int:
@@ -213,8 +219,8 @@ class KVCacheManager:
         return low
 
     def find_prefix(self, request: Request) -> tuple[Tables, int]:
-        """Cached blocks for the request's beginning, and how many tokens that is. The last token is kept back:
-        without computing at least one there is nothing to sample from."""
+        """Returns the cached blocks of the request's longest cached prefix, per group, and its length in tokens. It never covers
+        the last token, which must be computed for logits to sample from."""
         if not self.pool.caching or request.skip_reading_prefix_cache:
             return self._no_blocks, 0
         hits, num_tokens = self.coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
@@ -233,10 +239,10 @@ class KVCacheManager:
         num_external_tokens: int = 0,
         delay_caching: bool = False,
     ) -> Tables | None:
-        """Slots for a request that has no blocks yet. New blocks per group, or None when there are not enough,
-        and then nothing has changed.
+        """Allocates slots for a request that has no blocks yet. Returns its new blocks per group. Returns None, and changes
+        nothing, when too few blocks are free.
 
-        With `delay_caching` nothing is cached: the KV of the external tokens is not here yet.
+        With `delay_caching` no block is cached, because the KV of the external tokens has not arrived.
         """
         request_id, coordinator = request.request_id, self.coordinator
         computed = num_hit_tokens + num_external_tokens
@@ -246,7 +252,8 @@ class KVCacheManager:
             return None
         coordinator.adopt(request_id, hits, computed)
         blocks = coordinator.grow(request_id, num_slots)
-        # Blocks that a connector writes to are not zeroed, even where it fills a block only in part.
+        # Blocks that the connector loads into are not zeroed, not even one that it fills in part: zeroing could overwrite what
+        # it has written.
         for manager, new in zip(coordinator.managers, blocks, strict=True):
             table = manager.tables[request_id]
             external_end = manager.num_loaded_blocks(computed) if num_external_tokens else 0
@@ -257,10 +264,10 @@ class KVCacheManager:
         return blocks
 
     def extend_slots(self, request: Request, num_new_tokens: int) -> Tables | None:
-        """Slots for a request that has blocks. New blocks per group, or None when there are not enough, and then
-        nothing has changed, except that blocks outside the attention window have been released.
+        """Allocates slots for a request that has blocks. Returns its new blocks per group. Returns None when too few blocks are
+        free; then only blocks outside the attention window have been released.
 
-        Called only beyond `request.allocation_horizon`: up to there it would do nothing.
+        The scheduler calls it only beyond `request.allocation_horizon`, because up to there it would do nothing.
         """
         request_id, coordinator = request.request_id, self.coordinator
         computed = request.num_computed_tokens
@@ -280,12 +287,12 @@ class KVCacheManager:
         return blocks
 
     def num_blocks_of_prompt(self, request: Request, hits: Tables | None, num_computed: int) -> int:
-        """How many free blocks the request takes until all the tokens that it has now are computed. With `hits` it begins with
-        these, and with `num_computed` tokens that need no computing; without, it has its blocks already."""
+        """How many free blocks the request takes until all its present tokens are computed. With `hits` it begins with these
+        blocks and with `num_computed` tokens that need no computing; without, it already has blocks."""
         num_tokens = min(request.num_tokens, self.max_request_tokens)
         total = 0
         for index, manager in enumerate(self.coordinator.managers):
-            # A window's early blocks come back while the prompt is computed.
+            # With a sliding window, early blocks are freed while the prompt is computed.
             most = manager.max_blocks(num_tokens, self._max_new_tokens)
             if hits is None:
                 table = manager.tables[request.request_id]
@@ -296,7 +303,7 @@ class KVCacheManager:
         return total
 
     def num_blocks_ahead(self, request: Request, hits: Tables | None = None) -> int:
-        """How many free blocks the request takes, at most, until its end. With `hits` it begins with these."""
+        """The most free blocks that the request may take until its end. With `hits` it begins with these blocks."""
         last = min(request.length_limit + self._num_lookahead, self.max_request_tokens)
         ahead = self.coordinator.max_blocks(last, self._max_new_tokens)
         for index, manager in enumerate(self.coordinator.managers):
@@ -308,8 +315,8 @@ class KVCacheManager:
         return max(ahead, 0)
 
     def num_blocks_until(self, request: Request, num_tokens: int) -> int:
-        """How many blocks the request takes beyond those that it has, until it has `num_tokens` tokens. One without blocks may find
-        some in the cache: those count as taken."""
+        """How many blocks the request takes beyond those that it has, until it has `num_tokens` tokens. Blocks that it may still
+        find in the prefix cache are counted, too."""
         last = min(num_tokens + self._num_lookahead, self.max_request_tokens)
         missing = 0
         for manager in self.coordinator.managers:
@@ -323,8 +330,8 @@ class KVCacheManager:
         request.allocation_horizon = self.coordinator.horizon(request.request_id, self._num_lookahead)
 
     def rewind(self, request: Request, num_tokens: int) -> None:
-        """Only the first `num_tokens` tokens' KV is right. Keeps the request's blocks if it can go on from
-        there, and gives them back otherwise."""
+        """Rewinds the request to its first `num_tokens` tokens, the only ones whose KV is right. Keeps its blocks if it can go on
+        from there, and frees them otherwise."""
         request_id = request.request_id
         self.coordinator.forget_after(request_id, num_tokens)
         if num_tokens > 0 and self.coordinator.can_resume_at(request_id, num_tokens):
@@ -335,8 +342,8 @@ class KVCacheManager:
             request.num_computed_tokens = 0
 
     def quarantine(self, request: Request, num_valid_tokens: int, blocks: frozenset[int]) -> None:
-        """A peer may still write to these blocks, which hold nothing of the first `num_valid_tokens` tokens: the
-        request goes on without them, and nothing uses them before `end_quarantine`."""
+        """Takes blocks that a peer may still write to from the request. They hold none of its first `num_valid_tokens` tokens. No
+        request uses them before `end_quarantine`."""
         self.coordinator.forget_after(request.request_id, num_valid_tokens)
         for manager in self.coordinator.managers:
             manager.quarantine(request.request_id, blocks)
@@ -351,7 +358,7 @@ class KVCacheManager:
             self.pool.uncache(block)
 
     def cached_blocks_from(self, request: Request, num_tokens: int) -> list[int]:
-        """The request's cached blocks that hold tokens after its first `num_tokens`."""
+        """Returns the request's cached blocks that hold tokens after its first `num_tokens`."""
         return [
             block
             for manager in self.coordinator.managers
@@ -359,7 +366,7 @@ class KVCacheManager:
         ]
 
     def first_token_in(self, request: Request, blocks: set[int]) -> int | None:
-        """The first of the request's tokens that lies in one of `blocks`."""
+        """Returns the first of the request's tokens whose KV lies in one of `blocks`; None if none does."""
         first = None
         for manager in self.coordinator.managers:
             for i, block in enumerate(manager.tables.get(request.request_id, ())):
@@ -370,7 +377,7 @@ class KVCacheManager:
         return first
 
     def forget_uncomputed(self, request: Request) -> None:
-        """Uncaches blocks whose tokens were never computed."""
+        """Uncaches the request's blocks beyond its computed tokens."""
         self.coordinator.forget_after(request.request_id, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:
@@ -393,7 +400,7 @@ class KVCacheManager:
         return sum(len(table) - table.count(NULL_BLOCK_ID) for table in self.coordinator.tables(request_id))
 
     def num_blocks_of_one(self, request_id: str) -> int:
-        """Those of its blocks that no other request uses."""
+        """How many of the request's blocks no other request uses."""
         ref_counts = self.pool.ref_counts
         return sum(ref_counts[block] == 1 for table in self.coordinator.tables(request_id) for block in table)
 
@@ -406,12 +413,12 @@ class KVCacheManager:
         return self._states.take_copies() if self._states is not None else ([], [])
 
     def release_checkpoints(self, blocks: list[int]) -> None:
-        """The step that copied them, or to them, is booked."""
+        """Releases checkpoint blocks after the step that copied from or to them is booked."""
         if self._states is not None:
             self._states.release(blocks)
 
     def begin_reads(self, blocks: Sequence[int]) -> None:
-        """A connector copies these blocks, which are in use: nothing else uses them before the copies end."""
+        """A connector begins to copy these blocks. They are not freed before `end_reads`, even if their requests end."""
         self.pool.touch(blocks)
         self._reads += blocks
 
@@ -424,8 +431,8 @@ class KVCacheManager:
         self.pool.reset()
 
     def check_integrity(self, owners: dict[str, Request]) -> None:
-        """`owners` are the requests that should have blocks. Besides the pool's own invariants: no other
-        request has blocks, a table covers the computed tokens, and a cached block has the hash that its request would look up."""
+        """Checks the pool's invariants and these: exactly the `owners` have blocks, a table covers its request's computed tokens,
+        and a cached block has the hash that its request would look up. Raises an InternalError."""
         managers = self.coordinator.managers
         tables = [table for manager in managers for table in manager.tables.values()]
         if self._states is not None:

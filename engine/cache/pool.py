@@ -1,19 +1,19 @@
-"""All blocks of the KV cache: how many tables use each, what it holds, which to evict next, and what routers are told of that.
+"""All blocks of the KV cache: how many block tables use each, its hash, which block to evict next, and the KV events of that.
 
-A block is a number. Its state stands in columns: how many tables it is in, and the hash of its content when it is full
-and cached. The columns are plain memory that the garbage collector does not walk, so a step costs the same with a million
-blocks as with a thousand. Block 0 is the null block: it fills the places of a table where nothing is kept, is in no count,
-and is never free.
+A block is a number. Its state is kept in columns: how many tables it is in, and the hash of its content when it is full and
+cached. The columns are plain memory that the garbage collector does not walk, so a step costs the same with a million blocks
+as with a thousand. Block 0 is the null block: it fills the places of a table whose block was dropped, is never counted, and
+is never free.
 
 A free block keeps its content and its hash until it is taken for other tokens (lazy eviction); until then a request with
 the same prefix can use it again.
 
-The blocks that no table uses are a doubly linked list, least recently used first, threaded through two columns that are indexed by block
-id: no node objects, so a queue of a million blocks is built in milliseconds. One sentinel closes the list into a ring, so that no operation
-has an edge case.
+The free blocks form a doubly linked list, least recently used first, threaded through two columns indexed by block id. There
+are no node objects, so a queue of a million blocks is built in milliseconds. One sentinel closes the list into a ring, so no
+operation has an edge case.
 
-How long what is cached stays says whether a larger cache, or a tier beyond it, would find more. Evictions are counted one by one; times are
-taken of a share of the blocks, chosen by their numbers, so a step pays for next to none of them.
+`Residency` measures how long cached blocks stay, which tells whether a larger cache, or a tier, would find more. Every
+eviction is counted; times are taken only of every n-th block, so a step pays almost nothing for them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from tandem.wire.kv_events import DEVICE_MEDIUM, AllBlocksCleared, BlockRemoved,
 
 
 class CacheEvents:
-    """What a pool begins to cache and what it drops. With several copies of a block it tells of the first, and of the last one's end."""
+    """Records the KV events of a pool. If several blocks hold the same content, the first one cached makes the stored event and
+    the last one dropped makes the removed event."""
 
     def __init__(self, num_groups: int, untold: Collection[int] = ()) -> None:
-        """`untold`: groups of recurrent states. Their checkpoints are few, and are where blocks of tokens are, which are told of."""
+        """`untold` are groups without events: recurrent states, whose checkpoints lie where attention blocks are cached anyway."""
         self._untold = frozenset(untold)
         self._events: list[KVEvent] = []
-        self._removed: list[bytes] | None = None  # of the last event, while removals follow one another
+        # The hashes of the last event if it is a removal: further removals join it.
+        self._removed: list[bytes] | None = None
         self._removed_group = 0
         self._names_groups = num_groups > 1
 
@@ -50,7 +52,7 @@ class CacheEvents:
         hashes: list[bytes],
         parent: bytes | None,
     ) -> None:
-        """`blocks`: their places among the request's."""
+        """`blocks` are the indices of neighbouring blocks in the request's table."""
         start, end = blocks.start * block_size, blocks.stop * block_size
         keys = None
         if request.lora is not None or request.cache_salt is not None or request.media:
@@ -87,7 +89,7 @@ class CacheEvents:
         self._events.append(event)
 
     def take(self) -> Sequence[KVEvent]:
-        """What happened since the last call."""
+        """Returns the events since the last call."""
         events = self._events
         if not events:
             return ()
@@ -96,7 +98,7 @@ class CacheEvents:
 
 
 def _shown(keys: Sequence[ExtraKey]) -> tuple[str, ...]:
-    """As text: what kind, what, and where in the prompt."""
+    """Extra keys as text, for events: their kind, value and place in the prompt, separated by colons."""
     return tuple(
         ":".join(part.decode(errors="replace") if isinstance(part, bytes) else str(part) for part in key)
         for key in keys
@@ -107,7 +109,8 @@ _UNLINKED = -1
 
 
 class FreeBlockQueue:
-    """Blocks `0 .. num_blocks - 1`, all of them free at first. Every operation is O(1) per block."""
+    """A queue of blocks in order of eviction. At first it has all blocks `0 .. num_blocks - 1`. Every operation is O(1) per
+    block."""
 
     __slots__ = ("_next", "_prev", "_sentinel", "num_free")
 
@@ -120,7 +123,7 @@ class FreeBlockQueue:
         self._prev[0] = num_blocks
 
     def pop_front(self, count: int) -> list[int]:
-        """The `count` least recently used blocks; the ring is closed again once, at the end."""
+        """Removes and returns the `count` least recently used blocks. It repairs the ring once, at the end."""
         if count > self.num_free:
             raise InternalError(f"{count} blocks were taken from a queue of {self.num_free}")
         following = self._next
@@ -137,7 +140,7 @@ class FreeBlockQueue:
         return popped
 
     def remove(self, block: int) -> None:
-        """Takes a block out of the middle."""
+        """Removes a block from anywhere in the queue."""
         after = self._next[block]
         if after == _UNLINKED:
             raise InternalError(f"block {block} is not in the free queue")
@@ -148,7 +151,7 @@ class FreeBlockQueue:
         self.num_free -= 1
 
     def append(self, blocks: Iterable[int]) -> None:
-        """Blocks become the most recently used, the last of them the most."""
+        """Adds blocks as the most recently used, the last of them as the newest."""
         following, preceding = self._next, self._prev
         last = preceding[self._sentinel]
         count = 0
@@ -172,7 +175,7 @@ class FreeBlockQueue:
             block = self._next[block]
 
     def check_integrity(self) -> None:
-        """The ring is whole, read in both directions, and as long as it says."""
+        """Raises an InternalError unless both directions of the ring agree and its length is `num_free`."""
         seen = 0
         before, block = self._sentinel, self._next[self._sentinel]
         while block != self._sentinel:
@@ -186,27 +189,31 @@ class FreeBlockQueue:
             raise InternalError(f"the free queue says {self.num_free} blocks and holds {seen}")
 
 
-TIMED_BLOCKS = 1024  # at most twice as many
+TIMED_BLOCKS = 1024  # of a large pool, this many blocks to twice as many are timed
 
 
 class ResidencyTotals(msgspec.Struct):
+    """Counters of evictions and reuses, and the sums of the times of those that were timed."""
+
     blocks_evicted: int = 0  # cached blocks that were taken for other tokens
-    evictions_timed: int = 0  # of these, those of which the next two are the sums
-    evicted_after_seconds: float = 0.0  # since they were cached
-    evicted_idle_seconds: float = 0.0  # since a request last had them
-    reuses_timed: int = 0  # blocks that no request had, and that one found
-    reused_after_seconds: float = 0.0  # since a request last had them
+    evictions_timed: int = 0  # evictions that the next two sums are over
+    evicted_after_seconds: float = 0.0  # from being cached to eviction
+    evicted_idle_seconds: float = 0.0  # from the last use to eviction
+    reuses_timed: int = 0  # free blocks that a request found in the prefix cache
+    reused_after_seconds: float = 0.0  # from their last use until then
 
 
 class Residency:
+    """Measures how long blocks stay cached. The pool calls it only for the blocks that are timed."""
+
     def __init__(
         self,
         num_blocks: int,
         clock: Callable[[], float] = time.monotonic,
         totals: ResidencyTotals | None = None,
     ) -> None:
-        """`totals`: where it counts."""
-        self.every = max(1, num_blocks // TIMED_BLOCKS)  # blocks whose number it divides are timed
+        """Counts in `totals`."""
+        self.every = max(1, num_blocks // TIMED_BLOCKS)  # blocks whose numbers are multiples of it are timed
         self.totals = totals if totals is not None else ResidencyTotals()
         self._clock = clock
         self._cached_at: dict[int, float] = {}
@@ -216,12 +223,12 @@ class Residency:
         self._cached_at[block] = self._clock()
 
     def idle(self, block: int) -> None:
-        """It is in no table any more."""
+        """The block has left its last table."""
         if block in self._cached_at:
             self._idle_since[block] = self._clock()
 
     def reused(self, block: int) -> None:
-        """It was in no table, and is in one again."""
+        """The block was in no table, and a request has found it."""
         since = self._idle_since.pop(block, None)
         if since is not None:
             self.totals.reuses_timed += 1
@@ -236,7 +243,7 @@ class Residency:
             self.totals.evicted_idle_seconds += now - idle_since
 
     def forgotten(self, block: int) -> None:
-        """It is not cached any more, and not for want of room."""
+        """The block was uncached without being evicted, for example because its content is wrong."""
         self._cached_at.pop(block, None)
         self._idle_since.pop(block, None)
 
@@ -246,30 +253,33 @@ class Residency:
 
 
 CachedBlocks = dict[bytes, int | dict[int, None]]
-"""hash -> the block that holds it, or several: block tables only grow, so a block that turns out to be a copy
-of another stays where it is. The first that was cached is the one that is found."""
+"""hash -> the block that holds this content, or several blocks in the order in which they were cached. A block table is only
+appended to, so a request that computed a copy of a cached block keeps its copy. A look-up finds the block cached first."""
 
 
 class BlockPool:
+    """Owns all blocks. Each block is in exactly one state: null, free, quarantined, or in as many tables as its reference count
+    says."""
+
     def __init__(self, num_blocks: int, num_groups: int = 1, *, caching: bool = True) -> None:
         if num_blocks < 2:
             raise InternalError(f"a pool needs the null block and one more, not {num_blocks}")
         self.num_blocks = num_blocks
         self.caching = caching
-        self.events: CacheEvents | None = None  # None: nothing wants to hear what is cached
+        self.events: CacheEvents | None = None  # None: no KV events are recorded
         self.free_queue = FreeBlockQueue(num_blocks)
         self.ref_counts = array("i", bytes(4 * num_blocks))
-        self.hashes: dict[int, bytes] = {}  # of blocks that can be found
-        # In no table, and not free: a peer may still write to them.
+        self.hashes: dict[int, bytes] = {}  # by block, of cached blocks
+        # Blocks that are in no table and not free, because a peer may still write to them.
         self.quarantined: set[int] = set()
-        self._group_of = array("H", bytes(2 * num_blocks))  # where that hash is registered
+        self._group_of = array("H", bytes(2 * num_blocks))  # the group that a block's hash is registered in
         self._cached: list[CachedBlocks] = [{} for _ in range(num_groups)]
         self.free_queue.remove(NULL_BLOCK_ID)
         self.residency = Residency(num_blocks)
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken, cached ones included."""
+        """How many blocks can be taken, including cached ones that no table uses."""
         return self.free_queue.num_free
 
     @property
@@ -277,7 +287,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     def take(self, count: int) -> list[int]:
-        """Blocks for one table each; what they held is forgotten."""
+        """Takes free blocks for one table each and uncaches them. The caller has checked that `count` are free."""
         blocks = self.free_queue.pop_front(count)
         ref_counts, hashes, timed = self.ref_counts, self.hashes, self.residency.every
         for block in blocks:
@@ -290,7 +300,7 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Blocks that were found join one more table; they can't be evicted while they are in any."""
+        """Blocks that were found in the prefix cache join one more table, and cannot be evicted while they are in one."""
         ref_counts, timed = self.ref_counts, self.residency.every
         for block in blocks:
             if block == NULL_BLOCK_ID:
@@ -302,7 +312,7 @@ class BlockPool:
             ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Blocks leave a table. Those that are in no other become free, in this order: first in, first evicted."""
+        """Blocks leave a table. Those that are in no other table become free; the first of them is evicted first."""
         ref_counts, timed = self.ref_counts, self.residency.every
         freed = []
         for block in blocks:
@@ -319,7 +329,7 @@ class BlockPool:
         self.free_queue.append(freed)
 
     def quarantine(self, block: int) -> None:
-        """A block leaves its one table and is not free: nothing may use it before it is let go."""
+        """A block leaves its only table without becoming free: no request may use it before `end_quarantine`."""
         if self.ref_counts[block] != 1 or block in self.quarantined or block in self.hashes:
             raise InternalError(f"block {block} cannot be quarantined: it is shared, cached or quarantined")
         self.quarantined.add(block)
@@ -332,12 +342,13 @@ class BlockPool:
             self.release([block])
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of these would leave the free queue if they were touched."""
+        """How many of these blocks are free, and would leave the free queue if they were touched."""
         ref_counts = self.ref_counts
         return sum(1 for block in blocks if block != NULL_BLOCK_ID and ref_counts[block] == 0)
 
     def cache(self, group: int, block: int, block_hash: bytes) -> bool:
-        """`block` is full, and `block_hash` names all the tokens up to its end. False: there is another copy of it."""
+        """Registers a full block under the chained hash of all tokens up to its end. Returns False if another block already holds
+        the same content."""
         if block in self.hashes or block == NULL_BLOCK_ID:
             raise InternalError(f"block {block} was cached twice")
         self.hashes[block] = block_hash
@@ -355,7 +366,7 @@ class BlockPool:
         return False
 
     def uncache(self, block: int) -> None:
-        """Removes the block from the prefix cache, if it is there."""
+        """Removes the block from the prefix cache, if it is cached."""
         block_hash = self.hashes.pop(block, None)
         if block_hash is None:
             return
@@ -377,7 +388,7 @@ class BlockPool:
         return next(iter(there)) if isinstance(there, dict) else there
 
     def lookup_run(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
-        """Blocks for the hashes up to the first that is not cached."""
+        """Returns the blocks of the leading hashes, up to the first one that is not cached."""
         get = self._cached[group].get
         found: list[int] = []
         for block_hash in block_hashes:
@@ -389,11 +400,11 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks in the prefix cache, in use or free."""
+        """How many blocks are in the prefix cache, used or free."""
         return len(self.hashes)
 
     def reset(self) -> None:
-        """Empties the prefix cache. Blocks in use stay in their tables, and are found by no other request."""
+        """Empties the prefix cache. Used blocks stay in their tables, but no other request finds them."""
         self.hashes.clear()
         self.residency.all_forgotten()
         for cached in self._cached:
@@ -402,8 +413,8 @@ class BlockPool:
             self.events.cleared()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """`tables` are all there are. Each block is in exactly one place: null, free, in quarantine, or in as many
-        tables as its count says; and a hash leads to a block exactly when the block has that hash."""
+        """Raises an InternalError unless each block is in exactly one state, and a hash leads to a block exactly when the block
+        has that hash. `tables` are all block tables, and all other lists of blocks in use."""
         self.free_queue.check_integrity()
         owners = [0] * self.num_blocks
         for block in self.quarantined:

@@ -1,17 +1,17 @@
-"""Recurrent states: what a layer keeps of all tokens before, in as many bytes for one token as for a thousand.
+"""The blocks of recurrent states. A layer's state summarizes all tokens before, and has the same size for one token as for a thousand.
 
-A request's states fill `blocks_per_request` blocks of the pool, which are taken together when it gets its first slots and given
-back together at its end. They hold the states after its last computed token, and no others.
+A request's states fill `blocks_per_request` blocks of the pool, which are taken together with its first slots and released
+together at its end. They hold the states after its last computed token only.
 
-So that a later prompt finds them, the states after some tokens of a prompt are copied to blocks of their own: a checkpoint. It is
-filed under the hash of those tokens, as pages are, and is evicted as they are. A request that finds one gets a copy. The scheduler
-says which blocks the next step copies before it computes anything, and keeps their owner until that step is booked:
+For later prompts, the states after some tokens of a prompt are copied to blocks of their own: a checkpoint. It is cached under
+the hash of those tokens and evicted like any block. A request that finds one copies it to its own blocks. The scheduler names
+the blocks that the next step copies before it computes, and the checkpoint's blocks stay in use until that step is booked:
 
-    a step that ends at token n      the request's blocks hold the states after n
-    the next step of that request    copies them to free blocks (the checkpoint), then computes on
-    a request that begins with n     copies the checkpoint to its own blocks, then computes from n on
+    a step that ends at token n        leaves the states after n in the request's blocks
+    the next step of that request      copies them to free blocks (the checkpoint), then computes on
+    a request with the first n tokens  copies the checkpoint to its own blocks, then computes from n on
 
-A request that must go back to an earlier token begins again, maybe from a checkpoint.
+A request that is rewound to an earlier token begins again, maybe from a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from tandem.engine.request import Request
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import ConfigurationError, InternalError
 
-_NEVER = 1 << 62  # tokens
+_NEVER = 1 << 62  # more tokens than any request has
 
 
 class StateManager(GroupManager):
+    """The block tables of a group of recurrent states, and its checkpoints."""
+
     def __init__(self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int) -> None:
         super().__init__(index, group, pool, hash_block_size)
         if group.blocks_per_request < 1:
@@ -35,17 +37,18 @@ class StateManager(GroupManager):
                 f"a group of states needs at least 1 block for each request, not {group.blocks_per_request}"
             )
         self._count = group.blocks_per_request
-        self._found: dict[str, list[int]] = {}  # checkpoints of requests that get their blocks just now
-        # The checkpoints that each request has made: after how many tokens, and the hash of these.
+        # Blocks of the checkpoint that a request found, between its `adopt` and its `grow`.
+        self._found: dict[str, list[int]] = {}
+        # The checkpoints that each request has made: (number of tokens, their hash).
         self._kept: dict[str, list[tuple[int, bytes]]] = {}
-        self._copies: list[tuple[int, int]] = []  # (from, to), for the step that is planned
-        self._of_copies: list[int] = []  # the checkpoints that it reads or writes
-        self.held: list[int] = []  # those of all steps that are planned and not booked
+        self._copies: list[tuple[int, int]] = []  # (from, to) in the step that is being planned
+        self._of_copies: list[int] = []  # the checkpoint blocks that these copies read or write
+        self.held: list[int] = []  # the checkpoint blocks of all steps that are planned and not booked
 
     # --- what a prompt finds
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int) -> list[int]:
-        """The place of the last token has the checkpoint's first block; the others are null."""
+        """Returns null blocks, and in the last place the checkpoint's first block, from which `_blocks_of` finds the others."""
         per_block = self._hashes_per_block
         for places in range(min(max_tokens // self.block_size, len(block_hashes) // per_block), 0, -1):
             if places * self.block_size % alignment:
@@ -56,7 +59,7 @@ class StateManager(GroupManager):
         return []
 
     def _names(self, block_hash: bytes) -> list[bytes]:
-        """What a checkpoint's blocks are filed under."""
+        """The hashes that a checkpoint's blocks are registered under: the tokens' hash, and that hash with a number."""
         return [block_hash, *(b"%b.%d" % (block_hash, i) for i in range(1, self._count))]
 
     def _lookup(self, block_hash: bytes) -> list[int] | None:
@@ -69,7 +72,7 @@ class StateManager(GroupManager):
         return blocks
 
     def _blocks_of(self, hits: Sequence[int]) -> list[int]:
-        """Those of the checkpoint that was found."""
+        """All blocks of the checkpoint that `find_longest_hit` found."""
         if not hits:
             return []
         blocks = self._lookup(self._pool.hashes[hits[-1]])
@@ -83,7 +86,7 @@ class StateManager(GroupManager):
         return 0
 
     def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """All of a request's states are read by its next token."""
+        """Does nothing: the next token reads all states."""
 
     def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         return self._count
@@ -95,7 +98,7 @@ class StateManager(GroupManager):
         return 0
 
     def num_blocks_needed(self, num_slots: int, hits: Sequence[int], num_computed_tokens: int) -> int:
-        """As many with a checkpoint as without: where there are no more, it becomes the request's own."""
+        """The same with a checkpoint as without: if no more blocks are free, the request takes over the checkpoint's."""
         return self._count
 
     def num_blocks_missing(self, request_id: str, num_slots: int) -> int:
@@ -108,7 +111,8 @@ class StateManager(GroupManager):
         return 0
 
     def adopt(self, request_id: str, hits: Sequence[int], num_computed_tokens: int) -> None:
-        """A connector that brings more tokens brings the states after them, too."""
+        """Begins an empty table, and holds the checkpoint that was found. A connector that loads tokens beyond the hit also loads
+        the states after them, so the checkpoint is not needed then."""
         self.tables[request_id] = []
         self._num_cached[request_id] = 0
         if len(hits) * self.block_size == num_computed_tokens and hits:
@@ -116,7 +120,8 @@ class StateManager(GroupManager):
             self._pool.touch(found)
 
     def grow(self, request_id: str, num_slots: int) -> list[int]:
-        """Blocks for the states, and copies of what was found. Where too few blocks are free, those that were found are taken over."""
+        """Takes blocks for the states, and plans copies of the checkpoint that was found. If too few blocks are free, the request
+        takes over the checkpoint's blocks that no other request uses. Returns the new blocks."""
         table, pool = self.tables[request_id], self._pool
         found = self._found.pop(request_id, None)
         if found is None:
@@ -139,7 +144,7 @@ class StateManager(GroupManager):
         return new
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Checkpoints are made by the scheduler's leave: `keep_checkpoint`."""
+        """Does nothing: `keep_checkpoint` caches states."""
 
     def horizon(self, request_id: str, num_lookahead_tokens: int) -> int:
         return _NEVER
@@ -147,12 +152,12 @@ class StateManager(GroupManager):
     # --- checkpoints
 
     def num_hashes(self, num_tokens: int) -> int:
-        """How many hashes cover so many tokens."""
+        """How many hashes of the chain cover `num_tokens` tokens."""
         return num_tokens // self.block_size * self._hashes_per_block
 
     def keep_checkpoint(self, request: Request, num_tokens: int) -> list[int]:
-        """The request's blocks hold the states after its first `num_tokens` tokens, until the step that is planned computes on. Returns
-        the checkpoint's blocks; none when there is one already, or there are no free blocks for it."""
+        """Plans a copy of the request's states after its first `num_tokens` tokens, which its blocks hold until the planned step
+        computes on. Returns the checkpoint's blocks; none when it exists already, or when too few blocks are free."""
         pool = self._pool
         block_hash = request.block_hashes[self.num_hashes(num_tokens) - 1]
         if self._lookup(block_hash) is not None or pool.num_free < self._count:
@@ -166,8 +171,8 @@ class StateManager(GroupManager):
         return blocks
 
     def copy_states(self, request: Request) -> list[int]:
-        """As `keep_checkpoint` does, of states that no prompt here shall find: the blocks are free again when the step is booked, unless
-        a connector reads them. None when too few are free."""
+        """Like `keep_checkpoint`, for a connector only: the copy is not cached, and its blocks are free again when the step is booked,
+        unless the connector still reads them. Returns no blocks when too few are free."""
         pool = self._pool
         if pool.num_free < self._count:
             return []
@@ -177,7 +182,8 @@ class StateManager(GroupManager):
         return blocks
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[int]]:
-        """What the planned step copies, and the checkpoints' blocks among that, for `release` when it is booked."""
+        """Returns the planned step's copies, and the checkpoint blocks among them, which the caller passes to `release` when the step
+        is booked."""
         copies, self._copies = self._copies, []
         checkpoints, self._of_copies = self._of_copies, []
         self.held += checkpoints

@@ -1,8 +1,8 @@
-"""A step on its way to the device: its requests' rows as one flattened batch, the passes that the batch is computed in, and what of it
-the host does not know yet.
+"""Makes a step's batch: flattens its requests' rows, cuts it into passes, and tracks the sampled tokens that the host does not have
+yet.
 
-A step whose prompts want logits at every position is cut into several: a row of logits is as long as the vocabulary, and a whole chunk of
-such rows would take more memory than the model.
+A step whose prompts need logits at every position is computed in several passes. A row of logits is as long as the vocabulary,
+so the logits of a whole chunk would take more memory than the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.engine.model.states import RequestRows
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.wire.errors import InternalError, TandemError
 
-# Rows of logits in one pass, beyond those that are sampled from.
+# The most rows of logits in one pass, beyond those that tokens are sampled from.
 LOGIT_ROWS = 256
 _NONE = np.zeros(0, np.int64)
 
@@ -30,10 +30,11 @@ _NONE = np.zeros(0, np.int64)
 def cut_for_logits(
     requests: RequestRows, num_scheduled: dict[str, int], every_row: set[int]
 ) -> list[dict[str, int]]:
-    """How many tokens of whom each pass computes. `every_row` are rows of requests whose tokens all want logits.
+    """Returns how many tokens of each request every pass computes. `every_row` are rows of requests that need logits for every
+    token.
 
-    What those have too much goes first, piece by piece; everything else, and the last token of every request, is in the last
-    pass. That a prompt's chunk is cut anywhere changes nothing about its result.
+    The first passes compute what these requests have beyond their share of LOGIT_ROWS; the last pass computes everything else,
+    with the last token of every request. A prompt's chunk may be cut anywhere without changing its result.
     """
     wanting = [req_id for req_id in num_scheduled if requests.row(req_id) in every_row] if every_row else []
     share = max(1, LOGIT_ROWS // max(1, len(wanting)))
@@ -48,7 +49,7 @@ def cut_for_logits(
 
 
 class _Loads:
-    """Layers are waited for before the first pass reads them."""
+    """The hooks of a step's first pass: it waits for loads, and a later pass reports saves."""
 
     def __init__(self, hooks: LayerHooks) -> None:
         self._hooks = hooks
@@ -61,7 +62,7 @@ class _Loads:
 
 
 class _Saves:
-    """A layer of the step is written when the last pass has written it."""
+    """The hooks of a step's last pass: the step's KV of a layer is complete once this pass has written it."""
 
     def __init__(self, hooks: LayerHooks) -> None:
         self._hooks = hooks
@@ -83,24 +84,25 @@ def hooks_of_pass(hooks: LayerHooks | None, first: bool, last: bool) -> LayerHoo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnreadTokens:
-    """Tokens that a step has sampled and the host does not know yet."""
+    """Tokens that a step has sampled on the device and that the host does not have yet."""
 
-    rows: npt.NDArray[np.int64]  # whose they are; each once
-    tokens: torch.Tensor  # int64, on the device; below 0 where there could be none
+    rows: npt.NDArray[np.int64]  # their requests' rows, each once
+    tokens: torch.Tensor  # int64, on the device; below 0 for a request that can have none
 
 
 @dataclasses.dataclass(slots=True)
 class ScheduledTokens:
-    """What a step computes, as arrays in batch order."""
+    """The requests of one pass, as arrays in batch order."""
 
     req_ids: list[str]
-    rows: npt.NDArray[np.int64]  # of RequestRows
-    num_drafts: npt.NDArray[np.int64]  # the last so many of the scheduled tokens are proposals
-    samples: npt.NDArray[np.bool_]  # the request's newest token is in this step, so another follows it
-    first_sample: npt.NDArray[np.int64]  # where its logits begin among the batch's; it has num_drafts + 1
+    rows: npt.NDArray[np.int64]  # indices into RequestRows
+    num_drafts: npt.NDArray[np.int64]  # how many of the last scheduled tokens are drafts
+    samples: npt.NDArray[np.bool_]  # the pass computes the request's newest token, so it samples the next
+    # The first of the request's num_drafts + 1 rows of logits to sample from.
+    first_sample: npt.NDArray[np.int64]
     query_start: npt.NDArray[np.int32]
     logit_rows: npt.NDArray[np.int64]  # the batch's, in host memory
-    pooled: list[PooledRows]  # of requests that want a vector
+    pooled: list[PooledRows]  # rows of requests for a vector
 
 
 def build_batch(
@@ -113,9 +115,9 @@ def build_batch(
     unread: UnreadTokens | None = None,
     pooler: Pooler | None = None,
 ) -> tuple[Batch, ScheduledTokens]:
-    """`wants_prompt_logprobs` are rows of requests whose prompt positions need logits, too. With `unread` tokens there
-    are no drafts, and whatever follows the known tokens is one of those. Rows that `pooler` knows end in a vector, and none
-    of their tokens is sampled."""
+    """Makes the batch of one pass. `wants_prompt_logprobs` are rows of requests whose prompt positions need logits, too.
+    `unread` has the tokens after those that the host knows; with it there are no drafts. Rows that `pooler` knows are requests
+    for a vector, and sample no token."""
     req_ids = list(num_scheduled)
     rows = requests.rows(req_ids)
     lengths = np.fromiter(num_scheduled.values(), np.int64, len(req_ids))
@@ -124,11 +126,11 @@ def build_batch(
         if proposed:
             row = requests.row(req_id)
             known = int(requests.num_tokens[row])
-            # Behind the known tokens, where the next real ones overwrite them.
+            # Drafts are written after the known tokens, where the next real ones overwrite them.
             requests.tokens[row, known : known + len(proposed)] = proposed
             num_drafts[req_ids.index(req_id)] = len(proposed)
     contexts = requests.num_computed[rows] + lengths
-    # Single tokens first, and among them by length, because what is alike is attended together.
+    # Decodes come first, sorted by context length, because attention takes requests of similar length together.
     order = np.lexsort((contexts, lengths > 1))
     rows, lengths, contexts, num_drafts = rows[order], lengths[order], contexts[order], num_drafts[order]
 
@@ -178,7 +180,7 @@ def build_batch(
         device,
     )
     if unread is not None and places.size:
-        # A request without a token ends when it is read. Until then it goes on with any.
+        # A token below 0 ends its request when the host reads it. Until then the request goes on with token 0.
         tensors[0][to] = unread.tokens[source].clamp_(min=0)
     batch = Batch(
         token_ids=tensors[0],
@@ -215,7 +217,7 @@ def _places_of_unread(
     row_of_token: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Which of the batch's tokens the host does not know, and where among the unread each is."""
+    """Returns which of the batch's tokens the host does not have, and the index of each in `unread`."""
     if unread is None:
         return _NONE, _NONE
     places = np.flatnonzero(positions >= requests.num_tokens[row_of_token])
@@ -233,15 +235,15 @@ def _members(rows: npt.NDArray[np.int64], wanted: set[int]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Tokens of one request after the other: of each its next, or with drafts its next few."""
+    """The sampled tokens of one request after the other: one each, or with drafts one more than there are drafts."""
 
     req_ids: list[str]
-    rows: npt.NDArray[np.int64]  # of RequestRows
+    rows: npt.NDArray[np.int64]  # indices into RequestRows
     tenancies: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
-    tokens: HostCopy  # below 0 where there could be none
-    failed: dict[int, TandemError]  # rows that can have none, and why
-    logprobs: dict[int, ComputedLogprobs]  # of rows that want them, for all their tokens
+    tokens: HostCopy  # below 0 for a request that can have none
+    failed: dict[int, TandemError]  # by row, why a request can have no token
+    logprobs: dict[int, ComputedLogprobs]  # by row, for all of the request's sampled tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,7 +254,7 @@ class PromptPiece:
     first: int  # the first of those tokens
     num_prompt: int
     is_last: bool
-    logprobs: ComputedLogprobs | None  # None where the piece has none but the prompt's first token
+    logprobs: ComputedLogprobs | None  # None for a piece with only the prompt's first token, which has none
 
 
 @dataclasses.dataclass(slots=True)
@@ -261,13 +263,11 @@ class StepOnDevice:
 
     read: Callable[[StepOnDevice], ModelOutput]
     sampled: SampledTokens | None = None
-    unread: UnreadTokens | None = None  # the same tokens, for the next step
+    unread: UnreadTokens | None = None  # the same tokens on the device, for the next step
     pieces: list[PromptPiece] = dataclasses.field(default_factory=list)
     vectors: list[PooledVector] = dataclasses.field(default_factory=list)
-    errors: dict[str, TandemError] = dataclasses.field(
-        default_factory=dict
-    )  # requests that were computed in vain
-    # Where the step ends on the device, if reading its tokens does not wait for that: it has none to read.
+    errors: dict[str, TandemError] = dataclasses.field(default_factory=dict)  # requests that cannot go on
+    # The step's end on the device, for a step without tokens to read. Reading tokens waits for the step anyway.
     end: DeviceMark | None = None
     draft_limits: dict[str, int] | None = None  # see SchedulerOutput
 

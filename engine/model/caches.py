@@ -1,9 +1,10 @@
-"""What stands where a model expects transformers' cache.
+"""The objects that a transformers model gets as its cache.
 
-OwnCache    transformers' own, of one request: a model runs with it as it was made
-StepCache   of one step of many requests: keys and values go their own way through attention, and it says what came before
+OwnCache    transformers' own cache for one request; the model runs with it unchanged
+StepCache   for one step of many requests: attention takes keys and values from it, mixers find their states in it
 
-A model runs as one sequence over all requests' tokens: what depends on the tokens before gets some of the rows at a time (`RowsOf`).
+A model runs as one sequence over all requests' tokens. Modules that depend on earlier tokens get the rows of one request, or of
+one group of requests, at a time (`RowsOf`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class RowsOf:
-    """Rows [start, end) of whatever has one for each of a step's `rows` tokens."""
+    """Cuts rows [start, end) out of every tensor that has a row for each of a step's `rows` tokens."""
 
     def __init__(self, start: int, end: int, rows: int, *, as_batch: bool) -> None:
-        """`as_batch`: each row is a sequence of its own."""
+        """With `as_batch` each row becomes a sequence of its own."""
         self._start, self._end, self._rows, self._as_batch = start, end, rows, as_batch
 
     def __call__(self, value: Any) -> Any:
@@ -43,16 +44,16 @@ class RowsOf:
 
 
 class OwnCache(DynamicCache):  # type: ignore[misc]
-    """Transformers' own cache, of one request, as a model would make it."""
+    """Transformers' own cache for one request, as the model would make it."""
 
     def __init__(self, config: Any, before: int = 0) -> None:
-        """`before`: as if it held so many tokens more, which nothing reads."""
+        """`before` tokens are added to the cache's reported length; nothing reads them."""
         super().__init__(config=config)
         self._before = before
         self._matrices: dict[int, torch.Tensor] = {}
-        self.attending: int | None = None  # the layer whose keys it was given last
+        self.attending: int | None = None  # the layer whose keys were passed last
         self.given: tuple[torch.Tensor, ...] = ()  # see StepCache
-        self.index_dims: dict[int, int] = {}  # by layer, of the keys by which it picks tokens
+        self.index_dims: dict[int, int] = {}  # by layer, the size of the index keys that it picks tokens by
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.attending, self.given = layer_idx, (key_states, value_states)
@@ -65,7 +66,7 @@ class OwnCache(DynamicCache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._before + int(super().get_seq_length(layer_idx))
 
-    # MiniMax keeps a matrix of its own for each layer.
+    # MiniMax's layers keep a matrix here.
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
         return self._matrices.get(layer_idx)
 
@@ -74,7 +75,8 @@ class OwnCache(DynamicCache):  # type: ignore[misc]
 
 
 def attending_layer(module: torch.nn.Module, cache: OwnCache | StepCache | None) -> int | None:
-    """Layers may share a module. The cache is told which one attends, unless that has no keys of its own."""
+    """Which layer `module` attends for. Layers may share a module, so the layer that passed keys to the cache last counts; the
+    module's own index counts for a layer without keys."""
     if cache is not None and cache.attending is not None:
         attending, cache.attending = cache.attending, None
         return attending
@@ -83,35 +85,34 @@ def attending_layer(module: torch.nn.Module, cache: OwnCache | StepCache | None)
 
 
 class KeptTokens(Protocol):
-    """Where the layers that attend by their own code have a request's keys and values."""
+    """A request's keys and values for layers that attend by their own code."""
 
     def exchange(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes those of some tokens, and returns those of all up to the last of them."""
+        """Stores the keys and values of some tokens; returns those of all tokens up to the last of them."""
         ...
 
     def exchange_index(self, layer: int, index: torch.Tensor) -> torch.Tensor:
-        """The same for the keys by which a layer picks tokens."""
+        """The same for the index keys that a layer picks tokens by."""
         ...
 
 
 class StepCache(Cache):  # type: ignore[misc]
-    """Stands where a model expects its cache, for one step: attention goes its own way, and each mixer finds the states of the
-    requests whose rows it computes."""
+    """The model's cache for one step. It passes keys and values on to paged attention, and holds the states of the requests whose
+    rows a mixer computes next."""
 
     def __init__(self, num_layers: int, states_of: Mapping[int, int], before: int | torch.Tensor = 0) -> None:
-        """`states_of`: how many states transformers' cache has for a layer. `before`: what a model adds to a row's number to
-        know its token's position; a tensor says it for each row."""
+        """`states_of` is how many states transformers' cache has for each layer. `before` is what a model adds to a row's number
+        to get its position; a tensor has one number per row."""
         super().__init__(layers=[LinearAttentionLayer() for _ in range(num_layers)])
         self._states_of = states_of
         self._matrices: dict[int, torch.Tensor | None] = {}
         self.attending: int | None = None
         self.before = before
-        self.given: tuple[
-            torch.Tensor, ...
-        ] = ()  # keys and values of the layer that attends next, or a latent and its rotary part
-        self.kept: KeptTokens | None = None  # while a layer attends by its own code
+        # Keys and values of the layer that attends next, or a latent and its rotary part.
+        self.given: tuple[torch.Tensor, ...] = ()
+        self.kept: KeptTokens | None = None  # set while a layer attends by its own code
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -140,7 +141,7 @@ class StepCache(Cache):  # type: ignore[misc]
         self._matrices[layer_idx] = linear_cache
 
     def put(self, states: tuple[State, ...], values: dict[StateKey, torch.Tensor], begins: bool) -> None:
-        """What the next run of a mixer finds. It writes to the very tensors."""
+        """Sets the states for the next run of a mixer, which writes to these tensors. With `begins` they count as empty."""
         for layer in {state.layer for state in states}:
             self.layers[layer] = LinearAttentionLayer(number_of_states=self._states_of.get(layer, 1))
         for state in states:
@@ -159,7 +160,7 @@ class StepCache(Cache):  # type: ignore[misc]
                 place.is_recurrent_states_initialized[state.number] = True
 
     def taken(self, states: tuple[State, ...]) -> dict[StateKey, torch.Tensor]:
-        """What it left there."""
+        """Returns the states that the mixer has left."""
         left: dict[StateKey, torch.Tensor] = {}
         for state in states:
             place = self.layers[state.layer]
@@ -176,5 +177,6 @@ class StepCache(Cache):  # type: ignore[misc]
 
 
 def cache_parameter(parameters: Any) -> str | None:
-    """By which name a model takes its cache. Transformers 5.24 renamed it; models outside of it may have the older names for long."""
+    """The name of a model's cache parameter; None without one. Transformers 5.24 renamed it, and models from elsewhere may keep the
+    older names."""
     return next((name for name in ("cache", "past_key_values", "cache_params") if name in parameters), None)

@@ -1,8 +1,8 @@
-"""A model in one run and in parts, alone and beside other requests: the logits must be the same.
+"""Checks before a model serves that its logits are the same in one run and in chunks, alone and in a batch with other requests.
 
-What a model does between its attention and its mixers is not looked at. If any of that depended on other tokens too, or on how many
-rows stand before a token's, or a state did not hold all that the next token needs, a request's answer would be wrong as soon as it
-is cut or has company, and nothing would show. So this is tried before the model serves a request.
+Probing looks only at attention and mixers. If anything else in the model depended on other tokens or on the number of rows before a
+token, or if a state lacked something that the next token needs, answers would be silently wrong as soon as a prompt is cut or a
+batch has two requests.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ log = logging.getLogger(__name__)
 
 _BLOCK = 4
 _LENGTHS = {"a": 23, "b": 9}
-# Tokens of each request in each step: begun and gone on with, alone and together, one token and more.
+# The tokens of each request in each step: first and later chunks, alone and together, of one token and of several.
 _STEPS = ({"a": 5}, {"a": 1, "b": 1}, {"a": 3, "b": 2}, {"a": 1, "b": 1}, {"a": 13, "b": 5})
-# Relative to the largest logit. In half precision two ways to the same result round at different places.
+# Relative to the largest logit. In half precision two correct computations round at different places.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# Two requests beside each other: the second stands far along, where what counts positions from the first row is found out.
+# The lengths of two requests in one batch. The second begins far along (at most _FAR), which exposes a model that counts positions from the
+# first row.
 _BESIDE = (5, 7)
 _FAR = 1 << 20
 
 
 def checked(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> ModelParts:
-    """The parts as they can be computed. Raises ConfigurationError where there is no right way."""
+    """Returns the parts with how they must be computed. Raises a ConfigurationError if no way gives the right logits."""
     name = model.config.get_text_config().model_type
     try:
         with torch.inference_mode():
@@ -49,9 +50,8 @@ def checked(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> Model
             return _cut_up(model, parts, vocab_size)
     except TandemError:
         raise
-    except (
-        Exception
-    ) as problem:  # whatever a model's code raises that does not expect its rows to be taken apart
+    # A model's code may raise anything when its rows are taken apart.
+    except Exception as problem:
         lines = str(problem).strip().splitlines()
         what = "states" if parts.mixers is not None else "tokens"
         raise ConfigurationError(
@@ -61,7 +61,7 @@ def checked(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> Model
 
 
 def _cut_up(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> ModelParts:
-    """Prompts at once, or a token at a time."""
+    """Checks a model with mixers or layers that attend by their own code: with chunks, and else one token at a time."""
     name, tolerance = model.config.get_text_config().model_type, _TOLERANCE[model.dtype]
     error = _difference_in_parts(model, parts, vocab_size)
     if error <= tolerance:
@@ -83,7 +83,7 @@ def _difference_in_parts(model: PreTrainedModel, parts: ModelParts, vocab_size: 
     plan = plan_cache(parts.layers, _BLOCK, layout, model.dtype)
     columns = {req_id: -(-length // _BLOCK) for req_id, length in _LENGTHS.items()}
     per_request = {req_id: count * len(plan.groups) + plan.state_blocks for req_id, count in columns.items()}
-    # Where nothing was written, there is no number.
+    # Blocks that nothing has written hold NaN.
     tensor = torch.full(
         plan.shape(1 + sum(per_request.values())), float("nan"), dtype=model.dtype, device=model.device
     )
@@ -100,7 +100,7 @@ def _difference_in_parts(model: PreTrainedModel, parts: ModelParts, vocab_size: 
             tokens = [(7 + 13 * seed + 5 * i * i) % vocab_size for i in range(length)]
             tables = [[next(free) for _ in range(columns[req_id])] for _ in plan.groups]
             tables += [[next(free) for _ in range(plan.state_blocks)]] if plan.state_blocks else []
-            # One token more than there are: so each of these predicts one of the prompt, and its logits are wanted.
+            # The prompt counts one token more than it has, so that every token predicts a prompt token and gets logits.
             rows.add(req_id, tokens, length + 1, tables)
         everyone = {rows.row(req_id) for req_id in _LENGTHS}
         found: dict[str, list[torch.Tensor]] = {req_id: [] for req_id in _LENGTHS}
@@ -120,7 +120,7 @@ def _difference_in_parts(model: PreTrainedModel, parts: ModelParts, vocab_size: 
                 rows.num_computed[rows.row(req_id)] += end - begin
         return {req_id: torch.cat(pieces) for req_id, pieces in found.items()}
 
-    # Layers that attend by their own code need the mask that transformers makes.
+    # Layers that attend by their own code need transformers' mask.
     attend_by(model, PROBED)
     expected = run(tuple({req_id: length} for req_id, length in _LENGTHS.items()), in_parts=False)
     attend_by(model, PAGED)
@@ -136,12 +136,13 @@ def _difference(model: PreTrainedModel, found: list[torch.Tensor], expected: lis
             for ours, theirs in zip(found, expected, strict=True)
         ]
     )
-    # A token that an expert's gate sends elsewhere, by rounding alone, is far off. What is wrong is wrong from there on.
+    # Rounding alone may send a token to another expert, whose logits are then far off. A real mistake also spoils the tokens after
+    # it.
     return float(each.max() if model.dtype == torch.float32 else each.median())
 
 
 def _counted(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> ModelParts:
-    """Whether the model takes positions as it is told, or counts rows, on from what its cache says came before."""
+    """Finds out whether the model uses the positions that it is given, or counts rows on from its cache's length."""
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or _FAR
     begins = (0, max(0, min(int(longest), _FAR) - _BESIDE[1]))
@@ -177,7 +178,7 @@ def _counted(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> Mode
 
 
 class _AmongRows:
-    """A step's attention in which requests see their own rows and nothing before. See AttentionStep."""
+    """A step's attention without a cache: each request sees only its own rows. See AttentionStep."""
 
     def __init__(self, parts: ModelParts, positions: torch.Tensor, whose: torch.Tensor) -> None:
         self._of = {layer.index: layer for layer in parts.layers}

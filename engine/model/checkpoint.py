@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says: whether it can be served, in which dtype, how long, and what ends a text."""
+"""Reads a checkpoint's configuration: whether the model can be served, its dtype, its context length and its end tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SERVED_LAYER_TYPES = {
     "full_attention",
     "sliding_attention",
     "chunked_attention",
-    # These keep a recurrent state, or the tail of a convolution; a hybrid layer does and attends.
+    # These keep a recurrent state, or the tail of a convolution. A hybrid layer also attends.
     "linear_attention",
     "conv",
     "hybrid",
@@ -28,7 +28,7 @@ _SERVED_LAYER_TYPES = {
     "indexed_attention",
     "compressed_sparse_attention",
     "heavily_compressed_attention",
-    # Layers that keep nothing of a token, as transformers names them.
+    # Transformers' names of layers that keep nothing of a token.
     "dummy",
     "mlp",
     "moe",
@@ -36,11 +36,12 @@ _SERVED_LAYER_TYPES = {
 
 
 def read_config(source: ModelSource) -> Any:
-    """The transformers configuration, or what is as good. Refuses what is known not to work before any weight is read."""
+    """Reads transformers' configuration, or an equivalent plain one. Raises a ConfigurationError for a model that is known not to work,
+    before any weight is read."""
     plain = read_plain_config(source.read_json("config.json")) if source.gguf_file is None else None
     if plain is not None:
         return plain
-    # Imported here because it costs seconds that a plain model need not wait for.
+    # Imported here because the import takes seconds, which a plain model does not need.
     from transformers import AutoConfig
 
     with translated_errors(source):
@@ -65,7 +66,7 @@ def read_config(source: ModelSource) -> Any:
 
 
 def _read_gguf_config(source: ModelSource) -> Any:
-    # Imported here because most models need nothing of it.
+    # Imported here because few models are GGUF files.
     from transformers import AutoConfig
 
     from tandem.engine.model.gguf import Metadata, complete_config, refuse_parts
@@ -82,7 +83,7 @@ def _refusal(kind: str, why: str) -> ConfigurationError:
 
 
 class translated_errors:
-    """The seam where whatever transformers raises for a bad checkpoint becomes a sentence."""
+    """Translates whatever transformers raises for a bad checkpoint into a ConfigurationError."""
 
     def __init__(self, source: ModelSource) -> None:
         self._name = source.name
@@ -94,7 +95,7 @@ class translated_errors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, ConfigurationError):
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            # What is wrong stands after the line that says where.
+            # The first line says where, and the next one what is wrong.
             why = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
             if isinstance(error, KeyError) and len(error.args) == 1 and " " not in str(error.args[0]):
                 why = f"{why} is missing, or not known"
@@ -102,17 +103,15 @@ class translated_errors:
 
 
 def choose_dtype(wanted: str, source: ModelSource, config: Any) -> torch.dtype:
-    """With auto, the checkpoint's own."""
+    """The dtype to compute in. With `auto` it is the checkpoint's own."""
     if wanted == "auto":
         if source.gguf_file is not None:
-            # Its weights have fewer bits than bfloat16 keeps, unless they were stored in full.
+            # A GGUF file's weights have fewer bits than bfloat16 keeps, unless they were stored in full precision.
             return torch.bfloat16
         declared = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
         dtype = declared if isinstance(declared, torch.dtype) else _stored_dtype(source)
         if dtype is torch.float16 and read_checkpoint(source.name, source.folder, config) is not None:
-            return (
-                torch.bfloat16
-            )  # which the kernels for quantized matrices compute in, on a CPU and on a GPU
+            return torch.bfloat16  # the kernels for quantized matrices compute in it, on a CPU and on a GPU
         return dtype
     if wanted not in _DTYPES:
         raise ConfigurationError(f"model.dtype must be auto or one of {', '.join(_DTYPES)}, not {wanted}")
@@ -151,7 +150,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def fp8_on(device: torch.device) -> torch.dtype:
-    """The dtype of a KV cache in eight bits, where the device can convert it."""
+    """The dtype of an FP8 KV cache. Raises a ConfigurationError if the device cannot convert it."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigurationError(
             f"cache.dtype is fp8, which {torch.cuda.get_device_name(device)} does not compute with: it needs compute "
@@ -161,7 +160,7 @@ def fp8_on(device: torch.device) -> torch.dtype:
 
 
 def context_length(config: Any, wanted: int | None) -> int:
-    """What the model was trained for, or less if less is wanted."""
+    """The context length: what the model was trained for, or `wanted` if that is less."""
     text = config.get_text_config()
     trained: int | None = getattr(text, "max_position_embeddings", None)
     trained = _yarn_range(text, trained) or trained
@@ -186,8 +185,8 @@ def context_length(config: Any, wanted: int | None) -> int:
 
 
 def _yarn_range(text: Any, trained: int | None) -> int | None:
-    """To what length YaRN stretches a model that says the length it had before: some are published so, and stretched
-    by what needs it."""
+    """The length to which YaRN extends a model whose configuration still has the length before it; some models are published like
+    that. None if this is not one."""
     rope = getattr(text, "rope_parameters", None) or {}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
     if rope.get("rope_type") != "yarn" or not factor or original != trained:
@@ -196,13 +195,12 @@ def _yarn_range(text: Any, trained: int | None) -> int | None:
 
 
 def _constant_rotary_range(text: Any) -> int | None:
-    """Up to which length the rotary frequencies depend on nothing but the position.
+    """The length up to which the rotary frequencies depend only on the position; None without a limit.
 
-    Beyond it the types below use frequencies that depend on the longest sequence in the batch, so one request
-    would change another's answer.
+    Beyond it, the types below choose frequencies by the longest sequence in the batch, so one request would change another's answer.
     """
     rope = getattr(text, "rope_parameters", None) or {}
-    # Models that mix kinds of layers give parameters for each kind.
+    # Models with several kinds of layers have parameters for each kind.
     variants = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     for variant in variants:
         kind = variant.get("rope_type", "default")
@@ -216,7 +214,7 @@ def _constant_rotary_range(text: Any) -> int | None:
 
 
 def eos_tokens(source: ModelSource, config: Any) -> frozenset[int]:
-    """Every token that any part of the checkpoint names as an end of sequence."""
+    """All tokens that any file of the checkpoint names as end of sequence."""
     found: set[int] = set()
     generation = source.read_json("generation_config.json").get("eos_token_id")
     configs = (config, config.get_text_config())

@@ -1,5 +1,5 @@
-"""What a model is: its content. A name says nothing: what it names changes on the hub, and folders on two machines may
-differ. Nodes work on one request only if their contents are equal.
+"""A model's identity: the digest of its content. A name does not identify a model, because its files may change on the hub, and
+folders on two machines may differ. Two nodes work on one request only if their models' contents are equal.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from tandem.machine.digests import OnRead, digest_of, digests_of
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.images import image_rules, processor_settings
 
-# Raise it when the same weights and tokens give other bytes in a KV block than they did before.
+# Increase it when the same weights and tokens give other bytes in a KV block than before.
 KV_VERSION = 1
 
 _INDEX = "model.safetensors.index.json"
-_SAYS_NOTHING = ("transformers_version", "_name_or_path")  # of a configuration: who wrote it, and where
+# Keys of a configuration that change nothing in the model.
+_SAYS_NOTHING = ("transformers_version", "_name_or_path")
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 class ModelContent(msgspec.Struct, frozen=True):
     digest: str
-    tokenizer: str  # of tokenizer.json alone; "" when the model has none
+    tokenizer: str  # the digest of tokenizer.json only; "" when the model has none
 
 
 def content_of(source: ModelSource, on_read: OnRead = lambda num_bytes: None) -> ModelContent:
-    """Reads every byte of the weights the first time, and is quick after that. Raises ConfigurationError."""
+    """Hashes the model's files. Reads every byte of the weights the first time, and is quick after that. Raises a ConfigurationError."""
     settings = processor_settings(source.read_json) if source.gguf_file is None else {}
     try:
         tokenizer = _digest(source.folder / "tokenizer.json")
@@ -40,7 +41,7 @@ def content_of(source: ModelSource, on_read: OnRead = lambda num_bytes: None) ->
             "config": _meaning(source, "config.json") if source.gguf_file is None else {},
             "generation": _meaning(source, "generation_config.json"),
             "tokenizer": tokenizer or _digest(source.folder / "tokenizer.model"),
-            # Names are left out: they say how the weights are split, and that is in the files.
+            # File names are left out: they only say how the weights are split.
             "weights": sorted(digests_of(weight_files(source), on_read)),
         }
         if source.gguf_file is None and image_rules(source.read_json("config.json"), settings) is not None:
@@ -51,7 +52,7 @@ def content_of(source: ModelSource, on_read: OnRead = lambda num_bytes: None) ->
 
 
 def weight_files(source: ModelSource) -> list[Path]:
-    """Those that are loaded. A safetensors file begins with its tensors' names, types and shapes."""
+    """The weight files that are loaded. Hashing them covers the tensors' names, types and shapes, with which each file begins."""
     folder = source.folder
     if source.gguf_file is not None:
         found = _PART.search(source.gguf_file)

@@ -1,9 +1,9 @@
-"""Steps that are recorded once per shape and replayed: a decode step is hundreds of launches, and launching takes longer
-than computing.
+"""Records steps once per shape and replays them, on CUDA as graphs. A decode step is hundreds of kernel launches, and launching takes
+longer than computing.
 
-What is recorded knows nothing but its input buffers (`DecodeInputs`), so it does not matter what records: on CUDA
-a graph does. A shape is a number of tokens. Each is computed as a request of its own, so decodes, drafts, short prompts
-and any mixture of them replay the same recordings; longer steps are computed as they come.
+A recording depends only on its input buffers (`DecodeInputs`), so any recorder can make it. A shape is a number of tokens and a
+width of the block tables. Each token is computed as a request of its own, so decodes, drafts, short prompts and mixtures of them
+replay the same recordings. Longer steps are not recorded.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from tandem.engine.model.runner import Batch, HostBatch, LayerHooks
 log = logging.getLogger(__name__)
 
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""Runs some work and returns how to run it again, and the tensor that its result will be in each time."""
+"""Runs some work. Returns a function that runs it again, and the tensor that each run's result is in."""
 
-# Where attention copies keys and values together, a recording keeps the memory for that: so many at most.
+# The most keys in a recording: where attention gathers keys and values, the recording keeps the memory for the copies.
 _MOST_GATHERED_KEYS = 1 << 16
-# So many shapes are tried before a model of which none was recorded counts as one that cannot be.
+# A model for which this many shapes were tried and none recorded counts as one that cannot be recorded.
 _MOST_REFUSED = 3
-# The memory of one recorded step: its nodes, and a library's plan for it.
+# The memory of one recorded step: the graph's nodes, and a library's plan.
 _BYTES_PER_GRAPH = 24 << 20
 _WARM_UPS = 2
 
 
 class CudaRecorder:
-    """Records work as a CUDA graph. All graphs of one recorder share their memory: only the latest replay's
-    results are whole."""
+    """Records work as a CUDA graph. All graphs of one recorder share their memory, so only the latest replay's results are
+    valid."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # On this device, and one for all: torch's own would be on whichever device is current, and record nothing of
-        # this one's; and graphs that share memory are to be recorded on the same stream.
+        # A stream on this device: torch's own would be on the current device and record nothing of this one. One stream for all
+        # graphs, because graphs that share memory must be recorded on the same stream.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -52,8 +52,8 @@ class CudaRecorder:
                 work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Where work cannot be recorded, torch leaves the recording's stream the current one. The outer stream is what
-        # comes back then. Other threads of this process may use the device meanwhile: a connector's, for one.
+        # If the work cannot be recorded, torch leaves the recording's stream as the current one; the outer context restores the
+        # old one. "thread_local" lets other threads, such as a connector's, use the device during the recording.
         with (
             torch.cuda.stream(current),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
@@ -63,12 +63,12 @@ class CudaRecorder:
 
 
 def memory_of_graphs(max_tokens: int, vocab_size: int, element_bytes: int) -> int:
-    """What recorded steps take beside the KV cache."""
+    """The device memory that recorded steps take besides the KV cache, in bytes."""
     return max_tokens * vocab_size * element_bytes + len(token_buckets(max_tokens)) * _BYTES_PER_GRAPH
 
 
 class GraphForward(Protocol):
-    """The forward pass between its inputs and its attention."""
+    """A forward pass that can be recorded: `compute` depends only on its input tensors and the attention step."""
 
     @property
     def attention(self) -> PagedAttention: ...
@@ -103,8 +103,8 @@ class _Recording:
 
 
 class _Results:
-    """One tensor for the logits of all recorded steps. Each would hold its own for ever, half a gigabyte together; only
-    those of the latest are asked for."""
+    """One tensor for the logits of all recorded steps. Otherwise each recording would keep its own, half a gigabyte together, though
+    only the latest step's logits are read."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -112,14 +112,14 @@ class _Results:
 
     def keep(self, logits: torch.Tensor) -> torch.Tensor:
         if self._logits is None:
-            # Warming up comes before recording, so this is no part of a recording.
+            # The warm-up runs come first, so no recording contains this allocation.
             self._logits = logits.new_empty(self._most, logits.shape[1])
         return self._logits[: logits.shape[0]].copy_(logits)
 
 
 class DecodeGraphs:
-    """A forward pass (engine.model.runner.Forward) in front of another. A shape that cannot be recorded is computed as it
-    comes; the others are replayed all the same."""
+    """A forward pass (engine.model.runner.Forward) that wraps another and replays steps of recorded shapes. Other steps, and shapes
+    that cannot be recorded, are passed to the wrapped one."""
 
     def __init__(
         self,
@@ -139,27 +139,25 @@ class DecodeGraphs:
         self._buckets = token_buckets(max_tokens)
         self._results = _Results(max_tokens)
         self._recorded: dict[tuple[int, int], _Recording] = {}
-        self._refused: set[tuple[int, int]] = (
-            set()
-        )  # shapes that cannot be recorded, and are computed as they come
+        self._refused: set[tuple[int, int]] = set()  # shapes that cannot be recorded
         self.num_replays = 0
 
     def record_ahead(self, progress: Callable[[float], None]) -> None:
-        """Records every number of tokens, with the narrowest tables, so that no request waits for it later. The largest
-        first: the memory that it needs serves the others. Raises torch.OutOfMemoryError where there is too little."""
+        """Records every number of tokens with the narrowest block tables, so that no request waits for it later. The largest comes
+        first, because the others reuse its memory. Raises a torch.OutOfMemoryError when there is too little."""
         columns = table_width(1) if self._forward.attention.reads_tables else 0
         buckets = self._buckets[::-1]
         for done, size in enumerate(buckets, 1):
             if self._gave_up:
                 return
             if self._fits(size, columns) and (size, columns) not in self._recorded:
-                # The cache leaves too little memory: better known now than when requests wait.
+                # An OutOfMemoryError is not caught here: better to fail at the start than when requests wait.
                 self._record_shape(size, columns)
             progress(done / len(buckets))
 
     @property
     def _gave_up(self) -> bool:
-        """Nothing was recorded, and trying took time more than once: it is the model that cannot be."""
+        """Several shapes were tried and none could be recorded, so the model itself cannot be. Trying further would only take time."""
         return not self._recorded and len(self._refused) >= _MOST_REFUSED
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
@@ -180,7 +178,7 @@ class DecodeGraphs:
         return self._forward.hidden
 
     def _recorded_for(self, batch: Batch) -> _Recording | None:
-        # A recorded step leaves logits, and no hidden states; and it was recorded without adapters, of tokens alone.
+        # A recorded step returns no hidden states, and takes only tokens: no adapters, images or rows.
         is_plain = (
             batch.hidden_rows is None
             and batch.adapter_slots is None
@@ -209,19 +207,19 @@ class DecodeGraphs:
         try:
             return self._record_shape(size, columns)
         except torch.OutOfMemoryError as error:
-            # What is recorded stays: it holds its memory already.
+            # Earlier recordings stay, because they have their memory.
             self._refuse(shape, error)
             return None
 
     def _record_shape(self, size: int, columns: int) -> _Recording | None:
-        """None where this shape cannot be recorded. Raises OutOfMemoryError: that says nothing about the shape."""
+        """Records a shape; returns None if it cannot be recorded. Raises OutOfMemoryError, which says nothing about the shape."""
         inputs = DecodeInputs(size, columns, self._num_groups, self._block_size, self._device)
         try:
             recorded = _Recording(inputs, self._forward, self._record, self._results)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            # A model that looks at its own intermediate results cannot be recorded; it runs all the same.
+            # A model that reads its own intermediate results on the host cannot be recorded. It runs unrecorded.
             self._refuse((size, columns), error)
             return None
         self._recorded[size, columns] = recorded

@@ -1,4 +1,4 @@
-"""The shapes that steps are recorded in, and the buffers from which a recorded one reads its inputs."""
+"""The shapes that steps are recorded in, and the buffers that a recorded step reads its inputs from."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ _FEWEST_COLUMNS = 8
 
 
 def token_buckets(most: int) -> list[int]:
-    """Numbers of tokens: close to each other where a row more costs much, up to `most`."""
+    """Numbers of tokens up to `most`: closer to each other where one more row costs relatively more."""
     buckets = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
     return [*(bucket for bucket in buckets if bucket < most), most]
 
 
 def bucket_of(buckets: list[int], count: int) -> int | None:
-    """The smallest that has room."""
+    """The smallest bucket that `count` fits into; None if there is none."""
     return next((bucket for bucket in buckets if bucket >= count), None)
 
 
 def table_width(columns: int) -> int:
-    """The next power of two: a block table's width in a recorded step."""
+    """A block table's width in a recorded step: the next power of two."""
     return max(_FEWEST_COLUMNS, 1 << max(0, columns - 1).bit_length())
 
 
 class DecodeInputs:
-    """Tensors that stay where they are, for `size` requests of one token each.
+    """Input tensors at fixed addresses, for `size` requests of one token each.
 
-    Rows beyond a step's requests pad. Such a row is a token 0 at position 0 with a context of itself; it lies in the
-    null block, to which zeros are written in its place. No result is taken from there, and what is
-    read together with a request's own rows must still be a number.
+    Rows beyond a step's requests are padding: token 0 at position 0 with a context of one token, whose KV is in the null block.
+    Zeros are written there instead of its KV. Padding's results are never used, but they are computed together with real rows,
+    so they must be numbers.
     """
 
     def __init__(
         self, size: int, columns: int, num_groups: int, block_size: int, device: torch.device
     ) -> None:
         self.size = size
-        self.columns = columns  # of the block tables; 0 without tables
+        self.columns = columns  # the width of the block tables; 0 without them
         self.num_groups = num_groups
         self._block_size = block_size
         self._numbers = torch.zeros(3 + num_groups, size, dtype=torch.int64, device=device)
@@ -69,11 +69,12 @@ class DecodeInputs:
 
     @property
     def padding(self) -> torch.Tensor:
-        """bool [size]: rows that write to the null block. Part of what is recorded."""
+        """bool [size]: the rows that write to the null block. Computing it is part of a recording."""
         return self._numbers[3] < self._block_size
 
     def load(self, host: HostBatch | None, token_ids: torch.Tensor | None = None) -> None:
-        """The next replay's inputs: requests of one token each, and those on the device. None: every row pads."""
+        """Loads the next replay's inputs: requests of one token each, and their token ids on the device. With None every row is
+        padding."""
         numbers = np.zeros(self._numbers.shape, np.int64)
         numbers[2] = 1
         tables = np.zeros(self._tables.shape, np.int32)
@@ -93,8 +94,8 @@ class DecodeInputs:
 
 
 def as_rows(host: HostBatch) -> HostBatch:
-    """The same batch as if each of its tokens were a request of its own. A step writes all its keys and values before
-    any are read, so a token finds those before it in the cache, whether they were there or have just come."""
+    """The same batch with each token as a request of its own. A layer writes all the step's keys and values before it reads any, so
+    a token also finds those of the step's earlier tokens in the cache."""
     counts = np.diff(host.query_start)
     if (counts == 1).all():
         return host

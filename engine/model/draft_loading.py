@@ -1,4 +1,4 @@
-"""From configuration to a draft model that can guess for another one, or a sentence that says why it cannot."""
+"""Loads `model.draft`: a draft model or an EAGLE head. Raises a ConfigurationError that says why it cannot make drafts for the model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tandem.wire.errors import ConfigurationError
 if TYPE_CHECKING:
     from tandem.engine.model.eagle_loading import LoadedHead
 
-# They read the model's own hidden states, and are no models by themselves.
+# Heads of these types read the model's own hidden states, and are no models by themselves.
 _HEADS = ("eagle", "medusa", "mtp", "mlpspeculator", "nextn")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedDraftModel:
-    """Its weights, waiting for a KV cache."""
+    """A draft model whose weights are loaded and which has no KV cache yet."""
 
     source: ModelSource
     loaded: LoadedModel
@@ -74,7 +74,7 @@ def load_draft_model(
     progress: Progress,
     native: bool,
 ) -> LoadedDraftModel | LoadedHead:
-    """`target`, `plan` and `guessed` are those of the model that it guesses for. Raises ConfigurationError."""
+    """`target`, `plan` and `guessed` belong to the model that drafts are made for. Raises a ConfigurationError."""
     source = find_source(model.draft)
     if not any(group.keeps_every_token for group in plan.groups):
         raise ConfigurationError(
@@ -107,7 +107,7 @@ def load_draft_model(
     def tell(what: str, share: float) -> None:
         progress(f"draft model: {what}", share)
 
-    # Loading leaves torch as many threads as that model needs; both need theirs.
+    # Loading a model sets the number of torch's threads for it. The two models together need the larger number.
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     loaded = load_native(source, config, dtype, device, threads, tell) if native else None
@@ -132,11 +132,12 @@ def _whole_table(groups: tuple[KVCacheGroup, ...]) -> int:
 
 
 def check_vocabularies(target: ModelSource, draft: ModelSource) -> None:
-    """Raises ConfigurationError where a number stands for two different tokens. One of the two may have more special tokens than the other."""
+    """Raises a ConfigurationError if a token id means different tokens in the two models. One may have more special tokens than the
+    other."""
     files = [source.folder / "tokenizer.json" for source in (target, draft)]
     found = [file.is_file() or source.gguf_file for file, source in zip(files, (target, draft), strict=True)]
     if not any(found):
-        return  # nothing to compare: they have the same number of tokens, or are refused for that
+        return  # nothing to compare; a different number of tokens is refused elsewhere
     if all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
         return
     (ours, our_words), (theirs, their_words) = _tokens_of(target), _tokens_of(draft)
@@ -154,7 +155,7 @@ def check_vocabularies(target: ModelSource, draft: ModelSource) -> None:
 
 
 def _tokens_of(source: ModelSource) -> tuple[dict[int, str], int]:
-    """All, and how many of them are not special."""
+    """The tokens by id, and how many of them are not special."""
     document: dict[str, Any] = json.loads(tokenizer_json(source))
     vocab = document.get("model", {}).get("vocab", {})
     if isinstance(vocab, dict):

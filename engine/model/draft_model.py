@@ -1,14 +1,15 @@
-"""Drafts from a small model with the same tokenizer, greedily, or from the text itself.
+"""Makes drafts greedily with a small model that has the same tokenizer, or from the text itself.
 
-It has a KV cache of its own, whose blocks have the numbers of the model's: what owns a block of the pool owns both. So the scheduler keeps no
-second account, and nothing here is told of preemptions, prefix hits, aborts or transfers. Instead what lies in a block is known by what it was
-computed from: a hash of all tokens up to the block's end. A request begins where its blocks hold what it needs; the rest is read, some of it after
-each step. So a prompt that another node computed is read here once more, by the small model: handing over its keys and values as well would cost
-the link more, and bind prefill nodes, tiers and mirrors to a model that only decoding needs.
+The draft model has its own KV cache, whose blocks have the model's block numbers: the owner of a block of the pool owns both. So the
+scheduler keeps no second account, and the draft model is not told of preemptions, prefix hits, aborts or transfers. Instead it
+identifies a block's content by a hash of all tokens up to the block's end. It begins a request after the blocks that hold the right
+content, and reads the rest, some after each step. A prompt that another node computed is read here once more by the small model:
+transferring its KV as well would take more of the link, and would bind prefill nodes, tiers and mirrors to a model that only
+decoding needs.
 
-Nothing here can make an answer wrong. A guess is checked by the model, and a wrong one costs its time.
+Drafts cannot make an answer wrong. The model verifies each one, and a wrong one only costs time.
 
-Drafts from the text itself are the simplest ones: what followed the last time that the newest tokens stood there (`propose_from_text`).
+Drafts from the text itself are what followed the last occurrence of the newest tokens (`propose_from_text`).
 """
 
 from __future__ import annotations
@@ -31,23 +32,24 @@ _LONGEST, _SHORTEST = 4, 2
 
 
 def propose_from_text(tokens: npt.NDArray[np.int32], num_drafts: int) -> list[int]:
-    """Up to `num_drafts` tokens that may follow `tokens`; the longest match wins, the latest of equals."""
+    """Returns up to `num_drafts` tokens that may follow `tokens`: those after the longest earlier match of the newest tokens, and the
+    latest of equally long ones."""
     for length in range(min(_LONGEST, len(tokens) - 1), _SHORTEST - 1, -1):
-        # Starts 0 .. len - length - 1: a match before the newest tokens themselves, with something after it.
+        # Starts 0 .. len - length - 1: matches before the newest tokens themselves, with at least one token after them.
         ends = len(tokens) - length
         matches = tokens[:ends] == tokens[-length]
         for offset in range(1, length):
             matches &= tokens[offset : ends + offset] == tokens[offset - length]
         starts = np.flatnonzero(matches)
         if starts.size:
-            # Overlapping repetition ("a a a a") leaves little after the latest match; prefer one with all.
+            # In overlapping repetition ("a a a a") few tokens follow the latest match. Prefer one that enough tokens follow.
             full = starts[starts + length + num_drafts <= len(tokens)]
             start = int(full[-1] if full.size else starts[0]) + length
             return [int(token) for token in tokens[start : start + num_drafts]]
     return []
 
 
-_READING_S = 0.02  # after one step, for prompts that are new to the draft model
+_READING_S = 0.02  # the time after one step for reading prompts that are new to the draft model
 _FIRST_PIECE, _MOST_READ = 64, 2048  # tokens
 _FADES = 0.8
 
@@ -56,17 +58,17 @@ Drafts = dict[str, list[int]]
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """How far one row's request has been read."""
+    """How far the draft model has read one row's request."""
 
     tenancy: int
-    num_read: int = 0  # tokens whose keys and values lie in the row's blocks
-    guessed: list[int] = dataclasses.field(default_factory=list)  # read after those, before they were known
-    num_filed: int = 0  # blocks of `num_read` tokens that `_holds` has
-    chain: int = 0  # the hash up to the last of them
+    num_read: int = 0  # tokens whose KV is in the row's blocks
+    guessed: list[int] = dataclasses.field(default_factory=list)  # draft tokens that were read after these
+    num_filed: int = 0  # how many leading blocks `_holds` has hashes of
+    chain: int = 0  # the hash up to the last of these blocks
 
 
 class DraftModel:
-    """Used from the step thread alone, with the tables and tokens that the runner keeps."""
+    """Only the step thread uses it. It reads the runner's block tables and tokens."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class DraftModel:
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`table`: of the model's block tables, the one that keeps every token."""
+        """`table` is the index of the model's block table that keeps every token."""
         self._forward = forward
         self._device = device
         self._table = table
@@ -90,18 +92,19 @@ class DraftModel:
         self._draft_vocab, self._vocab_size = draft_vocab, vocab_size
         self._clock = clock
         self._progress: dict[int, _Progress] = {}
-        self._holds: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # by block; 0: nothing whole
-        self._piece = float(_FIRST_PIECE)  # tokens that are read in about _READING_S
-        self.num_read = 0  # tokens of prompts and answers, without guesses
-        self.guess_s = 0.0  # for each token of the last call's drafts, without reading
+        # The hash of each block's content; 0: the block is not complete.
+        self._holds: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self._piece = float(_FIRST_PIECE)  # how many tokens are read in about _READING_S
+        self.num_read = 0  # tokens of prompts and answers, without drafts
+        self.guess_s = 0.0  # seconds per token of the last call's drafts, without reading
 
     def propose(self, requests: RequestRows, wanted: Mapping[str, int]) -> Drafts:
-        """Up to so many tokens that may follow those of each request; none for one that is still to be read."""
+        """Makes drafts of up to `wanted` tokens. A request of which much is still unread gets none. Reads a piece of new prompts first."""
         with on(self._device), torch.inference_mode():
             lengths: dict[str, int] = {}
             for req_id, most in wanted.items():
                 row = requests.row(req_id)
-                # The last guess is not fed.
+                # The last draft token is not read.
                 room = min(self._max_model_len, requests.num_slots(row, self._table))
                 length = min(most, room - int(requests.num_tokens[row]) + 1)
                 if length > 0:
@@ -117,7 +120,7 @@ class DraftModel:
         self._progress.clear()
 
     def _find_progress(self, requests: RequestRows, row: int) -> None:
-        # The newest token is always fed: what follows it is wanted.
+        # The newest token is always read with the first draft token, whose logits it gives.
         known, tokens = int(requests.num_tokens[row]) - 1, requests.tokens[row]
         progress = self._progress.get(row)
         if progress is not None and progress.tenancy == requests.tenancies[row]:
@@ -142,7 +145,7 @@ class DraftModel:
         return hash((progress.chain, requests.tokens[row, start : start + self._block_size].tobytes())) or 1
 
     def _file(self, requests: RequestRows, row: int, progress: _Progress) -> None:
-        """Notes what the blocks hold that are full now."""
+        """Notes the hashes of blocks that are complete now."""
         table = requests.tables[self._table][row]
         while (progress.num_filed + 1) * self._block_size <= progress.num_read:
             progress.chain = self._next_hash(requests, row, progress)
@@ -150,12 +153,13 @@ class DraftModel:
             progress.num_filed += 1
 
     def _behind(self, requests: RequestRows, req_id: str) -> int:
-        """Tokens to read before the newest."""
+        """How many tokens before the newest are unread."""
         row = requests.row(req_id)
         return int(requests.num_tokens[row]) - 1 - self._progress[row].num_read
 
     def _read(self, requests: RequestRows, lengths: Mapping[str, int]) -> None:
-        """A piece of what is new. Few tokens are read with the first guess: those that the last guesses got wrong."""
+        """Reads a piece of the unread tokens. If only a few are unread, because the last draft was wrong, `_guess` reads them with the
+        first draft token instead."""
         left = int(self._piece)
         counts: dict[str, int] = {}
         for req_id, length in lengths.items():
@@ -190,7 +194,7 @@ class DraftModel:
                 counts[req_id] = self._behind(requests, req_id) + 1 if place == 0 else 1
                 if place:
                     row = requests.row(req_id)
-                    # After the known tokens, where the next real ones overwrite it.
+                    # The draft token is written after the known tokens, where the next real ones overwrite it.
                     requests.tokens[row, int(requests.num_tokens[row]) + place - 1] = draft[-1]
             for req_id, token in self._forward_of(requests, counts, guesses=True).items():
                 row = requests.row(req_id)
@@ -205,11 +209,11 @@ class DraftModel:
         return drafts
 
     def _forward_of(self, requests: RequestRows, counts: dict[str, int], *, guesses: bool) -> dict[str, int]:
-        """Computes so many tokens after those that are read; with `guesses`, what follows the last of each."""
+        """Computes `counts` tokens after those that each request has read. With `guesses` returns the most likely next token of each."""
         seen = copy.copy(requests)  # the same rows, as far as this model has read them
         seen.tables, seen.num_token_tables = [requests.tables[self._table]], 1
         seen.num_computed = requests.num_computed.copy()
-        # A row whose tokens are all known to be in the step has a next one.
+        # `build_batch` samples after a row whose tokens are all in the step. This number makes it sample nothing.
         seen.num_tokens = np.full_like(requests.num_tokens, np.iinfo(np.int32).max)
         for req_id, count in counts.items():
             row = requests.row(req_id)
@@ -218,14 +222,14 @@ class DraftModel:
             seen.num_computed[row] = first
             if guesses:
                 seen.num_tokens[row] = first + count
-            # What is written to holds nothing whole, until it is filed.
+            # A block that is written to is not complete until `_file` notes it.
             blocks = seen.tables[0][
                 row, first // self._block_size : (first + count - 1) // self._block_size + 1
             ]
             self._holds[blocks] = 0
         batch, scheduled = build_batch(seen, counts, {}, set(), self._block_size, self._device)
         if self._draft_vocab < self._vocab_size:
-            batch.token_ids.clamp_(max=self._draft_vocab - 1)  # the model's vocabulary may be padded further
+            batch.token_ids.clamp_(max=self._draft_vocab - 1)  # the model's vocabulary may have more padding
         logits = self._forward(batch, None)
         return self._tokens_of(scheduled, logits) if guesses else {}
 

@@ -1,13 +1,13 @@
-"""Drafts from an EAGLE head: one layer that reads the model's own last hidden states, each beside the token that came after it.
+"""Makes drafts with an EAGLE head: one layer that reads the model's last hidden states, each together with the token after it.
 
-Its row at position i is the model's hidden state there and the embedding of token i + 1; out comes a hidden state that stands for the model's next
-one, so it goes on with its own where the model's are not known yet. Like a draft model's (`draft_model.py`) its keys and values lie in blocks
-with the model's numbers, and what lies in a block is known by a hash of the tokens that it was made of. These are one more than the block has:
-its last row knows the token after it. So a prefix that another text begins with, too, gives its last block up (`KVCacheManager.find_prefix`): the
-model computes that one again, and the head has all that comes before.
+The head's row at position i joins the model's hidden state there with the embedding of token i + 1. Its output stands for the model's
+next hidden state, so the head continues from its own output where the model's is not known yet. As with a draft model
+(`draft_model.py`), the head's KV is in blocks with the model's numbers, and a block's content is identified by a hash of the tokens
+that it was computed from. These are one token more than the block has, because its last row reads the token after it. So a prefix hit
+gives up its last block (`KVCacheManager.find_prefix`): the model computes that block again, and the head has all blocks before it.
 
-What the model has not computed here has no hidden states here: a prompt that was handed over, or came from a tier. The head then begins
-at the next block's first token, as if the text did.
+There are no hidden states for tokens that the model did not compute on this node: a prompt that was received or loaded from a tier.
+The head then begins at the next block's first token, as if the text began there.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from tandem.engine.model.states import RequestRows
 if TYPE_CHECKING:
     from tandem.engine.model.hidden_states import ObservedLayers
 
-_MOST_WAITING = 256  # rows of a request whose guesses are not wanted for a while
+_MOST_WAITING = 256  # hidden states that are kept for a request which gets no drafts for a while
 
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Token ids [N] and hidden states [N, hidden size] to the head's rows."""
+"""Makes the head's rows from token ids [N] and hidden states [N, hidden size]."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """How far one row's request has been read."""
+    """How far the head has read one row's request."""
 
     tenancy: int
-    begin: int = 0  # the first token of the text, as the head knows it: where a block begins
+    begin: int = 0  # the token that the head's text begins with; a block begins there
     num_read: int = 0
-    waiting: torch.Tensor | None = None  # the model's hidden states from there on
-    num_filed: int = 0  # blocks of `num_read` rows that `_holds` has
-    chain: int = 0  # the hash up to the last of them
+    waiting: torch.Tensor | None = None  # the model's hidden states from `num_read` on
+    num_filed: int = 0  # how many leading blocks `_holds` has hashes of
+    chain: int = 0  # the hash up to the last of these blocks
 
     @property
     def num_waiting(self) -> int:
@@ -54,7 +54,7 @@ class _Progress:
 
 
 class EagleHead:
-    """Used from the step thread alone, with the tables and tokens that the runner keeps."""
+    """Only the step thread uses it. It reads the runner's block tables and tokens."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class EagleHead:
         observed: ObservedLayers | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`table`: of the model's block tables, the one that keeps every token. `words`: the model's tokens by the head's, if these are others.
-        `observed`: what it reads in the place of the last hidden states (EAGLE-3)."""
+        """`table` is the index of the model's block table that keeps every token. `words` maps the head's tokens to the model's, if they
+        differ. `observed` are the layers that an EAGLE-3 head reads instead of the last hidden states."""
         self._words, self.observed = words, observed
         self._forward = forward
         self._join = join
@@ -81,10 +81,11 @@ class EagleHead:
         self._max_model_len = max_model_len
         self._clock = clock
         self._progress: dict[int, _Progress] = {}
-        self._holds: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)  # by block; 0: nothing whole
-        self.num_read = 0  # rows of prompts and answers, without guesses
-        self.num_cold = 0  # texts that it knows from a later block on
-        self.guess_s = 0.0  # for each token of the last call's drafts
+        # The hash of each block's content; 0: the block is not complete.
+        self._holds: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self.num_read = 0  # rows of prompts and answers, without drafts
+        self.num_cold = 0  # texts that the head reads only from a later block on
+        self.guess_s = 0.0  # seconds per token of the last call's drafts
 
     def forget_requests(self) -> None:
         self._progress.clear()
@@ -97,8 +98,8 @@ class EagleHead:
         wanted: npt.NDArray[np.bool_],
         hidden: torch.Tensor | None,
     ) -> None:
-        """What the model came to for every row of the `wanted` requests of a step. Those of prompts are read at once: the token after each is
-        known."""
+        """Takes the model's hidden states for all rows of a step's `wanted` requests. A prompt's rows are read at once, because the token
+        after each is known; other rows wait for their next token."""
         reading: list[str] = []
         counts = np.diff(scheduled.query_start)
         ends = np.cumsum(counts * wanted)
@@ -117,7 +118,7 @@ class EagleHead:
         self._read(requests, reading)
 
     def propose(self, requests: RequestRows, wanted: Mapping[str, int]) -> Drafts:
-        """Up to so many tokens that may follow those of each request; none for one that it knows too little of."""
+        """Makes drafts of up to `wanted` tokens. A request whose hidden states are missing gets none."""
         began = self._clock()
         with on(self._device), torch.inference_mode():
             lengths: dict[str, int] = {}
@@ -127,7 +128,7 @@ class EagleHead:
                 if progress is None or progress.tenancy != requests.tenancies[row]:
                     continue
                 last = progress.num_read + self._readable(requests, row, progress)
-                # The row before the newest token has its hidden state, and the last guess is not fed.
+                # The row before the newest token has its hidden state, and the last draft token is not read.
                 room = min(self._max_model_len, requests.num_slots(row, self._table))
                 length = min(most, room - known + 2)
                 if length > 0 and progress.num_read < last == known - 1:
@@ -137,7 +138,7 @@ class EagleHead:
         return drafts
 
     def _keep(self, requests: RequestRows, row: int, first: int, hidden: torch.Tensor) -> None:
-        """Hidden states from the token `first` on join those that wait."""
+        """Appends hidden states from the token `first` on to those that wait."""
         progress = self._progress.get(row)
         if progress is None or progress.tenancy != requests.tenancies[row]:
             progress = self._progress[row] = self._begun(requests, row, first)
@@ -150,7 +151,8 @@ class EagleHead:
         progress.waiting = rows
 
     def _begun(self, requests: RequestRows, row: int, first: int) -> _Progress:
-        """A request whose first tokens have their keys and values already: of the head's, those before the first that are another text's."""
+        """Begins a request whose first `first` tokens have KV already. The head continues after them if its own blocks hold the same
+        tokens, and otherwise begins at the next block."""
         progress = _Progress(int(requests.tenancies[row]))
         table = requests.tables[self._table][row]
         while (progress.num_filed + 1) * self._block_size <= first:
@@ -172,7 +174,7 @@ class EagleHead:
         return hash((progress.chain, tokens.tobytes())) or 1
 
     def _file(self, requests: RequestRows, row: int, progress: _Progress) -> None:
-        """Notes what the blocks hold that are full now, of texts that are known from their first token on."""
+        """Notes the hashes of blocks that are complete now, for texts that the head has read from their first token on."""
         if progress.begin:
             return
         table = requests.tables[self._table][row]
@@ -182,11 +184,11 @@ class EagleHead:
             progress.num_filed += 1
 
     def _readable(self, requests: RequestRows, row: int, progress: _Progress) -> int:
-        """Rows that wait, and whose next token is known."""
+        """How many waiting rows have a known next token."""
         return max(min(progress.num_waiting, int(requests.num_tokens[row]) - 1 - progress.num_read), 0)
 
     def _take_rows(self, requests: RequestRows, row: int) -> torch.Tensor:
-        """The rows that can be read now; they count as read."""
+        """Takes the rows that can be read now, and counts them as read."""
         progress = self._progress[row]
         count, first = self._readable(requests, row, progress), progress.num_read
         tokens = torch.from_numpy(requests.tokens[row, first + 1 : first + count + 1].astype(np.int64))
@@ -234,17 +236,18 @@ class EagleHead:
     def _forward_of(
         self, requests: RequestRows, given: Mapping[str, tuple[int, torch.Tensor]], *, guesses: bool
     ) -> dict[str, tuple[int, torch.Tensor]]:
-        """Computes rows, each request's from a position on. With `guesses`: the likeliest token after the last of each, and its hidden state."""
-        seen = copy.copy(requests)  # the same rows, as far as the head knows their texts
+        """Computes rows, given for each request as (first position, rows). With `guesses` returns the most likely token after each
+        request's last row, and the hidden state."""
+        seen = copy.copy(requests)  # the same rows, as far as the head has read their texts
         table = requests.tables[self._table].copy()
         seen.tables, seen.num_token_tables = [table], 1
         seen.num_computed = requests.num_computed.copy()
-        # A row whose tokens are all known to be in the step has a next one.
+        # `build_batch` samples after a row whose tokens are all in the step. This number makes it sample nothing.
         seen.num_tokens = np.full_like(requests.num_tokens, np.iinfo(np.int32).max)
         for req_id, (first, rows) in given.items():
             row, count = requests.row(req_id), rows.shape[0]
             begin = self._progress[row].begin
-            # What is written to holds nothing whole, until it is filed.
+            # A block that is written to is not complete until `_file` notes it.
             self._holds[
                 table[row, first // self._block_size : (first + count - 1) // self._block_size + 1]
             ] = 0

@@ -1,9 +1,9 @@
-"""From a folder with an EAGLE head, as vLLM and SGLang take it, to one that can guess, or a sentence that says why it cannot.
+"""Loads an EAGLE head from a folder as vLLM and SGLang take it. Raises a ConfigurationError that says why it cannot make drafts.
 
-EAGLE-1's file has `fc`, which makes a row of an embedding and a hidden state, and one layer of Llama's without the norm before its attention. There
-is no norm after it, and its tokens are chosen by the model's own head. EAGLE-3's `fc` makes one hidden state of those of three layers, its layer
-attends to that and the embedding side by side, and it has a head of its own for some of the tokens (`d2t`). The embeddings are the
-model's, unless the file has some.
+EAGLE-1's file has `fc`, which makes a row from an embedding and a hidden state, and one Llama layer without the norm before its
+attention. No norm follows it, and the model's own head chooses its tokens. EAGLE-3's `fc` makes one hidden state from those of three
+layers, its layer attends to that state and the embedding side by side, and it has its own head for some of the tokens (`d2t`). The
+embeddings are the model's, unless the file has its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HEAD = "lm_head.weight"
 
 
 def tensors_of(source: ModelSource) -> Iterator[tuple[str, Any, str]]:
-    """Its weights' names, each with the open file that it is in."""
+    """The names of the head's weights, each with the open file that it is in."""
     if source.gguf_file is not None:
         return
     for file in weight_files(source):
@@ -51,12 +51,12 @@ def is_head(source: ModelSource) -> bool:
 
 
 def reads_three(source: ModelSource) -> bool:
-    """Whether it is one of EAGLE-3."""
+    """Whether this is an EAGLE-3 head, which reads three layers."""
     return any(name == "d2t" or name.startswith("midlayer.") for name, _, _ in tensors_of(source))
 
 
 def layers_read(source: ModelSource, target: Any) -> tuple[int, ...]:
-    """Which of the target's layers an EAGLE-3 head reads the inputs of; none for what is no such head."""
+    """The layers of the target whose inputs an EAGLE-3 head reads; empty for anything else."""
     if not is_head(source) or not reads_three(source):
         return ()
     described, count = source.read_json("config.json"), int(target.get_text_config().num_hidden_layers)
@@ -73,7 +73,8 @@ def layers_read(source: ModelSource, target: Any) -> tuple[int, ...]:
 
 
 class _Rows(torch.nn.Module):
-    """What the head's layer is given: of EAGLE-1 one row of an embedding and a hidden state, of EAGLE-3 both, the latter made of three."""
+    """Makes the input of the head's layer. In EAGLE-1 this is one row made from an embedding and a hidden state; in EAGLE-3 it is both
+    side by side, and the hidden state is made from three."""
 
     def __init__(
         self, embeddings: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, third: bool
@@ -83,14 +84,16 @@ class _Rows(torch.nn.Module):
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden.to(self._embeddings.dtype)
-        if self._third and hidden.shape[-1] == self._weight.shape[1]:  # and not what the head made itself
+        if (
+            self._third and hidden.shape[-1] == self._weight.shape[1]
+        ):  # the model's three, not the head's own state
             hidden = torch.nn.functional.linear(hidden, self._weight, self._bias)
         pair = torch.cat([self._embeddings[token_ids], hidden], dim=-1)
         return pair if self._third else torch.nn.functional.linear(pair, self._weight, self._bias)
 
 
 class _ThirdLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers' classes have no types here
-    """EAGLE-3's: it attends to the embedding and the hidden state side by side, and adds to the latter."""
+    """EAGLE-3's layer: it attends to the embedding and the hidden state side by side, and adds to the hidden state."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, 0)
@@ -110,7 +113,7 @@ class _ThirdLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers' cla
 
 
 class _NoEmbeddings(torch.nn.Module):
-    """All of its rows are given. While its attention is tried out they are any that differ."""
+    """The head's embedding, which a step never uses because all rows are given. For probing it returns rows that differ by token."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -123,22 +126,22 @@ class _NoEmbeddings(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class LoadedHead:
-    """Its weights, waiting for a KV cache."""
+    """An EAGLE head whose weights are loaded and which has no KV cache yet."""
 
     source: ModelSource
     model: LlamaForCausalLM
     rows: _Rows
     parts: ModelParts
     plan: CachePlan
-    words: torch.Tensor | None = None  # the model's tokens by the head's, if these are others
-    observed: ObservedLayers | None = None  # what it reads, if that is not the model's last hidden states
+    words: torch.Tensor | None = None  # the model's token for each of the head's, if they differ
+    observed: ObservedLayers | None = None  # the layers that it reads; None: the model's last hidden states
 
     @property
     def bytes_per_block(self) -> int:
         return self.plan.elements_per_block * int(self.model.dtype.itemsize)
 
     def beside_cache(self, shape: ForwardShape, tokens: int) -> int:
-        """Its one layer takes less than a layer of the model has just before."""
+        """0: the head's one layer takes less memory than the model's step has just freed."""
         return 0
 
     def with_cache(
@@ -173,7 +176,7 @@ def load_head(
     device: torch.device,
     observed: ObservedLayers | None,
 ) -> LoadedHead:
-    """`target` and what follows are the model's that it guesses for. Raises ConfigurationError."""
+    """`target` and the arguments after it belong to the model that drafts are made for. Raises a ConfigurationError."""
 
     def refusal(why: str) -> ConfigurationError:
         return ConfigurationError(f"model.draft names {source.name}, a head that {why}")
@@ -252,7 +255,7 @@ def load_head(
 
 
 def _words(differences: torch.Tensor | None, count: int, vocab_size: int) -> torch.Tensor | None:
-    """The model's tokens by the head's; None where that is not said."""
+    """The model's token for each of the head's tokens; None if the head has the model's vocabulary."""
     if differences is None:
         differences = torch.zeros(count, dtype=torch.int64) if count == vocab_size else None
     if differences is None or differences.shape != (count,):

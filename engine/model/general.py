@@ -1,4 +1,5 @@
-"""The general path's model: loaded by transformers, its attention replaced by ours, and probed."""
+"""Loads the general path's model with transformers, and replaces its attention by ours. Refuses a checkpoint that does not fill the
+model exactly."""
 
 from __future__ import annotations
 
@@ -39,12 +40,14 @@ def load_model(
     shard: Shard | None = None,
     tower_class: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
-    """Weights are mapped from their files and copied once, file by file, straight into place. With `may_lack_head` the weights by
-    which a model chooses tokens may be missing: `holds_head`. With a `shard` only its part is loaded. With a `tower_class`
-    it is that class's: the vision tower alone."""
+    """Loads the model. Weights are mapped from their files and copied once, file by file, straight into place.
+
+    With `may_lack_head` the checkpoint may lack the head's weights (`holds_head`). With a `shard` only that part is loaded. With
+    a `tower_class` only the vision tower is loaded, as that class. Raises a ConfigurationError for a checkpoint that does not
+    fit."""
     options: dict[str, Any] = {"use_safetensors": True}
     if source.gguf_file is not None:
-        # Imported here because most models need nothing of it.
+        # Imported here because few models are GGUF files.
         from tandem.engine.model.gguf import finish_loading, loading_options
 
         options = loading_options(source, config)
@@ -67,13 +70,13 @@ def load_model(
         loader.from_pretrained,
         source.folder,
         dtype=dtype,
-        # Where a layer is cut, transformers places its parts by itself.
+        # When layers are cut, transformers places the parts by itself.
         device_map={"": str(device)}
         if device.type != "cpu" and (shard is None or shard.width == 1)
         else None,
         trust_remote_code=False,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in the report, and refused below by their names
+        ignore_mismatched_sizes=True,  # the report lists them, and they are refused below by name
         **options,
     )
     with translated_errors(source), _reported(progress), part as of_part:
@@ -83,7 +86,7 @@ def load_model(
         except KeyError as error:
             if error.args != (PAGED,):
                 raise
-            # Older architectures look attention up in a table of their own.
+            # Older architectures look attention up in a table of their own, which lacks ours.
             model, report = load(attn_implementation="eager")
     for key, held, wanted in sorted(report["mismatched_keys"]):
         raise ConfigurationError(
@@ -134,7 +137,7 @@ def _head_names(model: PreTrainedModel) -> set[str]:
 
 
 def holds_head(source: ModelSource, model: PreTrainedModel) -> bool:
-    """Whether the checkpoint has what the model chooses tokens by."""
+    """Whether the checkpoint has the weights of the head, so that the model can generate."""
     if source.gguf_file is not None or getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return True
     names = _head_names(model)
@@ -146,9 +149,9 @@ def holds_head(source: ModelSource, model: PreTrainedModel) -> bool:
 
 
 def keep_rotary_constant(model: PreTrainedModel) -> None:
-    """Two types of rotary embedding look at a step's longest request and choose their frequencies by it: a wait for
-    the device in each pass, and nothing that could be recorded. `context_length` admits no request beyond the length up
-    to which they are the frequencies that the model starts with, so the choice is left out."""
+    """Removes the choice of rotary frequencies by a step's longest request, which two types of rotary embedding make. It waits for
+    the device in each pass and cannot be recorded. It is not needed: `context_length` admits no request so long that the
+    frequencies would change."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         names = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
@@ -158,7 +161,7 @@ def keep_rotary_constant(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _reported(progress: Progress) -> Iterator[None]:
-    """Transformers counts weights as it loads them: pass that on, and keep its bar off the terminal."""
+    """Passes transformers' count of loaded weights on to `progress`, and keeps its progress bar off the terminal."""
     previous = transformers_logging.set_tqdm_hook(
         lambda _factory, args, kwargs: _Bar(progress, *args, **kwargs)
     )
@@ -169,7 +172,7 @@ def _reported(progress: Progress) -> Iterator[None]:
 
 
 class _Bar:
-    """As much of a tqdm bar as transformers uses."""
+    """The part of a tqdm bar that transformers uses."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""GGUF files, as far as transformers passes over what they say: it reads the weights and the model's sizes, and neither
-what changes rotary embeddings nor the other files of a split model. An answer would be wrong, and nothing would show.
+"""Reads the metadata of GGUF files that transformers ignores. Transformers reads the weights and the model's sizes, but not what
+changes rotary embeddings, nor the other files of a split model; answers would be silently wrong.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tandem.wire.errors import ConfigurationError
 _FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
-# How rotary embeddings are stretched: what a file must say of it, and what it may.
+# The kinds of rotary scaling: the keys that a file must have for each, and those that it may have.
 _STRETCHES = {
     "linear": ({"factor"}, {"original_context_length"}),
     "yarn": ({"factor", "original_context_length"}, {"yarn_beta_fast", "yarn_beta_slow"}),
     "longrope": ({"original_context_length"}, {"attn_factor"}),
 }
-_NAMES = {  # by which transformers knows it
+_NAMES = {  # transformers' names of these keys
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
     "attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-# llama.cpp knows Gemma's 27B models by their number of layers, and scales their attention otherwise.
+# llama.cpp recognizes Gemma's 27B models by their number of layers, and scales their attention differently.
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 
 
 class Metadata:
-    """The metadata of one file; reading it takes a while, where vocabularies are large. Keys are without the architecture that they
-    begin with."""
+    """The metadata of one file. Reading it takes a while if the vocabulary is large. Keys are given without their architecture
+    prefix."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
@@ -52,7 +52,7 @@ class Metadata:
         return self.general(self._prefix + key)
 
     def below(self, key: str) -> dict[str, Any]:
-        """All that is said under this key, by what follows it."""
+        """All values whose keys begin with this one, by the rest of the key."""
         start = f"{self._prefix}{key}."
         return {
             name.removeprefix(start): self.general(name)
@@ -66,7 +66,8 @@ class Metadata:
 
 
 def loading_options(source: ModelSource, config: Any) -> dict[str, Any]:
-    """What transformers must be told besides the folder. Given only the file, it would read the configuration again."""
+    """Options for `from_pretrained`. The configuration is among them, because transformers would otherwise read it again from the
+    file."""
     return {
         "config": config,
         "gguf_file": source.gguf_file,
@@ -87,7 +88,7 @@ def refuse_parts(metadata: Metadata) -> None:
 
 
 def complete_config(metadata: Metadata, config: Any) -> None:
-    """What the file says of the computation and transformers did not read."""
+    """Adds to the configuration what the file says about the computation and transformers did not read."""
     if getattr(config, "rope_parameters", None):
         _complete_rotary(metadata, config)
     if config.model_type == "phi3":
@@ -100,7 +101,7 @@ def complete_config(metadata: Metadata, config: Any) -> None:
 
 def _complete_rotary(metadata: Metadata, config: Any) -> None:
     rope: dict[str, Any] = config.rope_parameters
-    # Where kinds of layers differ, only those that see everything are stretched.
+    # If layers differ in kind, only those with full attention are scaled.
     kinds = [kind for kind in ("full_attention", "sliding_attention") if isinstance(rope.get(kind), dict)]
     full = rope["full_attention"] if kinds else rope
     if (base := metadata.get("rope.freq_base")) is not None:
@@ -121,7 +122,7 @@ def _stretching(metadata: Metadata) -> dict[str, Any]:
     said.pop("finetuned", None)
     if (older := metadata.get("rope.scale_linear")) is not None:
         said.setdefault("factor", older)
-    # A file that gives a factor alone means the kind that there was first.
+    # A file with only a factor means linear scaling, the first kind that there was.
     kind = said.pop("type", None) or ("linear" if said.get("factor") else "none")
     if _LONG_FACTORS in tensors or _SHORT_FACTORS in tensors:
         kind = "longrope"
@@ -151,17 +152,17 @@ def _not_read(metadata: Metadata, what: str) -> ConfigurationError:
 
 
 def finish_loading(source: ModelSource, model: torch.nn.Module) -> None:
-    """Applies the frequencies' factors, and refuses tensors that transformers passed over."""
+    """Applies the rotary frequencies' factors, and refuses a file with tensors that transformers ignored."""
     tensors = Metadata(source).tensors
     for name in (_LONG_FACTORS, _SHORT_FACTORS):
-        tensors.pop(name, None)  # with the configuration
+        tensors.pop(name, None)  # the configuration already has these factors
     if (factors := tensors.pop(_FACTORS, None)) is not None and (factors.data != 1.0).any():
         _divide_frequencies(source, model, torch.tensor(factors.data))
     _refuse_rest(source.name, tensors, model)
 
 
 def _divide_frequencies(source: ModelSource, model: torch.nn.Module, factors: torch.Tensor) -> None:
-    """Llama 3's way to stretch a rotary embedding: its file holds what each frequency is divided by."""
+    """Applies Llama 3's rotary scaling: the file has a divisor for each frequency."""
     buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     frequencies = [buffer for buffer in buffers if buffer.shape == factors.shape]
     rotaries = sum(hasattr(module, "inv_freq") for module in model.modules())
@@ -179,8 +180,8 @@ def _refuse_rest(name: str, tensors: dict[str, Any], model: torch.nn.Module) -> 
     layers = num_layers(config)
     refuse_leftovers(name, (tensor for tensor in tensors if (layer_of(tensor) or 0) >= layers), config)
     held = _count(tensor.n_elements for key, tensor in tensors.items() if not is_draft_layer(key, config))
-    # Names differ between the two, numbers do not: each that the file holds has its place in the model. Tensors of
-    # one place are tied.
+    # File and model name tensors differently, so compare how many numbers they hold: every number of the file must have a place in
+    # the model. Tied tensors have one place.
     taken = _count({tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}.values())
     if held > taken:
         raise ConfigurationError(

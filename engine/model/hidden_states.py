@@ -1,7 +1,7 @@
-"""Hidden states of prompts, in a file for each request that asks for one: for training heads that guess, or probes.
+"""Writes prompts' hidden states to files, one for each request that asks for it, for training draft heads or probes.
 
-Every pass notes what the chosen layers were given. What belongs to a prompt is copied to the host chunk by chunk and written when the
-prompt is whole, by a thread of its own. A request that is preempted is read again from its first token, and so is what is noted of it.
+Hooks keep the chosen layers' inputs of each pass. A prompt's rows are copied to the host chunk by chunk, and a thread writes the file
+when the prompt is complete. A preempted request is computed again from its first token, and its rows are collected again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tandem.wire.errors import ConfigurationError, InternalError
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
-_MOST_FILES = 8  # that wait to be written
-_PATIENCE_S = 5.0  # for room among them, in a step
+_MOST_FILES = 8  # files that wait to be written
+_PATIENCE_S = 5.0  # how long a step waits for room among them
 
 
 class ObservedLayers:
-    """What some layers were given in the last pass. Numbered as transformers does in `output_hidden_states`: 0 is the first layer's input, which
-    is the tokens' embeddings, and the last number what the head reads. Negative ones count from the end."""
+    """The inputs of some layers in the last pass, numbered as in transformers' `output_hidden_states`: 0 is the first layer's input, the
+    tokens' embeddings, and the last number is the head's input. Negative numbers count from the end."""
 
     def __init__(self, name: str, model: PreTrainedModel, numbers: Sequence[int]) -> None:
         layers = _layers_of(name, model)
@@ -55,16 +55,16 @@ class ObservedLayers:
                 model.base_model.register_forward_hook(self._note_output(number))
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """[tokens, layers, hidden size] of these rows of the last pass, in host memory."""
+        """[tokens, layers, hidden size] for these rows of the last pass, in host memory."""
         return self.states(begin, end).cpu()
 
     def states(self, begin: int, end: int) -> torch.Tensor:
-        """The same, where the model is."""
+        """The same, on the model's device."""
         return torch.stack([self._noted[number][0, begin:end] for number in self.numbers], dim=1)
 
     def _note_input(self, number: int) -> Any:
         def note(_module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            # Later layers may add to the very tensor.
+            # Later layers may change this tensor in place.
             self._noted[number] = (given[0] if given else named["hidden_states"]).clone()
 
         return note
@@ -86,12 +86,12 @@ def _layers_of(name: str, model: PreTrainedModel) -> nn.ModuleList:
 
 @dataclasses.dataclass(slots=True)
 class _Prompt:
-    tokens: int = 0  # that are noted
+    tokens: int = 0  # tokens whose states are collected
     pieces: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
 class HiddenStates:
-    """Used from the thread that steps."""
+    """Collects the hidden states of prompts. Only the step thread uses it."""
 
     def __init__(self, observed: ObservedLayers, folder: str) -> None:
         self._observed = observed
@@ -101,7 +101,7 @@ class HiddenStates:
     def take(
         self, names: Mapping[int, str], batch: Batch, scheduled: ScheduledTokens, requests: RequestRows
     ) -> None:
-        """After each pass. `names` are the files' of those requests, by row, that ask for one."""
+        """Call it after each pass. `names` has the file of each request that asks for one, by row."""
         for index, row in enumerate(scheduled.rows.tolist()):
             if row not in names:
                 continue
@@ -112,7 +112,7 @@ class HiddenStates:
                 self._prompts[row] = _Prompt()
             prompt = self._prompts.get(row)
             if prompt is None or first >= whole:
-                continue  # another node has read it, or it is written
+                continue  # another node has computed the prompt, or the file is written
             if first != prompt.tokens:
                 raise InternalError(
                     f"{prompt.tokens} tokens of a prompt are noted, and it goes on at {first}"
@@ -131,7 +131,8 @@ class HiddenStates:
 
 
 class StatesFiles:
-    """A file appears under its name when it is whole. What is not written is said in the log, and the request does not suffer from it."""
+    """Writes files in a thread. A file appears under its name only when it is complete. A file that cannot be written is logged, and
+    does not fail its request."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -148,14 +149,14 @@ class StatesFiles:
         self._writer = ThreadPoolExecutor(1, "hidden-states")
 
     def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Returns at once, unless the disk is far behind."""
+        """Queues a file. Waits up to _PATIENCE_S if _MOST_FILES are queued, and then drops it."""
         if not self._room.acquire(timeout=_PATIENCE_S):
             logger.error("the hidden states for %s are dropped: %s takes no more", name, self._folder)
             return
         self._writer.submit(self._write, name, tensors)
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        # Another node may write to the same folder.
+        # Another node may write to the same folder, so the temporary name contains this process's id.
         unfinished = self._folder / f".{name}-{os.getpid()}-{id(self)}"
         try:
             save_file(tensors, unfinished)

@@ -1,7 +1,7 @@
-"""Weights that a checkpoint holds and its model does not take: harmless, or a wrong answer.
+"""Refuses a checkpoint with weights that the model did not take, unless they are known to be harmless.
 
-A configuration that says less than its checkpoint holds makes another model of it: fewer layers, an attention without
-its biases. It answers, and nothing shows. So what is left over must be known to be of no consequence for text.
+A configuration that describes less than its checkpoint holds makes another model: with fewer layers, or attention without its
+biases. That model answers wrongly, and nothing shows it. So every left-over weight must be known to have no effect on text.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
-# A decoder's own layers, by the names that architectures give them.
+# The names that architectures give to a decoder's layers.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?|blk)\.(\d+)\.")
 
 _HARMLESS = [
-    # Constants that older checkpoints keep. They follow from the configuration.
+    # Constants in older checkpoints, which follow from the configuration.
     r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$",
     r"(^|\.)rope\.freqs$",
     r"(^|\.)position_ids$",
     r"(^|\.)(attn|attention)\.(masked_)?bias$",
-    # Scales of a KV cache in eight bits. Ours is in the model's own dtype, or rounds to FP8 without scales.
+    # Scales of an 8-bit KV cache. Ours is in the model's own dtype, or rounds to FP8 without scales.
     r"\.(self_attn|attn|attention)\.([kv]_proj\.)?[kv]_scale$",
-    # Guesses of further tokens, which are checked against the model in any case; no such guesses are made here.
+    # Multi-token prediction, which makes drafts. Tandem does not use these drafts, and the model's output does not need them.
     r"(^|\.)mtp(_layers)?\.",
-    # What reads pictures and sound. No request has any.
+    # Parts that read images and sound. No request to this model has any.
     r"(^|\.)(vision|visual|audio|speech)(_\w+)?\.",
     r"(^|\.)(multi_modal|mm|image|audio)_projector\.",
-    # What reads something else than a token off the last layer.
+    # Heads that read something else than a token from the last layer.
     r"^(v_head|value_head|score|reward_head)\.",
 ]
 _IS_HARMLESS = re.compile("|".join(_HARMLESS))
 
 
 def refuse_leftovers(name: str, left: Iterable[str], config: Any) -> None:
-    """`left` are the names of a checkpoint's tensors that the model did not take. What is tolerated is logged."""
+    """`left` are the names of the checkpoint's tensors that the model did not take. Raises a ConfigurationError for harmful ones, and
+    logs the others."""
     left = sorted(left, key=_in_order)
     consequential = [
         tensor for tensor in left if not _IS_HARMLESS.search(tensor) and not is_draft_layer(tensor, config)
@@ -69,7 +70,7 @@ def num_layers(config: Any) -> int:
 
 
 def is_draft_layer(tensor: str, config: Any) -> bool:
-    """DeepSeek and its kin number the layers that guess further tokens on from the model's own."""
+    """Whether a tensor belongs to a layer that makes drafts. DeepSeek and related models number these layers after the model's own."""
     drafts = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
     layer, own = layer_of(tensor), num_layers(config)
     return layer is not None and own <= layer < own + drafts

@@ -1,4 +1,4 @@
-"""From configuration to a runner that is ready for its first step."""
+"""Loads a model and makes a runner that is ready for its first step."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def load_runner(
     native: bool = True,
     shard: Shard | None = None,
 ) -> TorchRunner:
-    """Load a model and set up its KV cache. `progress` is told what is being done, and how much of it is.
+    """Loads a model and makes its KV cache. Calls `progress` with what is being done and the share that is done.
 
-    Without `native` every model takes the general path, which is how the two are compared. With a `shard` this is one of several
-    ranks, which all load at the same time, and what comes is that rank's part: rank 0's leads the others.
-    Raises ConfigurationError, in a sentence, for what the operator can change: the model, its kind, memory.
+    Without `native` every model takes the general path, so that the two paths can be compared. With a `shard` this process is one
+    of several ranks, which must all load at the same time; it returns that rank's runner, and rank 0's leads the others. Raises a
+    ConfigurationError for what an operator can change: the model, its type, memory.
     """
     tell = progress or (lambda _what, _share: None)
     tell("reading the model's configuration", 0.0)
@@ -70,7 +70,7 @@ def load_runner(
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
     content = _read_content(source, tell) if shard is None or shard.rank == 0 else None
-    # The native library keeps KV in the model's own dtype.
+    # The native path keeps KV only in the model's own dtype.
     own_kv = cache.dtype == "auto"
     pooling = find_pooling(model.pooling, source, config)
     headless = pooling is not None
@@ -211,8 +211,8 @@ def load_runner(
 
 
 def _of_rank(cache: CacheConfig, elements: int, shard: Shard) -> CacheConfig:
-    """A block has a part on every rank, each in memory of its own. `elements`: of this rank's part, which is larger where its stage has
-    more layers."""
+    """This rank's share of `cache.memory_bytes`, because each rank keeps its part of every block. `elements` is the size of this
+    rank's part of a block; a stage with more layers has a larger one."""
     if cache.memory_bytes is None:
         return cache
     share = cache.memory_bytes * elements // shard.total(elements)
@@ -220,7 +220,8 @@ def _of_rank(cache: CacheConfig, elements: int, shard: Shard) -> CacheConfig:
 
 
 def _read_content(source: ModelSource, tell: Progress) -> Callable[[], ModelContent]:
-    """Begins to read it while the weights are loaded: both read the same pages. Call the result to wait for it."""
+    """Begins to hash the model's content in a thread while the weights are loaded, because both read the same file pages. Returns a
+    function that waits for the content."""
     read: list[int] = []  # bytes, from several threads
     reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model-content")
     content = reader.submit(content_of, source, read.append)
@@ -237,7 +238,7 @@ def _read_content(source: ModelSource, tell: Progress) -> Callable[[], ModelCont
 
 @contextmanager
 def _cache_left_room() -> Iterator[None]:
-    """On a device attention's workspace and recorded steps lie beside the KV cache."""
+    """Translates an OutOfMemoryError: the KV cache left too little of the device for attention's workspace and recorded steps."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -248,7 +249,7 @@ def _cache_left_room() -> Iterator[None]:
 
 
 def bind_threads(threads: int) -> int:
-    """Tells torch how many threads to compute with, and returns the number: `threads`, or every usable core when it is 0."""
+    """Sets the number of torch's threads and returns it: `threads`, or one per usable core when it is 0."""
     count = threads if threads > 0 else usable_cores()
     torch.set_num_threads(count)
     return count

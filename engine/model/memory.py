@@ -1,4 +1,4 @@
-"""How many KV cache blocks fit into the memory that there is, and the tensor that they are."""
+"""Computes how many KV cache blocks fit into memory, and allocates their tensor."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
-# On a CPU the cache shares the machine with everything else that runs there, so it takes no more than this
-# unasked (or than one request of full length needs, if that is more).
+# On a CPU the cache shares memory with everything else on the machine, so by default it takes no more than this, or than one request
+# of full length needs if that is more.
 CPU_CAP_BYTES = 4 << 30
 
 _MIB = 1 << 20
 
 
 def available_bytes(device: torch.device) -> int:
-    """What could be allocated now without pushing any process out."""
+    """How many bytes can be allocated now without taking memory from another process."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_memory()
@@ -41,8 +41,8 @@ def size_block_pool(
     beside: int = 0,
     draft_bytes: int = 0,
 ) -> int:
-    """Blocks in the pool, the null block included. Never more than all sequences at full length can use. `beside` is
-    what a step needs beside the cache: it stays free, whatever the cache's share is. `draft_bytes` are a draft model's, in each block."""
+    """Returns the number of blocks, with the null block: at most what all sequences at full length can use. `beside` bytes, which a
+    step needs besides the cache, stay free whatever the cache's share is. `draft_bytes` is a draft model's part of each block."""
     block_bytes = plan.elements_per_block * dtype.itemsize + draft_bytes
     one_request = plan.blocks_for(max_model_len, tokens_per_step)
     needed = (one_request + 1) * block_bytes
@@ -75,8 +75,8 @@ def allocate_cache(
     device: torch.device,
     shared: int | None = None,
 ) -> torch.Tensor:
-    """The KV cache tensor, all zero. On a CPU a page takes memory only once it is written. `shared`: a descriptor of memory that other
-    processes map, too, and that is long enough."""
+    """Allocates the KV cache tensor, all zero. On a CPU a page takes memory only once it is written. `shared` is a descriptor of memory
+    that other processes map, too, and that is large enough."""
     shape = plan.shape(num_blocks)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -92,7 +92,7 @@ def allocate_cache(
             region.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
             log.debug("no huge pages for the KV cache: %s", error)
-    # The tensor holds the only reference to the region, which is unmapped with it.
+    # The tensor owns the region: it holds the only reference, and the region is unmapped with it.
     return torch.frombuffer(region, dtype=dtype).view(shape)
 
 

@@ -1,4 +1,4 @@
-"""Which way a model is computed: the native library for what it knows, transformers for everything else."""
+"""Chooses how a model is computed: by the native library if it knows the model, otherwise by transformers (the general path)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SHORT_PROMPT = 512  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class ForwardShape:
-    """What a forward pass may be asked for at most."""
+    """The largest step that a forward pass may get."""
 
     max_requests: int
     max_model_len: int
@@ -51,7 +51,7 @@ class ForwardShape:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterRoom:
-    """How many different adapters a step may have, and of which rank."""
+    """How many different adapters a step may have, and their highest rank."""
 
     slots: int
     rank: int
@@ -59,24 +59,25 @@ class AdapterRoom:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """Weights in memory, waiting for a KV cache."""
+    """A model whose weights are loaded and which has no KV cache yet."""
 
-    layers: tuple[AttentionLayer, ...]  # that attend
+    layers: tuple[AttentionLayer, ...]  # the layers that attend
     vocab_size: int
     dtype: torch.dtype
     use_cache: Callable[[torch.Tensor, CachePlan, ForwardShape], Forward]
-    # Bytes that a step of so many tokens and the library's workspaces take on the device; None on a CPU, where pages
-    # come and go.
+    # The bytes on the device that a step of the given number of tokens takes besides the KV cache, with libraries' workspaces.
+    # None on a CPU, where memory is taken and given back as needed.
     beside_cache: Callable[[ForwardShape, int], int] | None = None
-    states: StateLayout | None = None  # what layers keep of a request that do not attend
+    states: StateLayout | None = None  # the recurrent states of layers that do not attend
     vector_size: int = 0  # numbers in a hidden state
-    embed_size: int = 0  # numbers in a token's embedding, where other rows may stand in its place
-    generates: bool = True  # False: its checkpoint has no head, so its logits mean nothing
-    adapters: AdapterSlots | None = None  # None: none are served
-    tower: VisionTower | None = None  # None: it reads no images
-    observed: ObservedLayers | None = None  # None: no hidden states are asked for
-    heads: HeadShare | None = None  # which ones a rank with a cache of its own keeps
-    of_stage: frozenset[int] | None = None  # and which layers, where it has not all
+    embed_size: int = 0  # numbers in a token's embedding, if other rows may replace it; 0: they may not
+    generates: bool = True  # False: the checkpoint has no head, so the logits mean nothing
+    adapters: AdapterSlots | None = None  # None: no adapters are served
+    tower: VisionTower | None = None  # None: the model reads no images
+    # None: hidden states are neither written to files nor read by an EAGLE-3 head.
+    observed: ObservedLayers | None = None
+    heads: HeadShare | None = None  # the KV heads that a rank with a cache of its own keeps; None: all
+    of_stage: frozenset[int] | None = None  # the layers of this rank's stage; None: all
 
 
 def load_native(
@@ -88,10 +89,11 @@ def load_native(
     progress: Progress,
     may_lack_head: bool = False,
 ) -> LoadedModel | None:
-    """None, and a line in the log, where the library doesn't know the model or cannot be compiled."""
+    """Loads the model into the native library. Returns None, and logs why, if the library does not know the model or cannot be
+    compiled."""
     quantized = source.gguf_file is None and read_checkpoint(source.name, source.folder, config) is not None
     plain = config
-    if quantized:  # on a CPU its matrices become ordinary ones
+    if quantized:  # on a CPU quantized matrices become ordinary ones
         plain = copy.deepcopy(config)
         plain.quantization_config = None
     reason = supports(plain, dtype, device)
@@ -111,7 +113,7 @@ def load_native(
 
         module = load_model(source, config, dtype, device, progress)
         forward = NativeLlamaForward.from_module(module, threads=threads, release=True, progress=tell)
-    # The library has threads of its own, on the same cores; torch only samples beside it.
+    # The library has its own threads on the same cores, and torch only samples, so torch gets one thread.
     torch.set_num_threads(1)
 
     def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
@@ -130,7 +132,7 @@ def load_native(
 
 
 def _native_layers(config: Any) -> tuple[AttentionLayer, ...]:
-    """What probing would find. Where kinds of layers are not listed, a window holds for all of them."""
+    """The layers as probing would find them. If the configuration lists no layer types, its window holds for all layers."""
     architecture = describe(config)
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * architecture.layers
@@ -159,9 +161,9 @@ def load_general(
     shard: Shard | None = None,
     observe: Sequence[int] = (),
 ) -> LoadedModel:
-    """`room`: for adapters, where any are to be served. `shard`: of several ranks, which all load at the same time. `observe`: layers
-    whose hidden states are wanted, which leaves the model as it is and its steps unrecorded."""
-    # Imported here because it costs seconds that the native path need not wait for.
+    """Loads the model with transformers. `room` is for adapters, if any are served. `shard` is this rank's part; all ranks must load
+    at the same time. `observe` are layers whose hidden states are read: the model is then neither fused nor recorded."""
+    # Imported here because the import takes seconds, which the native path does not need.
     from tandem.engine.model.attention.latents import gathering
     from tandem.engine.model.fused.find import fuse
     from tandem.engine.model.general import holds_head, load_model
@@ -199,10 +201,10 @@ def load_general(
                 of_stage = frozenset(layer.index for layer in layers)
                 heads = heads_of_all(heads, shard)
             layers = layers_of_all(layers, shard)
-    # Where a layer attends by its own code, or reads another's keys, the pieces cannot be tried with all of them together. Those of a
-    # GPU want a step's rows in one sequence, and mixers take them apart.
+    # If a layer attends by its own code, or reads another layer's keys, fused pieces cannot be tried in the whole model. A GPU's
+    # pieces need a step's rows in one sequence, which mixers take apart.
     alone = bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
-    # Whether its parts fit together each rank would find out by itself, and one that reloads leaves the others alone.
+    # No fusion with several ranks: each would try it by itself, and one that has to reload would leave the others waiting.
     fusable = not alone and shard is None and not observe and (mixers is None or device.type == "cpu")
     pieces = pieces_for(device, model.dtype, threads) if fusable else None
     mixing_threads = 0
@@ -221,7 +223,7 @@ def load_general(
         elif pieces.copies and (fused.left - linear_weights_of_tower(model)) * 10 < sum(
             weight.numel() for weight in model.parameters()
         ):
-            # The kernels have threads of their own, on the same cores; torch does little beside them, but for mixers' long chunks.
+            # The kernels have their own threads on the same cores. Torch does little besides, except for mixers' long chunks.
             torch.set_num_threads(1)
             mixing_threads = threads if mixers is not None else 0
 
@@ -237,7 +239,8 @@ def load_general(
         from tandem.engine.model.recorded_steps import RecordedSteps
 
         if alone or mixers is not None:
-            # The other ways count layers that attend without a gap. Each step takes its rows apart by itself, so it is not recorded.
+            # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they
+            # are not recorded.
             states = LayerStates(kv_cache, mixers.layout) if mixers is not None else None
             return TransformersForward(
                 model, gathering(kv_cache, plan, parts.expansions), parts, states, adapted, mixing_threads
@@ -246,7 +249,7 @@ def load_general(
         forward = TransformersForward(model, attention, parts, adapted=adapted)
         if isinstance(attention, CpuAttention):
             return RecordedSteps(forward, attention)
-        # A stage receives in the middle of a step and sends at its end: what is recorded does neither.
+        # A pipeline stage receives and sends within a step, which a recording cannot.
         if device.type != "cuda" or observe or (shard is not None and shard.stages > 1):
             return forward
         from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
@@ -268,7 +271,7 @@ def load_general(
         from tandem.engine.model.decode_graphs import memory_of_graphs
         from tandem.engine.model.transformers_forward import peak_of_step
 
-        # The sampler holds float32 logits, what is left of them, and its noise.
+        # The sampler holds float32 logits, the restricted logits, and its noise.
         sampling = 3 * 4 * shape.max_requests * probed.vocab_size
         step = peak_of_step(model, tokens, shape.max_requests, device)
         recorded = memory_of_graphs(recorded_tokens(shape), probed.vocab_size, model.dtype.itemsize)
@@ -284,7 +287,7 @@ def load_general(
         on_device,
         layout,
         vector_size=int(model.config.get_text_config().hidden_size),
-        embed_size=_embed_size(model) if shard is None else 0,  # other ranks see tokens alone
+        embed_size=_embed_size(model) if shard is None else 0,  # other ranks get only token ids
         generates=generates,
         adapters=adapters,
         tower=find_tower(source, model, threads),
@@ -297,7 +300,7 @@ def load_general(
 def _find_adapted(
     model: PreTrainedModel, room: AdapterRoom | None, pieces: Pieces | None
 ) -> AdaptedLayers | None:
-    """Before anything takes the place of the model's layers."""
+    """The layers that adapters may change; None without adapters. Call it before any of the model's layers is replaced."""
     if room is None:
         return None
     from tandem.engine.model.fused.cpu import CpuPieces
@@ -320,7 +323,7 @@ def _observed(source: ModelSource, model: PreTrainedModel, numbers: Sequence[int
 
 
 def _embed_size(model: Any) -> int:
-    """0 where a model must know a prompt's tokens, whatever stands in the place of their embeddings."""
+    """The size of an embedding; 0 if the model also needs the token ids themselves, so that rows cannot replace embeddings."""
     asks_tokens = bool(getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0))
     if asks_tokens or "inputs_embeds" not in inspect.signature(model.forward).parameters:
         return 0
@@ -357,7 +360,7 @@ def _refuse_ranks(source: ModelSource, parts: ModelParts) -> None:
 
 
 def pieces_for(device: torch.device, dtype: torch.dtype, threads: int) -> Pieces | None:
-    """None where the model is best left as it is."""
+    """The fused pieces for this device and dtype; None if the model is best left unchanged."""
     from tandem.engine.model.fused.cpu import cpu_pieces
     from tandem.engine.model.fused.device import DevicePieces
 
@@ -374,8 +377,7 @@ def pieces_for(device: torch.device, dtype: torch.dtype, threads: int) -> Pieces
 
 
 def recorded_tokens(shape: ForwardShape) -> int:
-    """The longest step that is replayed: as many decodes as there can be, and short prompts, whose time goes into
-    launches otherwise."""
+    """The longest step to record: all decodes that may run at once, and short prompts, whose time would go into launches."""
     return max(shape.max_requests, _SHORT_PROMPT)
 
 
@@ -408,7 +410,7 @@ def attention_with(
     shape: ForwardShape,
     dtype: torch.dtype,
 ) -> PagedAttention:
-    """By FlashInfer, if it is there, computes this model's attention, and runs on this machine; else by gathering."""
+    """Attention by FlashInfer if it is installed, computes this model's attention and runs here; otherwise by gathering."""
     from tandem.engine.model.attention import flashinfer, flashinfer_latents
     from tandem.engine.model.attention.latents import gathering
 
@@ -431,7 +433,7 @@ def attention_with(
             try:
                 attention.try_out()
                 return attention
-            except Exception as error:  # whatever its compiler and its kernels raise
+            except Exception as error:  # the library's compiler and kernels may raise anything
                 reason = f"flashinfer does not run here: {error}"
         log.warning("attention gathers blocks, which is slower: %s", reason)
     return gathering(kv_cache, plan, parts.expansions)

@@ -1,12 +1,12 @@
-"""The configuration of a model that says nothing unusual, read without transformers.
+"""Reads common models' configurations without transformers.
 
-transformers takes 2.2 to 2.5 s of CPU and 106 MiB for it in each node (`import` and `AutoConfig.from_pretrained`, beside torch, on a
-two-core machine, three runs); this takes 1 ms. Nodes that start together share the cores, so two of them serve about 2.5 s later. To keep
-transformers' answer in a file helps a second start on the same machine only: the first one, and every new machine or container, would
-pay in full. So this stays. Tests hold it to transformers' own reading of published configurations and of changes to them.
+transformers takes 2.2 to 2.5 s of CPU and 106 MiB for it in each node (`import` and `AutoConfig.from_pretrained`, besides torch, on a
+two-core machine, three runs); this file takes 1 ms. Nodes that start together share the cores, so two of them would serve about 2.5 s
+later. Caching transformers' result in a file would help only a second start on the same machine. Tests compare this file with
+transformers' own reading of published configurations and of variations.
 
-`read_plain_config` gives up where it meets anything that it does not know to mean nothing more, and transformers reads it. What is
-returned says what transformers would have said, for all that the native library needs.
+`read_plain_config` returns None for a configuration with anything that it does not know, and transformers then reads it. What it
+returns equals transformers' reading in everything that the native library needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Count = Annotated[int, Meta(gt=0)]
 _Theta = Annotated[float, Meta(gt=0)]
 _Dtype = Literal["float32", "bfloat16", "float16"]
 
-# Nothing of the forward pass follows from these.
+# These keys do not change the forward pass.
 _OF_NO_CONSEQUENCE = frozenset(
     {
         "_model_name_or_path",
@@ -49,7 +49,7 @@ class _Rope(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ConfigJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """config.json. What has a default here has the same one, or none that counts, for each of these types."""
+    """config.json. A default here is the default of every type that is read, or has no effect in it."""
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
     vocab_size: _Count
@@ -70,14 +70,14 @@ class _ConfigJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rope_theta: _Theta | UnsetType = UNSET
     rope_scaling: None = None
     sliding_window: _Count | UnsetType | None = UNSET
-    use_sliding_window: Literal[False] = False  # Qwen: the window is not used, whatever it is
+    use_sliding_window: Literal[False] = False  # Qwen: with False the window is not used
     layer_types: list[Literal["full_attention"]] | UnsetType | None = UNSET
     dtype: _Dtype | UnsetType = UNSET
     torch_dtype: _Dtype | UnsetType = UNSET
 
 
 class PlainConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Named as transformers names it."""
+    """A configuration with transformers' names of fields."""
 
     model_type: str
     vocab_size: int
@@ -104,7 +104,7 @@ class PlainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_plain_config(content: dict[str, Any]) -> PlainConfig | None:
-    """`content` is what a config.json holds. None: it takes transformers to read it."""
+    """Reads the content of a config.json. Returns None if only transformers can read it."""
     try:
         written = msgspec.convert(
             {key: value for key, value in content.items() if key not in _OF_NO_CONSEQUENCE}, _ConfigJson
@@ -116,11 +116,11 @@ def read_plain_config(content: dict[str, Any]) -> PlainConfig | None:
         return None
     if UNSET not in (written.dtype, written.torch_dtype):
         return None
-    # Where these are not written, the types differ in what they mean.
+    # The types have different defaults for these, so they must be written.
     if kind == "qwen3" and written.head_dim is None:
         return None
     if kind == "mistral" and (written.sliding_window is UNSET or written.layer_types is not UNSET):
-        return None  # `layer_types` is there, even if empty: not one of the plain types
+        return None  # with `layer_types`, even an empty one, it is not one of the plain types
     if kind == "llama" and written.sliding_window:
         return None
     if written.layer_types and len(written.layer_types) != written.num_hidden_layers:
@@ -150,7 +150,7 @@ def read_plain_config(content: dict[str, Any]) -> PlainConfig | None:
 
 
 def _theta(written: _ConfigJson) -> float | None:
-    """It is written in one of two places."""
+    """The rotary base, which is written in one of two places."""
     old, new = written.rope_theta, written.rope_parameters
     if isinstance(new, _Rope):
         return new.rope_theta if old is UNSET else None

@@ -1,7 +1,7 @@
-"""Vectors of prompts: what the model's last layer makes of their tokens, chunk by chunk, until a vector is whole.
+"""Pools a prompt's last hidden states into one vector, chunk by chunk.
 
-A mean is summed up over the chunks in float32, on the device. Nothing of it is kept over a preemption: the prompt is computed again
-from its first token, and so is the sum.
+A mean is summed over the chunks in float32 on the device. A preemption drops the sum, because the prompt is computed again from its
+first token.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tandem.wire.pooling import Pooling, PoolingKind
 
 @dataclasses.dataclass(slots=True)
 class PoolingPart:
-    """What one request's tokens have come to so far."""
+    """The part of one request's vector that has been computed."""
 
     pooling: Pooling
     tokens: int = 0
-    hidden: torch.Tensor | None = None  # their sum, or the one that counts
+    hidden: torch.Tensor | None = None  # the sum of their hidden states, or the one that the pooling picks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledVector:
-    """A vector on its way to the host."""
+    """A vector that is being copied to the host."""
 
     req_id: str
     row: int
@@ -38,9 +38,9 @@ class PooledVector:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Tokens `first` .. `last` of one request's prompt, in one batch. The rows in `wanted` leave the model."""
+    """Tokens `first` .. `last` of one request's prompt, in one batch. The pooling needs the hidden states of the rows in `wanted`."""
 
-    row: int  # of RequestRows
+    row: int  # index into RequestRows
     req_id: str
     first: int
     last: int
@@ -50,7 +50,7 @@ class PooledRows:
 
 class Pooler:
     def __init__(self) -> None:
-        self.parts: dict[int, PoolingPart] = {}  # by row, of requests that want a vector
+        self.parts: dict[int, PoolingPart] = {}  # by row, for requests for a vector
 
     def rows_of(
         self,
@@ -60,7 +60,7 @@ class Pooler:
         contexts: npt.NDArray[np.int64],
         num_tokens: npt.NDArray[np.int32],
     ) -> list[PooledRows]:
-        """For each request of the batch that wants a vector, in the batch's order."""
+        """The rows of each request for a vector, in the batch's order."""
         found: list[PooledRows] = []
         for index, row in enumerate(rows.tolist()):
             part = self.parts.get(row)
@@ -82,7 +82,7 @@ class Pooler:
     def take(
         self, pooled: list[PooledRows], hidden: torch.Tensor, tenancies: npt.NDArray[np.int64]
     ) -> list[PooledVector]:
-        """`hidden` are the rows that `pooled` wants, one request after the other. Returns the vectors that are whole."""
+        """Adds the hidden states of the wanted rows, one request after the other. Returns the vectors that are complete."""
         vectors: list[PooledVector] = []
         begin = 0
         for rows in pooled:
@@ -127,6 +127,6 @@ def _finished(part: PoolingPart, req_id: str) -> torch.Tensor:
 
 
 def read_vector(vector: PooledVector) -> bytes | None:
-    """None where the model has computed something that is no number."""
+    """Waits for the vector; returns None if it has NaN or infinity."""
     numbers = vector.vector.read().numpy()
     return numbers.astype("<f4").tobytes() if np.isfinite(numbers).all() else None

@@ -1,4 +1,4 @@
-"""Which vectors a model makes: what `model.pooling` says, or the files that sentence-transformers writes beside a checkpoint."""
+"""Decides which vectors a model makes, by `model.pooling` or by the files that sentence-transformers writes next to a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Module(msgspec.Struct):
 
 
 def find_pooling(setting: str, source: ModelSource, config: Any) -> Pooling | None:
-    """None: the model makes no vectors. `setting` is model.pooling."""
+    """Returns None if the model makes no vectors. `setting` is model.pooling."""
     if setting == "none":
         return None
     modules = _modules(source) if setting == "auto" else []
@@ -78,7 +78,7 @@ def _kind_in(source: ModelSource, path: str) -> PoolingKind:
     if folder.is_absolute() or ".." in folder.parts:
         raise ConfigurationError(f"{source.name}: {MODULES} names a folder outside of its own: {path}")
     content = source.read_json(str(folder / "config.json"))
-    plain = content.get("pooling_mode")  # as newer versions write it
+    plain = content.get("pooling_mode")  # newer versions write this key
     if isinstance(plain, str) and plain in _PLAIN_NAMES:
         return _PLAIN_NAMES[plain]
     modes = [

@@ -1,7 +1,7 @@
-"""Pages of the KV cache are made before they are needed: the first touch of one costs a fault and its zeroing, some
-0.6 ms for a MiB in a virtual machine, and it would be paid within a forward pass or a transfer.
+"""Faults in the KV cache's memory pages before a forward pass or a transfer touches them. The first touch costs a page fault and the
+page's zeroing, about 0.6 ms per MiB in a virtual machine.
 
-Only a window ahead of what has been used: a cache takes memory as it fills, not before.
+It works only a window ahead of the blocks in use, so the cache takes memory as it fills.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 256 << 20
-PIECE_BYTES = 4 << 20  # at once, so that an end is noticed soon
-_MADV_POPULATE_WRITE = 23  # Linux 5.14: makes pages as a write would, and writes nothing
+PIECE_BYTES = 4 << 20  # in one call, so that the thread soon notices when it must stop
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14: faults pages in as a write would, without writing
 _LEAST_IMPORTANT = 19
 
 
 class PageMaker:
-    """A thread that the others don't notice; it ends with the cache, or when all of that is made. `reached` may be called from any thread."""
+    """A thread of the lowest priority that faults pages in. It ends when the whole cache is faulted in, or when the cache is freed. Any
+    thread may call `reached`."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._address = cache.data_ptr()
@@ -44,7 +45,8 @@ class PageMaker:
         return self._made
 
     def reached(self, block: int) -> bool:
-        """This block is in use: those after it may be next. False: the rest of the cache is being made, and nothing more need be said."""
+        """This block is in use, so blocks after it may be next. Returns False once the thread is working on the rest of the cache:
+        further calls are then unnecessary."""
         wanted = min(self._length, (block + 1) * self._block_bytes + WINDOW_BYTES)
         if wanted > self._wanted + PIECE_BYTES or wanted == self._length > self._wanted:
             with self._changed:
@@ -63,7 +65,7 @@ class PageMaker:
                     end = min(self._wanted, self._made + PIECE_BYTES)
                 self._make(end)
         except OSError as error:
-            # An older kernel, or no memory for pages that were not asked for yet: then they are made when touched.
+            # The kernel is older, or memory is short. The pages are then faulted in when they are touched.
             log.debug("pages of the KV cache are not made ahead: %s", error)
 
     def _make(self, end: int) -> None:
@@ -80,6 +82,6 @@ class PageMaker:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Idempotent. The cache's memory may be given back afterwards."""
+        """Waits until the thread has ended, at most 5 s. The cache's memory may be freed afterwards. Idempotent."""
         self._end()
         self._thread.join(5)

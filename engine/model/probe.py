@@ -1,9 +1,8 @@
-"""Finds out what a model's attention is by running it once, and refuses what cannot be served right.
+"""Finds out how a model attends by running it once, and refuses a model that cannot be served correctly.
 
-A short prompt goes through the model with an attention function that records how each layer calls it and
-compares what our kernel makes of the call with what the model's own eager attention makes of it. So nothing
-needs to be known about an architecture beforehand, and one whose attention is more than keys, values, a window,
-soft-capping and sinks is noticed before it serves a request.
+A short prompt runs through the model with an attention function that records how each layer calls it. It compares our kernel's
+result for the call with the model's own eager attention. So nothing needs to be known about an architecture in advance, and a
+model whose attention is more than keys, values, a window, soft-capping and sinks is refused before it serves a request.
 """
 
 from __future__ import annotations
@@ -40,14 +39,15 @@ from tandem.engine.model.wide.stages import elsewhere
 from tandem.wire.errors import ConfigurationError, TandemError
 
 _PROBE_TOKENS = 8
-# What a mask shows so far along is what it shows anywhere: beyond any window.
+# A position beyond any window, where a mask shows the same as at every later one.
 _FAR = 1 << 20
-# The error allowed in an output whose largest value is 1. Rounding stays far below in every dtype; another attention is far above.
+# The error allowed in an output whose largest value is 1. Rounding stays far below it in every dtype; a different attention is
+# far above.
 _TOLERANCE = 0.05
-# Below this a mask hides what it is added to.
+# An additive mask below this hides a key.
 _HIDDEN = -1e3
 
-# A hybrid layer attends and keeps a state.
+# A hybrid layer attends and also keeps a state.
 _ATTENDING_LAYER_TYPES = {
     "full_attention",
     "sliding_attention",
@@ -56,19 +56,19 @@ _ATTENDING_LAYER_TYPES = {
     "hybrid_sliding",
     None,
 }
-# It attends to the tokens that a smaller attention before it picks.
+# Such a layer attends to the tokens that a smaller attention picks.
 _INDEXED = "indexed_attention"
-# It attends to a window, and to sums of the tokens before.
+# Such a layer attends to a window, and to sums of the tokens before it.
 _SUMMING = {"compressed_sparse_attention", "heavily_compressed_attention"}
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
     parts: ModelParts
-    vocab_size: int  # logits per token, which may be more than the tokenizer's tokens
+    vocab_size: int  # logits per token; may be more than the tokenizer has tokens
 
 
 def probe_attention(model: PreTrainedModel) -> ProbeResult:
-    """Raises ConfigurationError for a model that we can't serve."""
+    """Runs the model once and returns its parts. Raises a ConfigurationError for a model that cannot be served."""
     config = model.config.get_text_config()
     parameters = inspect.signature(model.forward).parameters
     takes_positions = "position_ids" in parameters
@@ -91,7 +91,9 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
             output = model(input_ids=tokens, use_cache=False, **options)
     except TandemError:
         raise
-    except Exception as error:  # code that expects what only transformers' own attention gets
+    except (
+        Exception
+    ) as error:  # the model's code may need arguments that only transformers' own attention gets
         lines = str(error).strip().splitlines()
         raise ConfigurationError(
             f"a model of type {config.model_type} cannot be served: its attention cannot be tried out by itself "
@@ -193,7 +195,7 @@ class _Recorder:
         return ours.transpose(1, 2), None
 
     def _read_by(self, index: int, key: torch.Tensor) -> int | None:
-        """The layer whose keys these are, if they are another's."""
+        """The other layer whose keys these are; None if they are the layer's own."""
         if self._cache is None or index in self._cache.kept:
             return None
         return next((other for other, (kept, _) in self._cache.kept.items() if kept is key), None)
@@ -209,7 +211,8 @@ class _Recorder:
         seen: torch.Tensor,
         options: dict[str, Any],
     ) -> Expansion | None:
-        """How keys and values were made of what the cache got, if that was a latent of all heads; then the absorbed form is tried, too."""
+        """How the layer made keys and values from a latent, if that is what it gave to the cache; None otherwise. Tries the absorbed
+        form, too."""
         if self._cache is None or index not in self._cache.kept or not hasattr(module, "expand_kv"):
             return None
         latent, rotary = self._cache.kept[index]
@@ -228,7 +231,8 @@ class _Recorder:
         return how
 
     def _leave_to_itself(self, index: int, why: str) -> None:
-        """The layer's module attends by its own code, if that takes its mask from outside and hands over its keys."""
+        """Lets the layer's module attend by its own code. This needs a module that takes its mask as an argument and passes its keys
+        to the cache; any other is refused."""
         keeper = self._cache.keepers.get(index) if self._cache is not None else None
         if self._cache is None or keeper is None or not own.takes_mask(keeper):
             raise self._refusal(why)
@@ -264,7 +268,7 @@ class _Recorder:
         )
 
     def _sum_up(self, index: int, key_dim: int, why: str) -> None:
-        """What the layer's cache of transformers holds of a window that is not full tells what it keeps of a token."""
+        """Finds what a layer that sums tokens keeps of each token, from what transformers' cache holds of a window that is not full."""
         layer: Any = self._cache.layers[index] if self._cache is not None else None
         series = {name: (layer.buffer_kv[name], layer.buffer_gate[name]) for name in layer.buffer_kv}
         if any(part is None for pair in series.values() for part in pair):
@@ -287,7 +291,7 @@ class _Recorder:
         )
 
     def layers(self, besides: Container[int] = ()) -> tuple[AttentionLayer, ...]:
-        """`besides`: layers that need not attend."""
+        """The layers that attend. Those in `besides` need not; any other layer must."""
         count = self._config.num_hidden_layers
         missing = [index for index in range(count) if index not in self._layers]
         for index in missing:
@@ -307,7 +311,7 @@ class _Recorder:
         )
 
     def expansions(self) -> dict[int, Expansion]:
-        """None, unless all layers keep latents: blocks are of one kind."""
+        """The expansions by layer; empty unless all layers keep latents, because all blocks must be of one kind."""
         return self._expansions if self._expansions.keys() == self._layers.keys() else {}
 
     def own_layers(self) -> tuple[OwnLayer, ...]:
@@ -325,17 +329,18 @@ class _Recorder:
         )
 
     def _kind(self, index: int) -> str | None:
-        """Where layers attend more than once, transformers counts each time as a layer."""
+        """The layer's type. Transformers numbers each attention as a layer where layers attend more than once."""
         kinds = self._layer_types
         return kinds[index] if kinds and index < len(kinds) else None
 
     def _compare_with_cache(self) -> None:
-        """Where the mask shows more than transformers' own cache keeps, `generate` answers as no single pass does."""
+        """Refuses a model whose mask shows more tokens than transformers' own cache keeps: its `generate` gives another answer than a
+        single pass."""
         kept = DynamicCache(config=self._config).layers
         for index, layer in self._layers.items():
             cut = getattr(kept[index], "sliding_window", None) if index < len(kept) else None
             if index in self._sums:
-                continue  # the window is its own, beside the sums
+                continue  # the layer keeps the window itself, besides the sums
             if cut is not None and (layer.window is None or layer.window > cut):
                 sees = "all tokens" if layer.window is None else f"{layer.window} tokens"
                 raise self._refusal(
@@ -343,13 +348,13 @@ class _Recorder:
                 )
 
     def _window(self, index: int, told: int | None, mask: torch.Tensor | None) -> int | None:
-        """What the mask shows, if transformers made it: not every layer tells its window to its attention."""
+        """The window, read from the mask if transformers made it, because not every layer passes its window on."""
         kind = self._kind(index)
         if kind not in _ATTENDING_LAYER_TYPES:
             raise self._refusal(f"layer {index} is of the kind {kind}")
         rule = rule_of(mask)
         if rule is not None and rule not in self._windows:
-            # A rule that looks things up for each position has none so far along, and says nothing here.
+            # A rule that looks each position up in a table fails this far along, and tells nothing.
             with contextlib.suppress(IndexError, RuntimeError):
                 self._windows[rule] = self._window_by(rule, index)
         if rule in self._windows:
@@ -388,7 +393,7 @@ class _Recorder:
 
 
 def _of_latents(layer: AttentionLayer, how: Expansion) -> AttentionLayer:
-    """As one head of keys, of which a part is the values."""
+    """The same layer as the cache keeps it: one head of keys, a part of which is the values."""
     return msgspec.structs.replace(
         layer,
         num_kv_heads=1,

@@ -1,8 +1,7 @@
-"""Short steps on a CPU, recorded once for each number of tokens and played again (engine.model.tape).
+"""Records short steps on a CPU once for each number of tokens, and replays them (engine.model.tape).
 
-Between two steps of one kind everything that a model computes differs in four things alone: the tokens, their positions, the slots of
-their adapters, and what attention is told of the batch. The first three lie in tensors that stay where they are; attention is told
-before each step, as ever.
+Two steps of one kind differ in four things only: the tokens, their positions, their adapters' slots, and attention's batch. The first
+three are copied into tensors at fixed addresses before a replay; attention gets the batch before each step anyway.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from tandem.engine.model.transformers_forward import TransformersForward
 
 log = logging.getLogger(__name__)
 
-# Longer steps compute for longer than Python takes.
+# In longer steps computing takes longer than Python, so recording gains little.
 _MOST_TOKENS = 16
-# What all recordings may take together.
+# The most memory of all recordings together.
 _MOST_BYTES = 128 << 20
-# So many results of each recording are compared with the model's own before they count.
+# How many replays of each recording are compared with the model's own results before replays are used.
 _PROOFS = 2
-# So often in a row recording fails before it is not tried any more.
+# If this many kinds were refused and none recorded, no further kind is tried.
 _MOST_REFUSED = 3
 
 
 class _Kind(NamedTuple):
     tokens: int
-    slots: int  # of adapters, as many as the step has in use; 0: no row has one
+    slots: int  # how many adapter slots the step uses; 0: no row has an adapter
 
 
 class RecordedSteps:
-    """A forward pass (engine.model.runner.Forward) in front of another."""
+    """A forward pass (engine.model.runner.Forward) that wraps another and replays recorded steps."""
 
     def __init__(self, forward: TransformersForward, attention: CpuAttention) -> None:
         self._forward = forward
@@ -95,11 +94,11 @@ class RecordedSteps:
         )
 
     def _record(self, kind: _Kind, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
-        """This step as it comes, and then once more for the tape: it writes the same keys and values to the same places."""
+        """Computes the step, and then again for the recording, which writes the same keys and values to the same slots."""
         logits = self._forward(batch, hooks)
         try:
             recorded = _Recorded(self._forward, self._attention, batch)
-        except RuntimeError as error:  # the very work that has just been done: it cannot be recorded
+        except RuntimeError as error:  # the same work has just succeeded, so it cannot be recorded
             self._refuse(kind, str(error).strip().split("\n", 1)[0])
             return logits
         if self._bytes + recorded.num_bytes > _MOST_BYTES:
@@ -128,7 +127,7 @@ class RecordedSteps:
 
 
 class _Recorded:
-    """Steps of one kind."""
+    """The recording of one kind of step."""
 
     def __init__(self, forward: TransformersForward, attention: CpuAttention, batch: Batch) -> None:
         self._attention, self._adapted = attention, forward.adapted
@@ -152,16 +151,17 @@ class _Recorded:
 
     @property
     def is_old(self) -> bool:
-        """An adapter came since that changes other layers, too."""
+        """An adapter was loaded since the recording that changes further layers."""
         return self._updated_layers != self._stacked
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The logits of all rows, until the next step."""
+        """Replays the recording; returns the logits of all rows, which are valid until the next step."""
         self._token_ids.copy_(batch.token_ids)
         self._positions.copy_(batch.positions)
         if self._slots is not None and batch.adapter_slots is not None:
             self._slots.copy_(batch.adapter_slots)
-        step = self._attention.begin(batch)  # the library points into it until the step is over
+        # The library points into `step`, so it must live until the replay is over.
+        step = self._attention.begin(batch)
         self._tape.play()
         del step
         return self._logits

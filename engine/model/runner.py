@@ -1,8 +1,8 @@
-"""The model's side of a step: what the engine asks of a runner, what the runner, which knows requests, asks of the forward pass,
-which knows only rows, and the batch that the pass gets: every request's tokens, flattened end to end, without padding.
+"""The contracts of the model's side. The engine calls a `ModelRunner`, which knows requests. The runner calls a `Forward`, which
+knows only rows: a `Batch` is every request's tokens, flattened end to end, without padding.
 
-Requests that compute one token (decodes) come first, so that rows [0, num_decodes) are theirs and one kernel
-can take them together; longer chunks (prompts, and tokens with drafts after them) follow.
+Requests that compute one token (decodes) come first in a batch, in rows [0, num_decodes), so that one kernel can take them
+together. Longer chunks (prompts, and tokens with drafts) follow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the rest of the engine must know of a loaded model."""
+    """What the rest of the engine must know about a loaded model."""
 
     name: str
     dtype: str
@@ -40,17 +40,16 @@ class ModelInfo(msgspec.Struct, frozen=True):
     head_dim: int
     groups: tuple[KVCacheGroup, ...]
     num_blocks: int
-    content: str = ""  # what identifies the model: engine.model.content
+    content: str = ""  # the model's identity: engine.model.content
     tokenizer: str = ""
-    vectors: VectorModel | None = None  # None: it makes none
-    images: ImageRules | None = None  # None: it reads none
+    vectors: VectorModel | None = None  # None: the model makes no vectors
+    images: ImageRules | None = None  # None: the model reads no images
     image_row_size: int = 0  # numbers in a row of its vision tower
-    reads_hidden: bool = (
-        False  # tokens are guessed from hidden states: those before the first new token must be computed here
-    )
-    embed_size: int = 0  # numbers in what may stand in the place of a token's embedding; 0: nothing may
-    heads: HeadShare | None = None  # those of the KV cache, where this rank keeps its own apart; None: all
-    layers: LayerShare | None = None  # and where it has those of one pipeline stage
+    # Drafts are made from hidden states (EAGLE), so the token before the first new one must be computed here.
+    reads_hidden: bool = False
+    embed_size: int = 0  # numbers in a row that may replace a token's embedding; 0: no rows may
+    heads: HeadShare | None = None  # the KV heads of this rank's shard; None: all
+    layers: LayerShare | None = None  # the layers of this rank's pipeline stage; None: all
 
     @property
     def keeps_tokens(self) -> bool:
@@ -59,29 +58,29 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     @property
     def state_blocks(self) -> int:
-        """How many blocks each request has in the last group, for recurrent states; 0 without any."""
+        """How many blocks each request has in the last group for recurrent states; 0 without them."""
         return self.groups[-1].blocks_per_request
 
 
 class LayerHooks(Protocol):
-    """Called inside the forward pass, so that a connector can overlap transfers with it."""
+    """A connector's hooks. The forward pass calls them, so that transfers overlap with it."""
 
     def wait_for_layer_load(self, layer: int) -> None: ...
     def save_kv_layer(self, layer: int) -> None: ...
 
 
 class StartedStep(Protocol):
-    """A step that has been given to the device. Steps run, and are finished, in the order in which they were started;
-    at most one is unfinished when the next is started, and none when it holds drafts."""
+    """A step that the device computes. Steps run and are finished in the order in which they were started. At most one is
+    unfinished when the next is started, and none when the next holds drafts."""
 
     def finish(self) -> ModelOutput:
-        """Waits until the device has computed the step, whether it samples tokens or not: what it wrote is written when
-        this returns. To be called once."""
+        """Waits until the device has computed the step, also a step that samples no token: all its KV is written when this
+        returns. Call it once."""
         ...
 
 
 class FinishedStep:
-    """A step that is over."""
+    """A step with nothing left to compute."""
 
     def __init__(self, output: ModelOutput) -> None:
         self._output = output
@@ -91,7 +90,7 @@ class FinishedStep:
 
 
 class ModelRunner(Protocol):
-    """Owns the weights and the KV cache tensor. Used from the engine's step thread only."""
+    """Owns the weights and the KV cache tensor. Only the engine's step thread uses it."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -103,20 +102,20 @@ class ModelRunner(Protocol):
 
     @property
     def grammars(self) -> Grammars | None:
-        """What compiles grammars for this model's tokenizer; None where none are served."""
+        """Compiles grammars for this model's tokenizer; None when structured output is not served."""
         ...
 
     @property
     def adapters(self) -> AdapterSlots | None:
-        """The LoRA adapters that requests may name; None where none are served."""
+        """The LoRA adapters that requests may name; None when none are served."""
         ...
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> StartedStep:
-        """Does not wait for the device. Tokens that the unfinished step samples are fed to this one there."""
+        """Starts a step without waiting for the device. It reads the tokens that the unfinished step samples on the device."""
         ...
 
     def forget_requests(self) -> None:
-        """Between two engines: the next one knows none of the last one's. Only when no step is under way."""
+        """Forgets all requests, so that another engine can use the runner. Call it only while no step is under way."""
         ...
 
 
@@ -124,18 +123,18 @@ class Forward(Protocol):
     """Computes a batch: writes its tokens' KV to the cache and returns logits for `batch.logit_rows`."""
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
-        """[S, vocab_size] on the model's device, in float32 or the model's dtype, valid until the next call.
+        """Returns logits [S, vocab_size] on the model's device, in float32 or the model's dtype, valid until the next call.
 
         With hooks, calls `wait_for_layer_load(l)` before layer l reads the cache and `save_kv_layer(l)` once the
-        batch's KV of layer l is written, for every layer, in order. A batch whose `logit_rows` is empty returns
-        an empty tensor and skips what only logits need.
+        batch's KV of layer l is written, for every layer, in order. For an empty `logit_rows` it returns an empty
+        tensor and skips the head.
         """
         ...
 
     @property
     def hidden(self) -> torch.Tensor:
-        """[N, hidden size], what the head would read of `batch.hidden_rows` of the last call; valid until the next. To be asked for
-        only where that batch has some."""
+        """[N, hidden size]: the head's input for `batch.hidden_rows` of the last call. Valid until the next call. Read it only if
+        that batch had hidden rows."""
         ...
 
 
@@ -157,64 +156,64 @@ def memory_of(runner: ModelRunner) -> KVCacheMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostBatch:
-    """What the host knows of a batch, in its memory; what it means stands at Batch. The tokens are not among it: the
-    newest may be on the device alone."""
+    """The arrays of a batch in host memory, as `Batch` explains them. The token ids are not among them: the newest ones may
+    exist only on the device."""
 
     positions: np.ndarray
     query_start: np.ndarray
     context_lens: np.ndarray
     slot_mapping: tuple[np.ndarray, ...]
     block_tables: tuple[np.ndarray, ...]
-    logit_rows: np.ndarray | None = None  # None in a step of a fixed shape, which has a row for every token
+    logit_rows: np.ndarray | None = None  # None in a step of a fixed shape, which has logits for every token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens of R requests. Tensors lie on the model's device; every one is contiguous.
+    """T tokens of R requests. All tensors are contiguous and on the model's device.
 
-    Request r owns rows query_start[r] .. query_start[r+1]. Its last row is its token number context_lens[r] - 1,
-    so its row i stands at position context_lens[r] - query_start[r+1] + i, and may attend to itself and every
-    earlier position (in a sliding group: to the last `window` of them, itself included).
+    Request r has the rows query_start[r] .. query_start[r+1]. Its last row is its token number context_lens[r] - 1, so row i is
+    at position context_lens[r] - query_start[r+1] + i. It attends to itself and to every earlier position (in a sliding group:
+    to the last `window` positions, with its own).
 
-    Token at position p of request r, in group g, has its KV in block block_tables[g][r, p // block_size] at
-    offset p % block_size. Columns beyond a request's blocks hold 0, the null block. In a sliding group, columns
-    that lie wholly before the window of a request's first row may name blocks that are others' by now: they must
-    not be read. KV of the batch's own tokens is written before it is read.
+    In group g, the KV of request r's token at position p is in block block_tables[g][r, p // block_size] at offset
+    p % block_size. Columns beyond a request's blocks hold 0, the null block. In a sliding group, columns wholly before the
+    window of a request's first row may name blocks that other requests own by now: they must not be read. The KV of the batch's
+    own tokens is written before it is read.
 
-    A group of recurrent states has no slots: its table, the last, is [R, blocks of each request], and what lies there is the
-    states after the token before the request's first row. For a request whose rows begin at position 0 it is nothing.
+    A group of recurrent states has no slots. Its table is the last one, [R, blocks per request]; its blocks hold the states
+    after the token before the request's first row, and garbage for a request whose rows begin at position 0.
 
-    Tensors may be views of buffers that the next step overwrites: nothing may keep them.
+    Tensors may be views of buffers that the next step overwrites, so no code may keep them.
     """
 
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
     query_start: torch.Tensor  # int32 [R + 1]
-    context_lens: torch.Tensor  # int32 [R], this step's tokens included
-    slot_mapping: tuple[
-        torch.Tensor, ...
-    ]  # per group that attends, int64 [T]: block id * block_size + offset, to write KV to
+    context_lens: torch.Tensor  # int32 [R], with this step's tokens
+    # For each group that attends, int64 [T]: block id * block_size + offset, where each token's KV is written.
+    slot_mapping: tuple[torch.Tensor, ...]
     block_tables: tuple[torch.Tensor, ...]  # per group, int32 [R, at least the longest request's blocks]
-    logit_rows: torch.Tensor  # int64 [S], ascending: the rows whose logits are wanted; may be empty
-    num_decodes: int  # the first requests, with one row each
+    logit_rows: torch.Tensor  # int64 [S], ascending: the rows to compute logits for; may be empty
+    num_decodes: int  # how many leading requests have one row each
     max_context_len: int
-    # The same as query_start and context_lens, in host memory: reading them never waits for the device.
+    # query_start and context_lens in host memory, where reading them never waits for the device.
     host_query_start: np.ndarray  # int32 [R + 1]
     host_context_lens: np.ndarray  # int32 [R]
-    # int64 [R]: the last so many rows of each request are guesses; None where no request has any
+    # int64 [R]: how many of each request's last rows are drafts; None without drafts.
     host_num_drafts: np.ndarray | None = None
-    # int64, ascending: the rows whose last hidden states are wanted, for vectors; None where no request wants any
+    # int64, ascending: the rows whose last hidden states are kept in `Forward.hidden`; None when none are.
     hidden_rows: torch.Tensor | None = None
-    # int64 [T], the slot of each row's adapter, -1 for rows of the model itself; None where no row has one
+    # int64 [T]: the slot of each row's adapter, -1 for rows without one; None when no row has one.
     adapter_slots: torch.Tensor | None = None
-    adapter_slots_used: int = 0  # only slots below this are among them
-    # int64 [I]: rows that are no token's embedding, but a part of an image, or what a request brought; and what they are, [I, hidden
-    # size], or a multiple of it: what further layers add (`VisionTower.width`)
+    adapter_slots_used: int = 0  # all slots in `adapter_slots` are below this
+    # int64 [I]: rows whose input is a part of an image, or a row that the request brought, instead of a token's embedding.
     image_rows: torch.Tensor | None = None
+    # These inputs, [I, hidden size]. They are a multiple as wide when further layers add to them (`VisionTower.width`).
     image_states: torch.Tensor | None = None
-    # int64 [3, T]: time, row and column of each token, in place of `positions`, where a model counts images' so and some are here
+    # int64 [3, T]: time, row and column of each token. It replaces `positions` when the batch has images and the model counts
+    # their positions so.
     rope_positions: torch.Tensor | None = None
-    # What the tensors were made from, for who plans on the host; a batch made by hand may lack it.
+    # The arrays that the tensors were made from, for planning on the host. A batch made by hand may lack it.
     host: HostBatch | None = None
 
     @property

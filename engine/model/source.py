@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, or a GGUF file in one. Names are resolved before, by the cluster."""
+"""Where a model's files are: a folder, or a GGUF file in one. The cluster has already turned a model's name into a path."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import msgspec
 from tandem.wire.errors import ConfigurationError
 
 Progress = Callable[[str, float], None]
-"""What is being done, and how much of it is done (0 to 1)."""
+"""Called with what is being done, and the share that is done (0 to 1)."""
 
-# A later file of a model that is split into several GGUF files. The first stands for all of them.
+# A later file of a model that is split into several GGUF files. The first file names the model.
 _LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 
 
 class ModelSource(msgspec.Struct, frozen=True):
     folder: Path
-    gguf_file: str | None  # its name in the folder
+    gguf_file: str | None  # the file's name in the folder; None: not a GGUF model
     name: str
 
     def read_json(self, file: str) -> dict[str, Any]:
-        """An optional part of a checkpoint; empty when it is not there."""
+        """Reads an optional JSON file of a checkpoint; returns an empty dict if there is none."""
         try:
             content = msgspec.json.decode((self.folder / file).read_bytes())
         except FileNotFoundError:
@@ -35,7 +35,7 @@ class ModelSource(msgspec.Struct, frozen=True):
 
 
 def find_source(path: str) -> ModelSource:
-    """Raises ConfigurationError when there is no model."""
+    """Finds the model at `path`. Raises a ConfigurationError if there is none."""
     if not path:
         raise ConfigurationError("no model is named: give a folder or a Hugging Face name with --model")
     local = Path(path).expanduser()

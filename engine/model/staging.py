@@ -1,7 +1,7 @@
-"""Between the host and the model's device, without making either wait for more than it must.
+"""Copies between the host and the model's device that make neither wait longer than it must.
 
-A copy from ordinary host memory waits for everything that the device still has to do. One from page-locked memory
-only takes its place in line; torch keeps that memory until the copy is through, and hands it out again.
+A copy from ordinary host memory waits for all work that the device still has. A copy from page-locked memory is only queued;
+torch keeps that memory until the copy has finished, and reuses it then.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ import torch
 
 Array = npt.NDArray[Any]
 
-# Every dtype's items begin at a multiple of their size.
+# Arrays begin at multiples of this many bytes, because every dtype needs a multiple of its size.
 _ALIGNMENT = 16
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Libraries launch their kernels on the device that is current in the thread, wherever their tensors are."""
+    """Makes `device` the thread's current one: libraries launch their kernels there, wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(array: Array, device: torch.device) -> torch.Tensor:
-    """On a CPU a view of the array, elsewhere a copy that may still be under way: later work there sees it whole."""
+    """On a CPU returns a view of the array. Elsewhere returns a copy that may still be under way; later work on the device sees it
+    complete."""
     return page_locked(array, device).to(device, non_blocking=True)
 
 
 def page_locked(array: Array, device: torch.device) -> torch.Tensor:
-    """In host memory, from where the device can be left to copy it."""
+    """The array in host memory that the device can copy by itself: page-locked, unless the device is a CPU."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """The same for several arrays, in one copy."""
+    """`to_device` for several arrays, in one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     places = _places(arrays)
@@ -47,8 +48,8 @@ def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[to
 
 
 class DeviceMark:
-    """The place that the device's work has now. Waiting for it waits for what was given to the device before, not for
-    what came after. On a CPU everything is done when it has been called."""
+    """Marks the end of the work that the device has been given so far. `wait` waits for that work, and not for later work. On a
+    CPU all work is done already."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -62,8 +63,7 @@ class DeviceMark:
 
 
 class HostCopy:
-    """A tensor of the device on its way to the host. Reading it waits for what was given to the device before the copy,
-    not for what came after."""
+    """Copies a device tensor to the host. `read` waits for the copy and the work before it, and not for later work."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """On a CPU no copy is made: the tensor must not change any more."""
@@ -80,7 +80,7 @@ class HostCopy:
 
 
 def _places(arrays: Sequence[Array]) -> list[int]:
-    """Where each array's bytes begin; at last, where they all end."""
+    """Where each array's bytes begin, and as the last number where they all end."""
     places = [0]
     for array in arrays:
         places.append(places[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT)
@@ -94,7 +94,7 @@ def pack(arrays: Sequence[Array], places: Sequence[int], out: npt.NDArray[np.uin
 
 
 def unpack(arrays: Sequence[Array], places: Sequence[int], packed: torch.Tensor) -> list[torch.Tensor]:
-    """Views of the packed bytes, shaped as the arrays are."""
+    """Views of the packed bytes with the arrays' dtypes and shapes."""
     tensors = []
     for array, place in zip(arrays, places, strict=False):
         dtype = torch.from_numpy(array).dtype

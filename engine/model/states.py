@@ -1,7 +1,8 @@
-"""What the runner remembers of the requests it knows: tokens, block tables and how each is sampled, one row each, in plain arrays.
+"""The runner's state of each request, one row each in plain arrays: tokens, block tables (`RequestRows`) and sampling parameters
+(`SamplingTable`).
 
-Rows are reused, last freed first, so that memory that was touched once serves the next request, and whole
-batches are read with one indexed load instead of a loop over requests.
+Whole batches are read with one indexed load instead of a loop over requests. The row freed last is reused first, because its
+memory has been touched already.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ IntArray = npt.NDArray[np.int32]
 
 
 class RequestRows:
-    """Fixed-width rows for up to `capacity` requests; grows if a scheduler ever keeps more running."""
+    """Rows of a fixed width for `capacity` requests. It doubles if there are ever more."""
 
     def __init__(
         self, capacity: int, max_tokens: int, block_size: int, num_groups: int, num_state_blocks: int = 0
     ) -> None:
-        """`num_groups` tables that grow with the tokens, and, for models that keep recurrent states, one after them with
-        `num_state_blocks` for each request."""
+        """Makes `num_groups` tables that grow with the tokens. For models with recurrent states one more table follows, with
+        `num_state_blocks` blocks per request."""
         self._row_of: dict[str, int] = {}
         self._num_added = 0
         self._block_size = block_size
         self._free = list(range(capacity - 1, -1, -1))
         max_blocks = -(-max_tokens // block_size)
-        # Fresh zero pages cost nothing until they are written.
+        # Zeroed memory takes no pages until it is written.
         self.tokens: IntArray = np.zeros((capacity, max_tokens), np.int32)
         self.num_tokens: IntArray = np.zeros(capacity, np.int32)
         self.num_prompt_tokens: IntArray = np.zeros(capacity, np.int32)
-        # The first so many tokens are placeholders of rows: nothing that was said.
+        # How many leading tokens are placeholders for `embeds`, and no real token ids.
         self.num_unsaid: IntArray = np.zeros(capacity, np.int32)
         self.num_computed: IntArray = np.zeros(capacity, np.int32)
-        # A number for each time that a request got a row: who keeps it can tell later whether the row is still its.
+        # A new number each time that a request gets a row. A caller that kept it can tell whether the row is still the same
+        # request's.
         self.tenancies: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
         widths = [max_blocks] * num_groups + [num_state_blocks] * (num_state_blocks > 0)
         self.num_token_tables = num_groups
@@ -64,7 +66,7 @@ class RequestRows:
         return np.fromiter(map(self._row_of.__getitem__, req_ids), np.int64, len(req_ids))
 
     def add(self, req_id: str, token_ids: list[int], num_prompt_tokens: int, block_ids: BlockIds) -> int:
-        """A request that is new, or that replaces what was known under its id."""
+        """Adds a request, or replaces the row of its id. Returns the row."""
         row = self._row_of.get(req_id)
         if row is None:
             if not self._free:
@@ -88,7 +90,7 @@ class RequestRows:
                 counts[row] = start + len(ids)
 
     def num_slots(self, row: int, table: int) -> int:
-        """For how many tokens the row has blocks in one of its tables."""
+        """How many tokens the row has slots for in one of its tables."""
         return int(self._num_blocks[table][row]) * self._block_size
 
     def append_tokens(self, row: int, token_ids: list[int]) -> None:
@@ -124,22 +126,21 @@ def _doubled(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return grown
 
 
-# Below this a temperature only asks for the most likely token.
+# A lower temperature counts as greedy sampling.
 _GREEDY_BELOW = 1e-5
 
 
 class SamplingTable:
-    """`set` when a request gets a row, `clear` when it leaves. What most requests don't use is kept in dicts,
-    so that a batch without it costs one look at `adjusted`."""
+    """Sampling parameters by row. The runner calls `set` when a request gets a row and `clear` when it leaves. Parameters that few
+    requests use are kept in dicts, so that they cost other batches almost nothing."""
 
     def __init__(self, capacity: int) -> None:
         self._allocate(capacity)
         self.params: dict[int, SamplingParams] = {}
         self.logprobs: dict[int, int] = {}
         self.prompt_logprobs: dict[int, int] = {}
-        self.grammars: dict[
-            int, GrammarPosition
-        ] = {}  # where constrained rows stand, once they have been sampled
+        # The position of each constrained row in its grammar, from its first sampled token on.
+        self.grammars: dict[int, GrammarPosition] = {}
 
     def _allocate(self, capacity: int) -> None:
         self.temperature = np.zeros(capacity, np.float32)
@@ -151,7 +152,7 @@ class SamplingTable:
         self.frequency = np.zeros(capacity, np.float32)
         self.seed = np.zeros(capacity, np.uint64)
         self.penalized = np.zeros(capacity, np.bool_)
-        self.edited = np.zeros(capacity, np.bool_)  # has biases, bans or a minimum length
+        self.edited = np.zeros(capacity, np.bool_)  # has logit biases, bad words or a minimum length
         self.constrained = np.zeros(capacity, np.bool_)  # follows a grammar
 
     def set(self, row: int, params: SamplingParams) -> None:

@@ -1,11 +1,12 @@
-"""What a step computes on the host, recorded once and played again on the very same tensors.
+"""Records a step's work on a CPU once, and replays it on the same tensors.
 
-The CPU kernels take a piece of a layer in some microseconds. To walk through a model's modules in Python takes longer than that for
-each of them, so a short step is recorded: torch's operations as torch dispatches them, and calls of the kernels as `call` makes them.
-Views are no operations: they lie on tensors that stay where they are.
+A CPU kernel computes its piece of a layer in microseconds. Walking through a model's modules in Python takes longer than that for
+each of them, so a short step is recorded: torch's operations as torch dispatches them, and calls of the kernels as `call` makes
+them. Views need no recording, because the tensors that they view stay where they are.
 
-Whatever else the recorded work read from the host is frozen. What can be seen of that is refused (`CannotRecord`), and who
-plays a tape compares its results with what the model says before they count (engine.model.recorded_steps).
+Whatever else the work read on the host is frozen in the recording. Reads of values that can be detected are refused
+(`CannotRecord`). For the others, the caller compares a tape's results with the model's before it uses them
+(engine.model.recorded_steps).
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from torch.utils._pytree import tree_leaves
 
 from tandem.engine.model.native.forward import checked
 
-# What they return depends on values, in its shape or altogether.
+# The result of these operations, or its shape, depends on values.
 LOOKS = frozenset(
     {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "item"}
 )
-# What they make holds nothing yet.
+# These make tensors without content.
 _EMPTY = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
-# They read a tensor's memory without an operation that torch would dispatch.
+# These read a tensor's memory without an operation that torch dispatches.
 _READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
 class CannotRecord(RuntimeError):
-    """The work looks at its own results, so it may go another way next time."""
+    """The work reads its own results, so another run may take another path."""
 
 
 class _Current(threading.local):
@@ -43,7 +44,7 @@ _current = _Current()
 
 
 def call(function: Callable[..., int], arguments: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> None:
-    """One of the CPU kernels. The arguments point into the tensors."""
+    """Calls a CPU kernel, and records the call if a tape is recording. `arguments` point into `tensors`, which the tape keeps."""
     status = function(*arguments)
     if status != 0:
         checked(status)
@@ -58,11 +59,11 @@ class Tape:
 
     @property
     def num_bytes(self) -> int:
-        """What its results take, which stay as long as the tape."""
+        """The memory of the tape's intermediate results, which live as long as the tape."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._storages.values())
 
     def record(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Does the work. Raises CannotRecord, and then the work may be half done."""
+        """Runs the work and records it. Raises CannotRecord, possibly in the middle of the work."""
         _current.tape = self
         try:
             with _Reads(), _Operations(self):
@@ -71,7 +72,7 @@ class Tape:
             _current.tape = None
 
     def play(self) -> None:
-        """Does it again: afterwards the tensors that it returned hold what it would return now."""
+        """Runs the recorded work again. Its results are then in the tensors that `record` returned."""
         for again in self._calls:
             again()
 
@@ -149,7 +150,7 @@ def _again(
 
 
 def _out_variant(func: Any) -> Any | None:
-    """The same operation with a place for its result."""
+    """The same operation's variant with an `out` argument; None without one."""
     packet, own = func.overloadpacket, func._schema.arguments
     for name in packet.overloads():
         variant = getattr(packet, name)

@@ -1,4 +1,4 @@
-"""The runner: keeps what it knows of requests, computes steps, samples, and proposes drafts."""
+"""The runner (engine.model.runner.ModelRunner): keeps the requests' rows, starts steps on the device, samples, and proposes drafts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a request says with its first step alone; most want nothing but tokens."""
+    """What only a request's first step says about it. It is kept while the request is preempted."""
 
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -58,8 +58,8 @@ class _Asked:
 
 
 class TorchRunner:
-    """See engine.model.runner.ModelRunner. A request is known from its first step until it has finished; while
-    it is preempted only its parameters are kept, for it comes back with all else."""
+    """See engine.model.runner.ModelRunner. The runner knows a request from its first step until it has finished. While a request
+    is preempted only its `_Asked` is kept; it comes back with its tokens and blocks."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class TorchRunner:
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
-        self.pages: PageMaker | None = None  # until requests have come so far that the whole cache is made
+        self.pages: PageMaker | None = None  # None once the memory of the whole cache has been faulted in
         self._forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
-        self._draft_model = draft_model  # None: guesses come from the text itself
+        self._draft_model = draft_model  # None: drafts come from the text itself
         self._head = draft_model if isinstance(draft_model, EagleHead) else None
         self._device = kv_cache.device
-        # Drafts follow a request's tokens, even its last.
+        # A row has room for drafts after the request's last token.
         max_tokens = info.max_model_len + num_speculative_tokens + 1
         state_blocks = sum(group.blocks_per_request for group in info.groups)
         num_groups = len(info.groups) - (state_blocks > 0)
@@ -93,15 +93,15 @@ class TorchRunner:
         self._table = SamplingTable(max_num_seqs)
         self._grammars = grammars
         self._adapters = adapters
-        self._loras: dict[int, str] = {}  # by row: the identities of requests' adapters
+        self._loras: dict[int, str] = {}  # the identity of each request's adapter, by row
         self._images = ImageRows(tower, self._device)
         self._masks = GrammarMasks(grammars) if grammars is not None else None
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, self._masks)
         self._pooler = Pooler()
-        self._hidden_states = hidden_states  # None: no request may ask for them
-        self._states_wanted: dict[int, str] = {}  # by row: the file's name
+        self._hidden_states = hidden_states  # None: no request may ask for hidden states
+        self._states_wanted: dict[int, str] = {}  # the file for a request's hidden states, by row
         self._asked: dict[int, _Asked] = {}  # by row
-        self._preempted: dict[str, _Asked] = {}  # of requests that have lost their row
+        self._preempted: dict[str, _Asked] = {}  # of preempted requests, which have no row
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._no_hidden = torch.empty(0, 0, device=self._device)
         self._unfinished: StepOnDevice | None = None  # the newest step, until its tokens are read
@@ -198,7 +198,8 @@ class TorchRunner:
             return started
 
     def _wants_guesses(self, scheduled: ScheduledTokens) -> npt.NDArray[np.bool_] | None:
-        """Which of a step's requests the head reads along: those that get more than one token here, so none of a prefill node's. None: none."""
+        """The requests that the EAGLE head makes drafts for: those that may get more than one token, so none on a prefill node.
+        Returns None when there is none."""
         if self._head is None or scheduled.pooled:
             return None
         said = self._requests.num_tokens[scheduled.rows] - self._requests.num_prompt_tokens[scheduled.rows]
@@ -207,13 +208,13 @@ class TorchRunner:
         return found if found.any() else None
 
     def _pooled(self, batch: Batch, scheduled: ScheduledTokens) -> list[PooledVector]:
-        # A chunk may hold no row that counts: the last token's vector wants none of the others.
+        # A chunk may have no hidden rows: with pooling of the last token, only the last chunk has one.
         hidden = self._forward.hidden if batch.hidden_rows is not None else self._no_hidden
         return self._pooler.take(scheduled.pooled, hidden, self._requests.tenancies)
 
     def _unreported_prompts(self) -> set[int]:
-        """Rows whose prompt's log-probabilities are still to come. With the first token they have been reported, even if
-        by us before a preemption or by another node."""
+        """Rows of requests whose prompt log-probabilities have not been reported. A request with an output token has reported them,
+        perhaps before a preemption or on another node."""
         known, prompts = self._requests.num_tokens, self._requests.num_prompt_tokens
         return {row for row in self._table.prompt_logprobs if known[row] == prompts[row]}
 
@@ -274,7 +275,7 @@ class TorchRunner:
         return row
 
     def _clear(self, row: int) -> None:
-        """Forgets what the row's request asked for."""
+        """Forgets everything about the row's request but its tokens and blocks."""
         self._asked.pop(row, None)
         self._table.clear(row)
         self._pooler.parts.pop(row, None)
@@ -284,7 +285,7 @@ class TorchRunner:
         self._states_wanted.pop(row, None)
 
     def _with_adapters(self, batch: Batch, scheduled: ScheduledTokens) -> Batch:
-        """The batch with the slot of each row's adapter, where any has one."""
+        """Adds the slot of each row's adapter to the batch, if any row has one."""
         wanted = {row: self._loras[row] for row in scheduled.rows.tolist() if row in self._loras}
         if not wanted:
             return batch
@@ -315,7 +316,7 @@ class TorchRunner:
         which = np.flatnonzero(scheduled.samples)
         lengths = scheduled.num_drafts[which] + 1
         starts = np.concatenate(([0], np.cumsum(lengths)))
-        # Row i of a request's sampled rows chooses the token at `context - drafts + i`.
+        # Row i of a request's rows of logits chooses the token at position `context - drafts + i`.
         behind = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
         logit_index = np.repeat(scheduled.first_sample[which], lengths) + behind
         first_position = batch.host_context_lens[which] - scheduled.num_drafts[which]
@@ -346,8 +347,8 @@ class TorchRunner:
     def _finish(self, started: StepOnDevice) -> ModelOutput:
         if self._unfinished is started:
             self._unfinished = None
-        # The engine takes a finished step's blocks for its own: a peer may write to one that comes free. So the device
-        # must be through with the step, also where there is no token to wait for.
+        # After a step is finished the engine may free its blocks, and a peer may write to them. So the device must have
+        # finished the step, also when there is no token to wait for.
         if started.end is not None:
             started.end.wait()
         output = ModelOutput({})
@@ -362,7 +363,7 @@ class TorchRunner:
         self, sampled: SampledTokens, limits: dict[str, int] | None, output: ModelOutput
     ) -> None:
         tokens: list[int] = sampled.tokens.read().tolist()
-        # A request that left since, and came back or not, is told its tokens when it comes back.
+        # A request that left its row since then has no use for these tokens: if it comes back, it brings its own.
         here = self._requests.tenancies[sampled.rows] == sampled.tenancies
         start = 0
         wanted: dict[str, int] = {}
@@ -409,10 +410,10 @@ class TorchRunner:
                 output.vectors[one.req_id] = vector
 
     def _accepted(self, row: int, sampled: list[int]) -> int:
-        """How many drafts are what was sampled in their place.
+        """How many leading drafts equal the tokens that were sampled in their place.
 
-        The noise of a position does not depend on how its logits came about, so a draft that agrees is the very
-        token that a step without drafts would have chosen, and everything after one that disagrees is void.
+        The noise at a position does not depend on how its logits were computed, so a draft that agrees is the very token that a
+        step without drafts would have chosen. Everything after a draft that disagrees is void.
         """
         known = int(self._requests.num_tokens[row])
         drafts = self._requests.tokens[row, known : known + len(sampled) - 1].tolist()
@@ -436,7 +437,7 @@ class TorchRunner:
         for req_id, drafts in guessed.items():
             row = requests.row(req_id)
             if drafts and self._masks is not None and self._table.constrained[row]:
-                # What the grammar refuses would be checked for nothing.
+                # A draft that the grammar forbids would be verified in vain.
                 drafts = drafts[: self._masks.num_allowed(row, drafts, requests, self._table)]
             if drafts:
                 output.draft_token_ids[req_id] = drafts
@@ -444,7 +445,8 @@ class TorchRunner:
     def _pieces_of_prompts(
         self, unreported: set[int], batch: Batch, scheduled: ScheduledTokens, logits: torch.Tensor
     ) -> list[PromptPiece]:
-        """Logits of prompt positions come chunk by chunk; the whole list is reported with the last of them."""
+        """The log-probabilities of the prompt tokens in this pass. They are collected chunk by chunk, and reported together with
+        the last one."""
         pieces: list[PromptPiece] = []
         for index, row in enumerate(scheduled.rows.tolist()):
             if row not in unreported:

@@ -1,4 +1,5 @@
-"""The general forward pass: any transformers decoder, run as one sequence whose attention is ours, and whose states are each request's own."""
+"""The general forward pass: runs any transformers decoder on a batch as one sequence. Paged attention and the mixers keep the requests
+apart; the rest of the model only sees rows."""
 
 from __future__ import annotations
 
@@ -30,28 +31,28 @@ from tandem.engine.model.recurrent.mixers import Mixers, RecurrentStep, mixing_t
 from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.wire.errors import InternalError
 
-# A step of at most so many tokens is short: each of torch's operations is too small for two threads.
+# In steps of at most this many tokens, each of torch's operations is too small for two threads.
 _SHORT = 16
 
 
 class ModelParts(msgspec.Struct, frozen=True):
-    """What a model does beside what concerns one token alone, as found by probing it."""
+    """The parts of a model in which a token depends on other tokens, as probing found them."""
 
     layers: tuple[AttentionLayer, ...]
-    own: tuple[OwnLayer, ...] = ()  # of these
+    own: tuple[OwnLayer, ...] = ()  # those of `layers` that attend by their own code
     mixers: Mixers | None = None
-    expansions: Mapping[int, Expansion] = {}  # by layer, where all keep latents
-    counts: bool = False  # it counts positions by itself, on from what its cache says came before
+    expansions: Mapping[int, Expansion] = {}  # by layer, if all layers keep latents
+    counts: bool = False  # the model counts positions itself, on from its cache's length
 
     @property
     def num_layers(self) -> int:
-        """All kinds together, as transformers counts them."""
+        """The number of layers of all kinds, as transformers counts them."""
         last = max((layer.index for layer in self.layers), default=-1)
         return max(last + 1, self.mixers.num_layers if self.mixers is not None else 0)
 
 
 class TransformersForward:
-    """Runs the model with batch size 1 over all of the batch's tokens; only attention and mixers know of requests."""
+    """Runs the model with batch size 1 over all tokens of the batch. Only attention and mixers know which request a row belongs to."""
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class TransformersForward:
         adapted: AdaptedLayers | None = None,
         threads: int = 0,
     ) -> None:
-        """`states` where the model has mixers. Without, they run as they were made. With `threads` torch has so many in long steps and
-        one in short ones: its idle threads keep looking for work for a while, on cores that the CPU kernels need next."""
+        """`states` are given if the model has mixers that keep their states in the KV cache. With `threads`, torch uses that many in
+        long steps and one in short steps: its idle threads spin for a while, on cores that the CPU kernels need next."""
         self._model = model
         self.attention = attention
         self.parts, self._states = parts, states
@@ -114,7 +115,7 @@ class TransformersForward:
         return self.adapted.step(slots, used) if self.adapted is not None else nullcontext()
 
     def _embeddings(self, batch: Batch) -> torch.Tensor:
-        """The tokens', and in the place of placeholders what the vision tower made, or what requests brought."""
+        """The tokens' embeddings. Rows from the vision tower or from requests replace those of placeholders."""
         embed: Any = self._model.get_input_embeddings()
         rows: torch.Tensor = embed(batch.token_ids)
         if batch.image_rows is not None and batch.image_states is not None:
@@ -123,7 +124,8 @@ class TransformersForward:
 
     @contextmanager
     def _telling_layers(self, batch: Batch) -> Iterator[None]:
-        """What the model's first layers add to images' rows (Qwen3-VL's DeepStack), which its own code takes where it has encoded itself."""
+        """Passes the rows to the model that its first layers add to images' rows (Qwen3-VL's DeepStack). Its own code takes them from
+        its own vision tower."""
         states, places = batch.image_states, batch.image_rows
         hidden = int(self._model.config.get_text_config().hidden_size)
         if self._told is None or states is None or places is None or states.shape[1] == hidden:
@@ -132,7 +134,7 @@ class TransformersForward:
         _, *deeper = torch.split(states, hidden, dim=1)
         mask = torch.zeros(1, batch.num_tokens, dtype=torch.bool, device=states.device)
         mask[0, places] = True
-        # The model takes them in the order of its tokens.
+        # The model takes these rows in the order of its tokens.
         order = places.argsort()
         given = {"visual_pos_masks": mask, "deepstack_visual_embeds": [each[order] for each in deeper]}
 
@@ -153,7 +155,7 @@ class TransformersForward:
 
     @contextmanager
     def _noting_hidden(self, rows: torch.Tensor | None) -> Iterator[None]:
-        """What leaves the model below its head, which is what transformers' own model without a head returns."""
+        """Keeps `rows` of the hidden states below the head, which are the output of transformers' model without a head."""
         self._hidden = None
         if rows is None:
             yield
@@ -206,12 +208,12 @@ class TransformersForward:
 
 
 def run_without_attention(model: PreTrainedModel, tokens: int, rows: int, device: torch.device) -> None:
-    """A forward pass of so many tokens, `rows` of which want logits, with attention that computes nothing."""
+    """Runs a forward pass of `tokens` tokens, with logits for `rows` of them, and attention that computes nothing."""
 
     def nothing(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
-        take_rotary(query, key)  # what was put off must not wait for the next pass
+        take_rotary(query, key)  # a rotary embedding that waits must not be left for the next pass
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     parameters = inspect.signature(model.forward).parameters
@@ -226,14 +228,14 @@ def run_without_attention(model: PreTrainedModel, tokens: int, rows: int, device
 
 
 def peak_of_step(model: PreTrainedModel, tokens: int, rows: int, device: torch.device) -> int:
-    """Bytes that such a pass takes on the device at its worst moment."""
+    """The peak of the device's memory, in bytes, during such a pass."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run_without_attention(model, tokens, rows, device)
     torch.cuda.synchronize(device)
     peak = int(torch.cuda.max_memory_allocated(device)) - before
-    # What torch keeps of it for later must not look taken when the cache is measured out.
+    # Memory that torch keeps for later must not look used when the cache's size is computed.
     torch.cuda.empty_cache()
     return peak
 
@@ -288,7 +290,7 @@ class _HookedStep:
 
 
 def _that_takes_deeper_rows(model: PreTrainedModel) -> Any:
-    """The part of a model whose first layers add to images' rows; None where none does."""
+    """The part of the model whose first layers add to images' rows; None without one."""
     language: Any = getattr(model.base_model, "language_model", None)
     if language is None or "deepstack_visual_embeds" not in inspect.signature(language.forward).parameters:
         return None

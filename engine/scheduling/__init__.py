@@ -1,15 +1,16 @@
-"""Who computes how many tokens in the next step, and what came of it.
+"""Decides how many tokens each request computes in the next step, and books the step's results.
 
-scheduler       the whole of it; everything else is its parts
-state           what the parts share: the step's plan, its prompt budget, and planning it while the last one runs; numbers
-queue           requests in the order of a policy: which goes first, which gives way; those that were passed over or wait for an event
-pins            which turns keep their blocks for their job's next turn; how long tools take
-admission       who computes in a step: those that run, then those in line
-unchanged       many steps at once that all do the same, for a simulation
-drafting        how many tokens are guessed for which request, so that it pays
-output          what the runner is told and what it answers
-results         the model's answer and the connector's news, booked; invalid_blocks is the hardest case
-lifecycle       how a request begins, loses its turn and ends
-step_trace      the scheduler trace: what it saw and decided, as records for `tandem replay`
-audit           what must always hold
+scheduler       `Scheduler`, the only entry; the other files are its parts
+state           what the parts share: requests, the step's plan, the prompt budget, the open step, counters
+queue           waiting requests, in the order of a policy; also those that were passed over or wait for an event
+pins            which ended turns keep their blocks for their job's next turn; how long tools take
+admission       the two phases of a step: running requests first, then waiting ones
+unchanged       takes many identical steps at once, for a simulation
+drafting        how many draft tokens each request may get, so that drafts pay
+output          what the scheduler sends to the model runner, and what the runner returns
+results         books the model's output and the connector's events
+invalid_blocks  rewinds requests that used blocks whose load failed
+lifecycle       how a request is added, preempted and ended, and when its blocks are freed
+step_trace      the scheduler trace: what the scheduler saw and decided, as records for `tandem replay`
+audit           checks the invariants between two steps
 """

@@ -1,4 +1,5 @@
-"""Who computes in a step: first the requests that run, in order of admission, then those in line, while there is room for them."""
+"""The two phases of planning a step: running requests get tokens in order of admission, then waiting requests are admitted
+while budget, blocks and `max_num_seqs` allow it. A request gets all the blocks for its tokens, or none."""
 
 from __future__ import annotations
 
@@ -14,15 +15,18 @@ from tandem.engine.scheduling.step_trace import StepTrace
 
 
 class RunningPhase:
+    """Gives tokens to running requests, and preempts some when blocks run out."""
+
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
-        # Tokens that a running answer may be behind: with recurrent states, drafts that were right are computed again.
+        # How many tokens a decoding request may be behind without counting as a prompt. With recurrent states, accepted
+        # drafts are computed again.
         again = state.config.num_speculative_tokens if state.cache.keeps_states else 0
         self._most_again = again + 1 if again else 0
 
     def plan(self, step: StepPlan) -> None:
-        """Most requests need one token and have a slot for it: they cost a few comparisons."""
+        """Most running requests need one token and have a slot for it. The loop handles them with a few comparisons."""
         running = self._state.running
         scheduled, num_scheduled = step.running, step.num_scheduled
         token_budget = step.token_budget
@@ -35,7 +39,7 @@ class RunningPhase:
             if request.num_output_placeholders:
                 num_tokens += request.num_output_placeholders
                 if num_tokens >= request.length_limit:
-                    index += 1  # the token that it waits for is its last
+                    index += 1  # its last token is already being computed
                     continue
             num_new = num_tokens - num_computed
             if num_new != 1 or request.spec_token_ids:
@@ -75,7 +79,8 @@ class RunningPhase:
             num_new = threshold
         if self._state.cache.checkpoints is not None:
             num_new = self._state.cache.checkpoints.cap(request, request.num_computed_tokens, num_new)
-        # The last position of the context is never an input, but for a vector's: no token can follow it.
+        # A token at the last position of the context is never computed, because no token can follow it. A request for a
+        # vector computes it.
         room = self._state.max_model_len - (request.pooling is None) - request.num_computed_tokens
         num_new = min(num_new, token_budget, room)
         if self._state.encoded is not None and request.has_images:
@@ -85,16 +90,18 @@ class RunningPhase:
     def _allocate(
         self, request: Request, num_new: int, index: int, step: StepPlan
     ) -> tuple[Tables | None, int, int]:
-        """Blocks for the request, preempting others for as long as there are too few; None when it was preempted
-        itself, or none may be, which ends the step's first half. Then its index among those that are left, and the tokens that
-        victims had been given in this step."""
+        """Allocates blocks for the request, and preempts others while there are too few.
+
+        Returns (blocks, index, regained): `index` is the request's place in `running` now that the victims have left it,
+        `regained` the tokens that the victims had been given in this step. Blocks are None when the request was preempted
+        itself, or when none may be preempted because a step is open; both end the phase."""
         state, regained = self._state, 0
         while True:
             blocks = state.cache.extend_slots(request, num_new)
             if blocks is not None:
                 return blocks, index, regained
             if state.open_step is not None:
-                # The step that runs may end a request. Until that is known, no request loses what it has computed.
+                # The open step may end a request and free its blocks, so no request is preempted before it is booked.
                 step.ran_short = True
                 return None, index, regained
             victim_index = state.policy.victim(state.running)
@@ -106,7 +113,8 @@ class RunningPhase:
             ):
                 continue
             if victim is request and self._lifecycle.take_blocks_of_waiting(besides=request):
-                # It would only come back, and fail again for the blocks that others hold who wait for it.
+                # Preempting the request itself would not help: waiting requests hold the blocks that it needs, and they
+                # wait for it.
                 continue
             del state.running[victim_index]
             if victim_index < index:
@@ -126,7 +134,7 @@ class RunningPhase:
                 return None, index, regained
 
     def _pack_drafts(self, request: Request, num_new: int, step: StepPlan) -> None:
-        """Drafts that got a slot are verified in this step; the caps may have cut off the last of them."""
+        """Moves the drafts that got a slot into the step. The caps may have cut off the last ones, which are dropped."""
         room = num_new + request.num_computed_tokens - request.num_tokens - request.num_output_placeholders
         if room > 0:
             step.drafts[request.request_id] = request.spec_token_ids[:room]
@@ -135,22 +143,24 @@ class RunningPhase:
 
 @dataclasses.dataclass(slots=True)
 class _Prefix:
-    """What of a request needs no computing here."""
+    """The part of a request that this node need not compute: found in the prefix cache, or loaded by the connector."""
 
-    hits: Tables | None  # None: it has its blocks already
+    hits: Tables | None  # None: the request already has its blocks
     num_hit_tokens: int
     num_external_tokens: int = 0
-    asked_outside: bool = False  # a connector was
-    arrives_later: bool = False  # the external tokens do
+    asked_outside: bool = False  # the connector was asked for external tokens
+    arrives_later: bool = False  # the external tokens are loaded asynchronously
 
 
 class _Verdict(enum.Enum):
     ADMITTED = enum.auto()
-    NEXT = enum.auto()  # not this one, but maybe the next
-    FULL = enum.auto()  # no other request in this step
+    NEXT = enum.auto()  # not admitted; the next request may be
+    FULL = enum.auto()  # not admitted, and no later request may be in this step
 
 
 class AdmissionPhase:
+    """Admits waiting requests, and begins loads of their KV."""
+
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle, trace: StepTrace | None = None) -> None:
         self._trace = trace
         self._state = state
@@ -160,7 +170,7 @@ class AdmissionPhase:
         state = self._state
         loras: set[str] = set()
         if state.config.max_loras:
-            # Those that are not in this step may be in the next.
+            # Running requests without tokens in this step count too: they may have some in the next.
             loras = {request.lora for request in state.running if request.lora is not None}
         while step.token_budget > 0 and len(state.running) < state.config.max_num_seqs:
             request = state.waiting.head()
@@ -199,7 +209,7 @@ class AdmissionPhase:
         return self._admit(request, prefix, step)
 
     def _find_prefix(self, request: Request) -> _Prefix | None:
-        """None when the connector can't say yet."""
+        """Returns None when the connector cannot say yet how many tokens it can load."""
         if request.num_computed_tokens > 0:
             return _Prefix(None, 0)
         state = self._state
@@ -211,15 +221,15 @@ class AdmissionPhase:
         num_external, arrives_later = state.connector.get_num_new_matched_tokens(request, num_hit)
         if num_external is None:
             return None
-        # A token that is sampled elsewhere comes with a load that arrives later. Without it one token has to be
-        # computed here, or there is nothing to sample from.
+        # A load that arrives later may bring the next token from a prefill node. Otherwise at least one token must be
+        # computed here, or there are no logits to sample from.
         most = request.num_tokens - num_hit - (0 if arrives_later else 1)
         prefix.num_external_tokens = max(min(num_external, most), 0)
         prefix.arrives_later = arrives_later and prefix.num_external_tokens > 0
         return prefix
 
     def _load(self, request: Request, prefix: _Prefix, step: StepPlan) -> _Verdict:
-        """Reserves blocks for what arrives later. Nothing of it is cached until it is here."""
+        """Reserves blocks for KV that arrives later. They enter the prefix cache only when it has arrived."""
         if not self._allocate(request, 0, prefix, step):
             step.held_back = (request.request_id, "too few free blocks for the KV that is on its way")
             return _Verdict.FULL
@@ -237,7 +247,7 @@ class AdmissionPhase:
     def _admit(self, request: Request, prefix: _Prefix, step: StepPlan) -> _Verdict:
         state, config = self._state, self._state.config
         num_computed = request.num_computed_tokens + prefix.num_hit_tokens + prefix.num_external_tokens
-        # All its tokens, not its prompt's: a preempted request computes what it had sampled again.
+        # `num_tokens`, not the prompt's: a preempted request computes its sampled tokens again, too.
         num_new = request.num_tokens - num_computed
         if 0 < config.long_prefill_token_threshold < num_new:
             num_new = config.long_prefill_token_threshold
@@ -307,8 +317,9 @@ class AdmissionPhase:
 
     def _allocate(self, request: Request, num_new: int, prefix: _Prefix, step: StepPlan) -> bool:
         while not self._try_allocate(request, num_new, prefix):
-            # While a request runs, blocks will come back. When none does, others in line may hold what the
-            # head needs, each waiting for the next: the least urgent gives way, and before it what is only pinned.
+            # While a request runs, it will free blocks. When none runs, waiting requests may hold the blocks that the head
+            # needs, while each waits for another. So pinned turns lose their blocks first, then the least urgent waiting
+            # request.
             if self._state.running:
                 return False
             if self._lifecycle.break_pin(besides=request.job_id):
@@ -320,7 +331,7 @@ class AdmissionPhase:
         return True
 
     def _is_alone(self, request: Request) -> bool:
-        """No other request has blocks that could come back. One that waited for more of them would wait for ever."""
+        """No other request holds blocks that it could free, so a request that waited for more free blocks would wait forever."""
         return not self._state.held and all(owner is request for owner in self._state.owners())
 
     def _try_allocate(self, request: Request, num_new: int, prefix: _Prefix) -> bool:
@@ -341,7 +352,8 @@ class AdmissionPhase:
         return blocks is not None
 
     def _can_reserve(self, request: Request, prefix: _Prefix) -> bool:
-        """Whether what `scheduler.reserve` asks for is free, beyond the blocks of the next step."""
+        """Whether enough blocks are free for `scheduler.reserve`: none beyond the next step, the whole prompt, or all that this
+        and the other admitted requests may still grow to."""
         state = self._state
         if state.config.reserve is Reserve.NONE:
             return True

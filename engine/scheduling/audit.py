@@ -1,4 +1,4 @@
-"""Everything that must hold between two steps, checked from the data alone."""
+"""Checks the scheduler's invariants between two steps: each request is in one place, its counters agree, each block has owners."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.wire.errors import InternalError
 
 
 def check_integrity(state: SchedulerState) -> None:
-    """Raises InternalError for the first thing that is not as it must be."""
+    """Raises an InternalError for the first invariant that does not hold."""
     _check_places(state)
     for request in state.requests.values():
         _check_counters(state, request)
@@ -20,7 +20,7 @@ def check_integrity(state: SchedulerState) -> None:
 
 
 def _check_places(state: SchedulerState) -> None:
-    """Each unfinished request is in one place, and its status says which."""
+    """Each unfinished request is in exactly one place, and its status agrees with it."""
     waiting = list(state.waiting)
     placed = [*state.running, *waiting]
     if len({request.request_id for request in placed}) != len(placed) or len(waiting) != len(state.waiting):
@@ -47,7 +47,7 @@ def _check_places(state: SchedulerState) -> None:
 def _check_counters(state: SchedulerState, request: Request) -> None:
     if request.num_tokens != len(request.all_token_ids):
         raise InternalError(f"{request!r} counts {request.num_tokens} of {len(request.all_token_ids)} tokens")
-    # The newest token is computed in the step that samples the next. Only drafts and placeholders go beyond.
+    # The newest token is computed in the step that samples the next one, so only drafts and placeholders go beyond it.
     most = request.num_tokens_with_spec + request.num_output_placeholders
     if not 0 <= request.num_computed_tokens <= most:
         raise InternalError(f"{request!r} is computed further than it reaches")
@@ -61,7 +61,7 @@ def _check_counters(state: SchedulerState, request: Request) -> None:
 
 
 def _check_placeholders(state: SchedulerState, request: Request) -> None:
-    """A token that is not here yet is being computed by the open step."""
+    """A request has a placeholder only while the open step computes its next token."""
     if not request.num_output_placeholders:
         return
     step, request_id = state.open_step, request.request_id
@@ -72,13 +72,13 @@ def _check_placeholders(state: SchedulerState, request: Request) -> None:
 
 
 def _owners(state: SchedulerState) -> dict[str, Request]:
-    """The requests that should have blocks: those that go on, and the finished whose connector keeps theirs."""
+    """The requests that must have blocks: unfinished ones, held ones and pinned turns."""
     for request in state.waiting:
         in_line = request.request_id not in state.waiting.blocked
         if in_line and (request.num_computed_tokens > 0) != (request.request_id in state.waiting.holders):
             raise InternalError(f"{request!r} is in line, and its blocks are not accounted for")
     owners = {request.request_id: request for request in state.owners()}
-    # A request may have ended before it had any blocks, and be held all the same.
+    # A request may be held though it ended before it had blocks.
     owners.update(
         (request_id, request)
         for request_id, request in state.held.items()
@@ -89,7 +89,7 @@ def _owners(state: SchedulerState) -> dict[str, Request]:
 
 
 def _pinned(state: SchedulerState) -> dict[str, Request]:
-    """The requests that keep their blocks under a pin: one per job, and each of them has ended."""
+    """The pinned requests, after checking that each has ended and is pinned for its own job only."""
     if state.pins is None:
         return {}
     pinned = {pin.request.request_id: pin.request for pin in state.pins.by_job.values()}

@@ -1,12 +1,13 @@
-"""How many tokens are guessed for which request, so that guessing pays.
+"""How many draft tokens each request may get, so that speculative decoding pays.
 
-A draft costs what its tokens add to the step that checks them, and the time to find it; it saves a row of a step for each token that was right.
-Both are measured here: a step's time as a line over its tokens, what a draft model takes for a token, and how often drafts are right, for each
-request and for all. A request gets drafts as long as the next token of one is likelier right than it costs of a row. Others get trials of one token, ever more seldom, for a text may
-begin to repeat itself.
+A draft costs the time to find it, and what its tokens add to the step that verifies them. It saves one decode row for each
+accepted token. `DraftJudge` measures both: a step's time as a line over its tokens, a draft model's time per token, and how
+often drafts are accepted, for each request and for all. A request's draft grows while the probability that its next token is
+accepted exceeds that token's cost, as a share of a row. A request for which no draft pays gets trials of one token, ever more
+rarely, because its text may begin to repeat itself.
 
-All of it is paid from one account: what was saved, and an allowance, a share of what decoding takes. When it is empty, nothing is guessed. So
-drafts never cost more than the allowance, whatever the texts are.
+All drafts are paid from one account in seconds. It earns what accepted tokens saved, and an allowance: a share of the time
+that decoding takes. While it is empty there are no drafts, so drafts never cost more than the allowance, whatever the texts.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from collections.abc import Container, Iterable, Mapping
 from tandem.engine.request import DraftRecord, Request
 from tandem.engine.scheduling.output import SchedulerOutput
 
-ALWAYS = 1.0  # of the allowance: everything may be lost, so nothing is judged
-_FADES, _FADES_FOR_ALL = 0.9, 0.99  # how much of what was seen still counts after one more
-_PRIOR = 2.0  # guesses: how much what all requests show counts for one
+ALWAYS = 1.0  # with this allowance drafts are never limited: every request gets the longest ones
+# The factor by which older observations lose weight with each new one: for one request, and for all.
+_FADES, _FADES_FOR_ALL = 0.9, 0.99
+# In a request's estimate, the acceptance rate of all requests counts as much as this many of its own draft tokens.
+_PRIOR = 2.0
 _FIRST_SKIP, _LONGEST_SKIP = 4, 256  # steps between two trials
 _LONGEST_PAUSE = 16  # steps between two searches that find nothing
-_AT_FIRST, _MOST_SAVED = 8.0, 32.0  # steps: what the account begins with, and what it keeps at most
-_ASSUMED_COST = 0.5  # of a guess, of a row, until steps of different sizes were seen
-_LEAST_SPREAD = 0.05  # of steps' sizes, before their times tell what a token costs
+_AT_FIRST, _MOST_SAVED = 8.0, 32.0  # the account's first balance and its limit, in decode steps
+_ASSUMED_COST = 0.5  # a draft token's cost as a share of a row, until steps of different sizes were seen
+_LEAST_SPREAD = 0.05  # the variance of the steps' sizes below which their times do not tell a token's cost
 
 
 class _StepTimes:
-    """Seconds of a decoding step as a line over the tokens that it computes."""
+    """Fits the seconds of a decode step as a line over the tokens that it computes, by weighted least squares."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -43,7 +46,7 @@ class _StepTimes:
             setattr(self, name, getattr(self, name) * _FADES_FOR_ALL + value)
 
     def per_token(self) -> float:
-        """What one more token costs; never less than nothing, nor more than an average one."""
+        """The seconds that one more token adds, between 0 and the average per token."""
         if not self._weight:
             return 0.0
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
@@ -62,24 +65,25 @@ class _StepTimes:
 
 
 class DraftJudge:
-    """Used by the step thread alone."""
+    """Limits drafts to those that pay. Only the step thread uses it."""
 
     def __init__(self, most: int, loss: float, *, computed_twice: bool = False) -> None:
-        """`most`: tokens of a draft. `loss`: the share of decoding that drafts may cost more than they save. `computed_twice`: those that
-        were right are rows of the next step, too, as recurrent states want it."""
+        """`most` is the longest draft. `loss` is the allowance: the share of decode time that drafts may cost beyond what they
+        save. `computed_twice` says that accepted tokens are computed again in the next step, as recurrent states need it."""
         self._most = most
         self._loss = loss
         self._computed_twice = computed_twice
         self._times = _StepTimes()
         self._all = DraftRecord()
         self._began = False
-        self._saved = 0.0  # seconds: what is left to spend
-        self._row = 0.0  # seconds: a row of the last decoding step, without drafts
-        self._cost = _ASSUMED_COST  # of a guess, of a row
-        self._guess_s = 0.0  # what a draft model takes for a token
+        self._saved = 0.0  # the account's balance, in seconds
+        self._row = 0.0  # seconds of a decode step without drafts, per row
+        self._cost = _ASSUMED_COST  # of verifying a draft token, as a share of a row
+        self._guess_s = 0.0  # seconds that a draft model takes for a token
 
     def limits(self, step: SchedulerOutput, requests: Iterable[Request]) -> dict[str, int]:
-        """How many tokens may be guessed after this step, of those `requests` that get a token in it; the others: none."""
+        """Returns how long a draft each of `requests` may get after this step. Requests without an entry get none; that includes
+        all that sample no token in this step."""
         if self._loss < ALWAYS and self._began and self._saved <= 0:
             return {}
         limits = {}
@@ -103,7 +107,7 @@ class DraftJudge:
         return max(self._paying_length(self._chance(record)), 1)
 
     def _chance(self, record: DraftRecord) -> float:
-        """That a guess is right, if those before it were."""
+        """The probability that a draft token is accepted if those before it were."""
         everyone = self._all
         prior = (everyone.right + 1) / (everyone.right + everyone.wrong + 2)
         return (record.right + _PRIOR * prior) / (record.right + record.wrong + _PRIOR)
@@ -130,11 +134,11 @@ class DraftJudge:
 
     @property
     def _saves(self) -> float:
-        """What a right guess saves, of a row."""
+        """What an accepted token saves, as a share of a row."""
         return 1.0 - self._cost if self._computed_twice else 1.0
 
     def took(self, step: SchedulerOutput, seconds: float) -> None:
-        """Before the step's drafts are settled."""
+        """Notes a step's time. Call it before the step's drafts are settled."""
         if seconds <= 0 or not step.num_scheduled_tokens:
             return
         num_drafts = sum(map(len, step.spec_token_ids.values()))
@@ -157,8 +161,8 @@ class DraftJudge:
         seconds: float,
         guess_s: float = 0.0,
     ) -> None:
-        """Looking for drafts took so long, and a further token takes a draft model `guess_s`. Where one looks in vain again and again, one
-        looks more seldom."""
+        """Notes a search for drafts: it took `seconds`, and each token takes a draft model `guess_s`. A request for which searches
+        keep finding nothing is searched more rarely."""
         self._saved -= seconds
         if guess_s:
             self._guess_s = self._guess_s * _FADES + guess_s * (1 - _FADES) if self._guess_s else guess_s

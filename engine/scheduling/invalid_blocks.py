@@ -1,4 +1,4 @@
-"""Blocks whose load went wrong after requests had begun to use them."""
+"""Handles blocks whose load failed after requests had begun to use them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tandem.wire.requests import TokenChunk
 
 
 class InvalidBlocks:
-    """What is computed from a wrong block is wrong itself. So a request goes back to its first wrong block, all
-    that it computed after it is wrong too, and so is every request that shares any of that through the prefix cache."""
+    """KV that is computed from a wrong block is wrong itself. So a request is rewound to its first wrong block, the blocks that it
+    computed after that count as wrong, too, and so every request that shares one of them is rewound as well."""
 
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
@@ -24,14 +24,14 @@ class InvalidBlocks:
         affected = self._affected(bad)
         state.forget_blocks(bad)
         updates: list[TokenChunk] = []
-        # The last admitted first: each goes to the front of the line, and they stand there in order again.
+        # The request admitted last goes first. Each goes to the front of the line, so they end up in the old order.
         for request in reversed(state.running):
             if request.request_id in affected:
                 valid = min(affected[request.request_id], request.num_computed_tokens)
                 updates += self._interrupt(request, valid)
         state.running = [request for request in state.running if request.status is RequestStatus.RUNNING]
         for request in list(state.waiting.holders.values()):
-            # Those that were just interrupted are among them, and are right already.
+            # Requests that were interrupted above are among the holders, and are rewound already.
             if affected.get(request.request_id, request.num_computed_tokens) < request.num_computed_tokens:
                 updates += self._rewind_waiting(request, affected[request.request_id])
         for _, request in state.waiting.blocked.values():
@@ -42,7 +42,7 @@ class InvalidBlocks:
         return updates
 
     def _affected(self, bad: set[int]) -> dict[str, int]:
-        """request id -> its first token that is wrong. Grows `bad` by what was computed from bad blocks."""
+        """Returns each affected request's first wrong token, by id. Adds to `bad` the blocks that were computed from bad ones."""
         state = self._state
         owners = list(state.owners())
         affected: dict[str, int] = {}
@@ -77,7 +77,7 @@ class InvalidBlocks:
         return []
 
     def _fail(self, request: Request, valid: int) -> TokenChunk:
-        # The connector is asked about its blocks, and must not take for computed what is wrong.
+        # `end` asks the connector about its blocks; the wrong ones must not count as computed.
         leave_steps(self._state, request)
         request.num_computed_tokens = valid
         self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)

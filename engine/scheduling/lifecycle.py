@@ -1,4 +1,5 @@
-"""How a request begins, loses its turn, and ends. Every block that is given back is given back here."""
+"""How a request is added, preempted and ended. Only this file frees the blocks of a preempted or ended request, so until then
+each of them has an owner."""
 
 from __future__ import annotations
 
@@ -12,16 +13,19 @@ from tandem.wire.errors import ContextLengthExceeded, InternalError, InvalidRequ
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import TokenChunk
 
-# A request that has lost its blocks more often than this computes its tokens. Two requests in a small pool could take turns for
-# ever: each loads what it lost, in the blocks that the other needs to go on.
+# A request that was preempted more often than this loads no KV and computes its tokens. Otherwise two requests in a small pool
+# could preempt each other forever: each loads its KV into the blocks that the other needs.
 MOST_LOADED = 3
 ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class Lifecycle:
+    """Adds, preempts and ends requests, and frees their blocks."""
+
     def __init__(self, state: SchedulerState, context: int, eos_token_ids: frozenset[int]) -> None:
         self._state = state
-        self._context = context  # the model's, as configured: what is longer is the request's fault
+        # The configured context. A longer request is the client's mistake; one that only the cache is too small for is not.
+        self._context = context
         self._eos_token_ids = eos_token_ids
 
     def add(self, request: Request) -> None:
@@ -67,7 +71,7 @@ class Lifecycle:
             )
 
     def _check_pooled(self, request: Request) -> None:
-        """A vector needs no room for an answer."""
+        """A request for a vector may fill the whole context, because it gets no output token."""
         if request.num_tokens > self._context:
             raise ContextLengthExceeded(
                 f"{request.num_tokens} tokens are more than the model's context of {self._context}"
@@ -117,14 +121,14 @@ class Lifecycle:
         state.settled = False
 
     def preempt(self, request: Request) -> None:
-        """A running request, already out of `running`, gives up its blocks and is computed again later."""
+        """Frees a running request's blocks and queues it to be computed again. The caller has removed it from `running`."""
         self._state.cache.free(request)
         request.num_computed_tokens = 0
         self._line_up_again(request)
 
     def interrupt(self, request: Request, num_valid_tokens: int) -> None:
-        """A running request, about to leave `running`, goes back to its first `num_valid_tokens` tokens and
-        keeps their blocks."""
+        """Rewinds a running request to its first `num_valid_tokens` tokens, whose blocks it keeps, and queues it. The caller
+        removes it from `running`."""
         self._state.cache.rewind(request, num_valid_tokens)
         self._line_up_again(request)
 
@@ -142,8 +146,8 @@ class Lifecycle:
         state.waiting.put_back(request)
 
     def take_blocks_of_waiting(self, besides: Request) -> bool:
-        """The least urgent of the others in line that hold KV loses it, so that another request can run. False when
-        none holds any."""
+        """Frees the blocks of the least urgent waiting request that has any, other than `besides`. Returns False when there is
+        none."""
         state = self._state
         holder = state.waiting.least_urgent_holder(besides)
         if holder is None:
@@ -155,7 +159,7 @@ class Lifecycle:
         return True
 
     def finish_all(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
-        """Ends unfinished requests from outside, in whatever state they are; returns which there were."""
+        """Ends unfinished requests in any status; returns the ids of those that were found."""
         state = self._state
         found = [
             request
@@ -173,16 +177,16 @@ class Lifecycle:
         return [request.request_id for request in found]
 
     def end(self, request: Request, status: RequestStatus) -> None:
-        """The one place where a request ends. The caller takes it out of `running` or `waiting`.
+        """Ends a request; every request ends here. The caller removes it from `running` or `waiting`.
 
-        Its blocks stay its own while the connector is asked, and go on being so if the connector says so:
-        then `release` gives them back.
+        The request owns its blocks until the connector has been asked. If the connector still needs them, the request is held
+        and `release` frees them later; otherwise they are freed, or pinned, now.
         """
         state = self._state
         request_id = request.request_id
         request.status = status
         request.spec_token_ids = []
-        # No other request may begin from what may turn out void, and no event may announce it.
+        # Steps that are not booked may turn out void. No request may begin from their tokens, and no event may announce them.
         request.num_computed_tokens = max(request.num_computed_tokens - leave_steps(state, request), 0)
         state.cache.forget_uncomputed(request)
         if state.encoded is not None:
@@ -204,12 +208,12 @@ class Lifecycle:
         self._let_go(request)
 
     def release(self, request_id: str) -> None:
-        """The connector no longer needs the blocks of a finished request."""
+        """The connector no longer needs the blocks of a held request: frees or pins them."""
         self._let_go(self._state.held.pop(request_id))
         self._state.settled = False
 
     def _let_go(self, request: Request) -> None:
-        """A request that has ended gives its blocks back, or keeps them under a pin."""
+        """Frees the blocks of an ended request, or pins them for its job's next turn."""
         state, pins = self._state, self._state.pins
         if pins is None or request.job_id is None or request.status not in ANSWERED:
             state.cache.free(request)
@@ -230,7 +234,7 @@ class Lifecycle:
             self.unpin(request.job_id, "other_prompt")
 
     def unpin(self, job_id: str, why: str) -> None:
-        """The pinned turn gives its blocks back. What its job's next turn shares with it stays in the cache, as after any request."""
+        """Removes a job's pin and frees its blocks. They stay in the prefix cache until they are taken, as after any request."""
         state = self._state
         if state.pins is None:
             raise InternalError(f"the job {job_id!r} has no pin: there are none")
@@ -239,8 +243,8 @@ class Lifecycle:
         state.settled = False
 
     def break_pin(self, besides: str | None) -> bool:
-        """The pin that would end first gives way to a request that could not run otherwise, that of the job `besides` last of
-        all. False when there is none."""
+        """Breaks the pin that would end first, so that a request can run; the pin of the job `besides` only when there is no
+        other. Returns False without pins."""
         pins = self._state.pins
         job_id = pins.first_to_give_way(besides) if pins is not None else None
         if job_id is None:
@@ -250,5 +254,5 @@ class Lifecycle:
 
 
 def failure_of(request: Request, error: TandemError) -> TokenChunk:
-    """What is reported of a request that an error has ended."""
+    """The last chunk of a request that an error has ended."""
     return TokenChunk.failed(request.request_id, request.num_output_tokens, error.to_wire())

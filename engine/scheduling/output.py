@@ -1,7 +1,7 @@
-"""What one step computes (scheduler -> model) and what came of it (model -> scheduler).
+"""The step's output to the model runner (`SchedulerOutput`) and the runner's answer (`ModelOutput`).
 
-A request's data is sent once, when it first runs; afterwards only what changed. A resumed request (it was
-preempted, and its blocks are all new) sends everything again and replaces what the model runner knew.
+A request's data is sent once, when it first runs; later steps send only what changed. A resumed request was preempted and
+has a new block table: it replaces the table and the tokens that the runner has.
 """
 
 from __future__ import annotations
@@ -26,66 +26,67 @@ class NewRequestData:
     """A request that the runner has not seen before."""
 
     req_id: str
-    token_ids: list[
-        int
-    ]  # prompt and, for a request that began elsewhere or was handed over, its output so far
+    token_ids: list[int]  # the prompt and, for a request that began on another node, its output so far
     num_prompt_tokens: int
     sampling: SamplingParams
     block_ids: BlockIds
     num_computed_tokens: int  # before this step
     lora: str | None = None
-    pooling: Pooling | None = None  # its vector is wanted, and no token
-    media: Sequence[MediaFeature] = ()  # parts of its images
+    pooling: Pooling | None = None  # set: the request returns a vector and samples no token
+    media: Sequence[MediaFeature] = ()  # the parts of its images
     embeds: PromptEmbeds | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class CachedRequestData:
-    """Requests that the runner knows, as parallel lists. Order is the order of scheduling."""
+    """Requests that the runner knows, as parallel lists in the order of scheduling."""
 
     req_ids: list[str] = dataclasses.field(default_factory=list)
     num_computed_tokens: list[int] = dataclasses.field(default_factory=list)  # before this step
-    new_block_ids: list[BlockIds | None] = dataclasses.field(default_factory=list)  # None: none in this step
-    # For these ids `new_block_ids` replaces the block table instead of growing it, and the token ids follow.
+    new_block_ids: list[BlockIds | None] = dataclasses.field(default_factory=list)  # None: no new ones
+    # For these ids `new_block_ids` replaces the block table instead of growing it, and `resumed_token_ids` has the tokens.
     resumed_req_ids: set[str] = dataclasses.field(default_factory=set)
     resumed_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True)
 class SchedulerOutput:
+    """One planned step: what the runner and the connector's worker half need for it."""
+
     new_reqs: list[NewRequestData]
     cached_reqs: CachedRequestData
     num_scheduled_tokens: dict[str, int]  # in scheduling order
     total_num_scheduled_tokens: int
     spec_token_ids: dict[str, list[int]]  # drafts to verify, already counted in num_scheduled_tokens
-    finished_req_ids: set[str]  # ended since the last step: the runner forgets them
+    finished_req_ids: set[str]  # those that ended since the last step: the runner forgets them
     preempted_req_ids: set[str]
     new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
-    # Blocks of recurrent states that are copied before anything is computed, and after zeroing: (from, to).
+    # (from, to) blocks of recurrent states to copy after zeroing and before the forward pass.
     state_copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    # Those of them that are checkpoints: nothing else uses them before the step is booked.
+    # Checkpoint blocks among `state_copies`. No request may take them before the step is booked.
     checkpoint_blocks: list[int] = dataclasses.field(default_factory=list)
-    # Parts of images: those that are encoded before anything is computed, and those whose rows are forgotten before that.
+    # Parts of images to encode before the forward pass, and parts whose rows the runner drops before that.
     encoder_inputs: list[EncoderInput] = dataclasses.field(default_factory=list)
     forgotten_media: list[str] = dataclasses.field(default_factory=list)
-    # How many tokens may be guessed after this step; who is not named: none. None: as many as the runner can.
+    # How many draft tokens each request may get after this step; requests without an entry get none. None: no limit.
     draft_limits: dict[str, int] | None = None
-    num_prompt_tokens: int = 0  # of all, for requests that are more than one token behind
-    # A connector writes to blocks of this plan as soon as it gets it: to those of a request that waits for its load.
+    # The scheduled tokens of requests that get more than one and have no drafts.
+    num_prompt_tokens: int = 0
+    # The connector writes to blocks as soon as it gets this plan, because a request begins to load its KV.
     begins_loads: bool = False
-    # The same for a request that this step computes: whether its load was complete is known when the step is over.
+    # This step computes a request whose KV is still being loaded. Whether the load succeeded is known only after the step.
     reads_loads: bool = False
-    # Planned while another step ran, it found too few blocks: who gives up theirs is decided when that one is booked.
+    # The step was planned while another one was open, and found too few blocks. Requests are preempted when that one is booked.
     ran_short: bool = False
-    # Ended or were interrupted since it was planned: nothing that it computes is theirs.
+    # Requests that ended or were interrupted after planning: what this step computes for them is void.
     void_req_ids: set[str] = dataclasses.field(default_factory=set)
     connector_metadata: ConnectorMetadata | None = None
     _grown: dict[str, BlockIds] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def new_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
-        """Blocks that a request already running got in this step (`kvtransfer.base.ScheduledStep`).
+        """The blocks that a running request got in this step (`kvtransfer.base.ScheduledStep`).
 
-        Those of a new or resumed request are not among them: `update_state_after_alloc` told of its whole table.
+        Empty for a new or resumed request, whose whole table `update_state_after_alloc` gave to the connector.
         """
         if self._grown is None:
             cached = self.cached_reqs
@@ -99,22 +100,20 @@ class SchedulerOutput:
 
 @dataclasses.dataclass(slots=True)
 class ModelOutput:
-    """What the model made of a step.
+    """What the runner computed in a step.
 
-    `sampled_token_ids[id]` holds one token for a request whose last scheduled token was its newest, more when
-    drafts were accepted, and nothing (or no entry) for one whose prompt is not finished. A request in `errors` has no
-    entry: nothing right can come of it any more.
+    `sampled_token_ids[id]` has one token for a request whose newest token was computed, and more when drafts were accepted. It
+    is empty or absent while the prompt is not finished. A request in `errors` has no entry: it cannot go on.
     """
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = dataclasses.field(default_factory=dict)
-    draft_token_ids: dict[str, list[int]] = dataclasses.field(
-        default_factory=dict
-    )  # proposals for the next step
-    drafting_s: float = 0.0  # that looking for them took
-    guess_s: float = 0.0  # that each of their tokens took a draft model
-    # For requests with `pooling` whose tokens are all computed: float32, the lowest byte first.
+    # Drafts for the next step to verify.
+    draft_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    drafting_s: float = 0.0  # seconds that finding the drafts took
+    guess_s: float = 0.0  # seconds that a draft model took for each token
+    # Little-endian float32, for requests with `pooling` whose tokens are all computed.
     vectors: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    # Those that can have no next token, or no vector, and why.
+    # Requests that can get no next token, or no vector, and why.
     errors: dict[str, TandemError] = dataclasses.field(default_factory=dict)

@@ -1,9 +1,9 @@
 """The queue of waiting requests, and the policies that order it.
 
-A policy decides which request goes first and which gives way when memory runs out. It is one class here and its name in the
-configuration; nothing else in the scheduler asks which one it is.
+A policy decides which request is admitted first and which is preempted when blocks run out. Each policy is one class here and
+a name in the configuration; no other file of the scheduler depends on which one is used.
 
-Beside it are the requests that were passed over, and those that wait for an event (`WaitingRequests`).
+`WaitingRequests` also holds the requests that were passed over, and those that wait for an event.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SortKey = tuple[Any, ...]
 
 
 class RequestQueue:
-    """A heap. A request that ends while it is queued leaves a tombstone, which goes when it comes to the head
-    or when tombstones outnumber the living, so removing one of many costs as little as adding one."""
+    """A heap of requests by key. A request that ends while it is queued stays as a tombstone, which is dropped when it comes to
+    the head, or when tombstones outnumber live requests. So removing one of many requests costs as little as adding one."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[SortKey, int, Request]] = []
-        self._pushed = 0  # breaks ties between equal keys, first come first served
+        self._pushed = 0  # breaks ties between equal keys in the order of pushing
         self._dead = 0
-        self.num_tokens = 0  # of all requests in the queue
+        self.num_tokens = 0  # of all live requests in the queue
 
     def __len__(self) -> int:
         return len(self._heap) - self._dead
@@ -49,13 +49,13 @@ class RequestQueue:
         return None
 
     def pop(self) -> tuple[SortKey, Request]:
-        """The request that `peek` returned, with its key."""
+        """Removes and returns the request that `peek` returned, with its key."""
         key, _, request = heapq.heappop(self._heap)
         self.num_tokens -= request.num_tokens
         return key, request
 
     def bury(self, request: Request) -> None:
-        """A request in the queue has finished."""
+        """A request in this queue has finished; its entry becomes a tombstone."""
         self.num_tokens -= request.num_tokens
         self._dead += 1
         if self._dead > len(self._heap) // 2:
@@ -64,7 +64,7 @@ class RequestQueue:
             self._dead = 0
 
     def rekey(self, key_of: Callable[[SortKey, Request], SortKey]) -> None:
-        """Every request gets the key that `key_of` makes of the one that it has."""
+        """Replaces every request's key by `key_of` of its old key and the request."""
         self._heap = [(key_of(key, request), pushed, request) for key, pushed, request in self._heap]
         heapq.heapify(self._heap)
 
@@ -84,28 +84,29 @@ class QueuePolicy(abc.ABC):
 
     @abc.abstractmethod
     def key_on_skip(self, request: Request) -> SortKey:
-        """Its place among the requests that were passed over; kept for as long as it is one of them."""
+        """The request's key among those that were passed over. It keeps this key until it is admitted."""
 
     def key_again(self, key: SortKey, request: Request) -> SortKey:
-        """What has become of a request's key, whichever of these made it, now that something has changed that keys depend on."""
+        """The new key of a queued request after something has changed that keys depend on, such as a pin. `key` is its old one,
+        made by any of the methods above."""
         return key
 
     @abc.abstractmethod
     def choose(self, waiting: RequestQueue, skipped: RequestQueue) -> RequestQueue | None:
-        """The queue whose head is considered next; None when both are empty."""
+        """Returns the queue whose head is considered next; None when both are empty."""
 
     @abc.abstractmethod
     def victim(self, running: Sequence[Request]) -> int:
-        """The index of the running request that gives up its blocks when there are too few."""
+        """Returns the index of the running request to preempt when blocks run out."""
 
     @abc.abstractmethod
     def least_urgent(self, waiting: Iterable[Request]) -> Request:
-        """The last of these to be missed."""
+        """Returns the waiting request that loses its blocks first."""
 
 
 class FirstComeFirstServed(QueuePolicy):
-    """A preempted request goes to the front, the last one admitted is the first to be preempted, and those that
-    were passed over are older than any that were not."""
+    """Preempted requests go to the front of the line, the request admitted last is preempted first, and requests that were
+    passed over go before all others, because they are older."""
 
     def __init__(self) -> None:
         self._back = 0
@@ -137,7 +138,7 @@ class FirstComeFirstServed(QueuePolicy):
 
 
 class ByPriority(QueuePolicy):
-    """The request's own order decides everywhere: priority, then arrival, then id."""
+    """Requests are ordered by priority, then arrival, then id, in every queue and for preemption."""
 
     def key_on_arrival(self, request: Request) -> SortKey:
         return request.sort_key
@@ -164,8 +165,8 @@ class ByPriority(QueuePolicy):
 
 
 class Continuum(FirstComeFirstServed):
-    """The requests of jobs that have a pin go first, for their KV is here; they are the last to lose theirs. Among equals first
-    come, first served."""
+    """Requests of jobs with a pin are admitted first, because their KV is here, and preempted last. Otherwise first come, first
+    served."""
 
     def __init__(self, pins: Pins) -> None:
         super().__init__()
@@ -208,19 +209,19 @@ _POLICIES: dict[SchedulingPolicy, type[QueuePolicy]] = {
 
 
 def make_policy(name: SchedulingPolicy, pins: Pins | None = None) -> QueuePolicy:
-    """`pins`: those that `continuum` goes by."""
+    """With `pins`, which only the continuum policy has, the policy is `Continuum`."""
     return Continuum(pins) if pins is not None else _POLICIES[name]()
 
 
 class WaitingRequests:
-    """Two queues, and the policy chooses between their heads.
+    """Every waiting request is in one of two queues or in `blocked`; the policy chooses between the heads of the queues.
 
-    `waiting` is the line. `skipped` holds those that were passed over once, because they waited for an event or
-    because there was no room for their adapter; they keep the place that they got there. Those whose event is
-    still to come stand aside under `blocked`, with that place, so that a step doesn't walk over them. What
-    is passed over in a step is put back only when the step is decided: it is considered once per step.
+    `waiting` is the line. `skipped` holds requests that were passed over once, because they waited for an event or because
+    there was no room for their adapter; each keeps the key that it got then. `blocked` holds requests whose event has not come
+    yet, with that key, so that a step does not walk over them. A request that is passed over in a step returns to `skipped` at
+    the step's end, so each is considered once per step.
 
-    `holders` are in line and have blocks all the same: their KV came from outside, or survived a rewind.
+    `holders` are queued requests that already have blocks: their KV was loaded, or was kept in a rewind.
     """
 
     def __init__(self, policy: QueuePolicy) -> None:
@@ -237,18 +238,18 @@ class WaitingRequests:
 
     @property
     def num_ready(self) -> int:
-        """Those that could be admitted in the next step."""
+        """How many requests could be admitted in the next step: all but the blocked ones."""
         return len(self._queue_of)
 
     def add(self, request: Request) -> None:
-        """A new request joins the line, or stands aside if it waits for an event from the start."""
+        """Queues a new request, or blocks it if it waits for an event, such as its grammar."""
         if request.status.is_blocked:
             self.block(request)
         else:
             self._push(self._waiting, self._policy.key_on_arrival(request), request)
 
     def put_back(self, request: Request) -> None:
-        """A request that ran joins the line again, where the policy wants preempted ones."""
+        """Queues a request that was preempted, at the place that the policy gives it."""
         self._push(self._waiting, self._policy.key_on_preemption(request), request)
 
     def _push(self, queue: RequestQueue, key: SortKey, request: Request) -> None:
@@ -262,39 +263,39 @@ class WaitingRequests:
         return queue.peek() if queue is not None else None
 
     def take(self, request: Request) -> None:
-        """The head leaves, to run."""
+        """Removes the head, which is admitted."""
         self._pop(request)
 
     def pass_over(self, request: Request) -> None:
-        """The head can't run in this step, but the next in line may."""
+        """Takes the head out until the step's end: it cannot be admitted in this step, but the next one in line may be."""
         self._passed_over.append((self._pop(request), request))
 
     def block(self, request: Request) -> None:
-        """Stands aside until `wake`: the head, or a request that is not queued."""
+        """Blocks a request until `wake`. It is the head, or is not queued."""
         queued = request.request_id in self._queue_of
         key = self._pop(request) if queued else self._policy.key_on_skip(request)
         self.blocked[request.request_id] = (key, request)
 
     def _pop(self, request: Request) -> SortKey:
-        """Returns the place that the request has, or now gets, among the passed over."""
+        """Removes the head; returns its key among the requests that were passed over, made now if it has none."""
         queue = self._queue_of.pop(request.request_id)
         key, _ = queue.pop()
         self.holders.pop(request.request_id, None)
         return key if queue is self._skipped else self._policy.key_on_skip(request)
 
     def end_step(self) -> None:
-        """Those that were passed over can be considered again."""
+        """Puts the requests that were passed over in this step into `skipped`."""
         for key, request in self._passed_over:
             self._push(self._skipped, key, request)
         self._passed_over.clear()
 
     def wake(self, request: Request) -> None:
-        """The event that a blocked request waited for has come."""
+        """The event that a blocked request waited for has come: it can be admitted."""
         key, _ = self.blocked.pop(request.request_id)
         self._push(self._skipped, key, request)
 
     def put_in_order(self) -> None:
-        """Something has changed that the policy's keys depend on."""
+        """Makes all keys again after something has changed that they depend on, such as a pin."""
         key_again = self._policy.key_again
         self._waiting.rekey(key_again)
         self._skipped.rekey(key_again)
@@ -302,7 +303,7 @@ class WaitingRequests:
             self.blocked[request_id] = (key_again(key, request), request)
 
     def remove(self, request: Request) -> None:
-        """A request that just finished leaves, wherever it is."""
+        """Removes a request that has just finished, from its queue or from `blocked`."""
         if self.blocked.pop(request.request_id, None) is None:
             self._queue_of.pop(request.request_id).bury(request)
             self.holders.pop(request.request_id, None)
@@ -316,12 +317,12 @@ class WaitingRequests:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """What those in line still need computed. What is on its way from outside does not count."""
+        """The tokens that queued requests still need computed. Blocked requests, whose KV may be on its way, do not count."""
         held = sum(request.num_computed_tokens for request in self.holders.values())
         return self._waiting.num_tokens + self._skipped.num_tokens - held
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them, in no particular order."""
+        """All waiting requests, in no particular order, but for those passed over in the current step."""
         yield from self._waiting.requests()
         yield from self._skipped.requests()
         for _, request in self.blocked.values():

@@ -1,5 +1,5 @@
-"""What came of a step. The model's answer: tokens join their requests, drafts are settled, requests end. The connector's news: requests that
-can go on, loads that failed, blocks that can be freed.
+"""Books a step. `ModelResults` appends sampled tokens, settles drafts and ends requests. `TransferResults` handles the
+connector's events: loads that arrived or failed, sends that ended, and blocks that can be freed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ _RUNNING = RequestStatus.RUNNING
 
 
 class ModelResults:
+    """Books the model's output of a step."""
+
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
 
     def apply(self, step: SchedulerOutput, output: ModelOutput) -> list[TokenChunk]:
-        """Requests that ended or were interrupted since the step was planned get nothing of it."""
+        """Returns the chunks to send. Requests that ended or were interrupted since the step was planned are skipped: what the
+        step computed for them is void."""
         state = self._state
         requests, void, drafts = state.requests, step.void_req_ids, step.spec_token_ids
         logprobs, prompt_logprobs = output.logprobs, output.prompt_logprobs
@@ -85,7 +88,8 @@ class ModelResults:
         if ended:
             state.running = [request for request in state.running if request.status is _RUNNING]
         for request_id, of_prompt in prompt_logprobs.items():
-            # A request that moved here may have tokens to compute between its prompt and its next token.
+            # A request that moved here from another node has output tokens to compute after its prompt, so a step may finish
+            # the prompt and sample no token.
             if (
                 request_id not in output.sampled_token_ids
                 and (request := requests.get(request_id)) is not None
@@ -104,9 +108,9 @@ class ModelResults:
         return updates
 
     def _settle_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """The step counted all drafts as computed. The KV of those that were rejected is void, and so are the
-        places that were kept for their successors. Recurrent states are those before the first draft, so there all of
-        them are computed again, as known tokens."""
+        """Subtracts rejected drafts from the request's counters: the step counted all drafts as computed, and the KV of rejected
+        ones is void. Recurrent states stay at the token before the first draft, so with them all drafts are subtracted, and
+        accepted ones are computed again as known tokens."""
         num_rejected = num_drafts - num_accepted
         if num_rejected < 0:
             raise InternalError(
@@ -124,10 +128,10 @@ class ModelResults:
         state = self._state
         if isinstance(error, InvalidLogits | InvalidImage):
             state.totals.model_errors += isinstance(error, InvalidLogits)
-            # Whatever spoilt it may lie in its KV. No other request may begin from that.
+            # The cause may lie in the request's KV, so no other request may begin from its blocks.
             tables = state.cache.block_ids(request.request_id)
             state.forget_blocks({block for table in tables for block in table if block != NULL_BLOCK_ID})
-            # The connector is asked about its blocks, and must not take for computed what is wrong.
+            # `end` asks the connector about its blocks, which must not count as computed.
             leave_steps(state, request)
             request.num_computed_tokens = 0
         self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
@@ -142,7 +146,8 @@ class ModelResults:
 
 
 def _append_until_end(request: Request, tokens: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """The tokens that the request keeps: what was sampled after its end does not exist."""
+    """Appends sampled tokens up to the one that ends the request, and drops the rest. Returns the appended tokens, and the
+    status they end it with."""
     for count, token in enumerate(tokens, 1):
         request.append_output_token(token)
         status = status_after(request, token)
@@ -152,9 +157,9 @@ def _append_until_end(request: Request, tokens: list[int]) -> tuple[list[int], R
 
 
 def status_after(request: Request, token: int) -> RequestStatus | None:
-    """How `token`, the newest of the request's tokens, ends it; None when it goes on. A stop token and a repetition count
-    only after `min_tokens`, and a stop token before the length: a request that ends on its last possible token with a stop
-    has stopped."""
+    """Returns the status with which `token`, the request's newest, ends it; None when the request goes on. A stop token and a
+    repetition count only after `min_tokens`. The stop token is checked before the length, so a stop on the last possible
+    token counts as a stop."""
     if token in request.stop_token_ids and request.num_output_tokens >= request.sampling.min_tokens:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.length_limit:
@@ -170,8 +175,8 @@ def status_after(request: Request, token: int) -> RequestStatus | None:
 
 
 def repeats(tokens: list[int], num_output: int, wanted: RepetitionDetection) -> bool:
-    """Whether the last of `num_output` tokens at the end of `tokens` are one pattern, `min_count` times. It looks at tokens alone, so that another
-    node that goes on with them finds the same."""
+    """Whether `tokens` ends with one pattern `min_count` times, within its last `num_output` tokens. It depends on the tokens
+    alone, so that another node that continues the request decides the same."""
     newest, count = tokens[-1], wanted.min_count
     for size in range(wanted.min_pattern_size, min(wanted.max_pattern_size, num_output // count) + 1):
         if tokens[-1 - size] == newest:
@@ -182,14 +187,16 @@ def repeats(tokens: list[int], num_output: int, wanted: RepetitionDetection) -> 
 
 
 class TransferResults:
+    """Books a connector's events."""
+
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
         self._invalid_blocks = InvalidBlocks(state, lifecycle)
 
     def apply(self, output: ConnectorOutput) -> list[TokenChunk]:
-        """A running request whose blocks turn out wrong is no longer RUNNING when this returns: what the step
-        sampled for it must not be used."""
+        """Returns the chunks to send. A running request whose blocks turned out wrong is no longer RUNNING afterwards, so that the
+        token that the step sampled for it is not used."""
         state = self._state
         state.settled = False
         updates: list[TokenChunk] = []
@@ -208,16 +215,16 @@ class TransferResults:
                 updates.append(TokenChunk(request_id, request.num_output_tokens, [], FinishReason.ABORT))
                 self._lifecycle.finish_all([request_id], RequestStatus.FINISHED_ABORTED)
         if output.finished_sending:
-            # In the order in which the requests ended: what is evicted next must not depend on that of a set.
+            # In the order in which the requests ended: the order of eviction must not depend on a set's order.
             for request_id in [held for held in state.held if held in output.finished_sending]:
                 self._lifecycle.release(request_id)
         state.cache.end_reads(output.ended_reads)
-        # Last: a block may enter and leave quarantine in one output.
+        # This comes last, because a block may enter and leave quarantine in one output.
         state.cache.end_quarantine(output.released_blocks)
         return updates
 
     def _quarantine(self, request_id: str, failure: LoadFailure) -> None:
-        """Takes the blocks that a peer may still write to from the request, whether it goes on or has ended."""
+        """Puts the blocks that a peer may still write to into quarantine. The request may go on or have ended; it loses them."""
         state = self._state
         request = state.held.get(request_id) or state.requests.get(request_id)
         if request is None:
@@ -228,7 +235,8 @@ class TransferResults:
         state.cache.quarantine(request, max(valid, request.num_computed_tokens), failure.unsafe_blocks)
 
     def _loading(self, request_id: str) -> Request | None:
-        """The request that waits for this load. One that ended meanwhile only gives its blocks back."""
+        """Returns the request that waits for this load. A request that has ended since frees its blocks here, and None is
+        returned."""
         state = self._state
         if request_id in state.held:
             self._lifecycle.release(request_id)
@@ -252,7 +260,7 @@ class TransferResults:
         if handoff.first_token is None or handoff.num_tokens < request.num_tokens:
             self._let_run(request)
             return []
-        # Nothing of what it has is left to compute: it goes on from the token that its peer sampled.
+        # All its tokens are computed, so it continues with the token that the prefill node sampled.
         update = TokenChunk(
             request.request_id,
             request.num_output_tokens,
@@ -273,8 +281,8 @@ class TransferResults:
         return [update]
 
     def _objection(self, request: Request, handoff: Handoff) -> LoadFailure | None:
-        """Why what came can't be what was asked for. The connector verified it; a wrong answer is worth a
-        second look."""
+        """Why the received KV cannot be what was asked for; None if it can. The connector has verified it, but wrong KV would give
+        a wrong answer, so the scheduler checks again."""
         if request.valid_load_tokens is not None:
             return LoadFailure("some of its blocks did not arrive whole", request.valid_load_tokens)
         promised = request.num_computed_tokens + request.num_external_tokens
@@ -309,7 +317,8 @@ class TransferResults:
         return []
 
     def _count_received(self, request: Request, handoff: Handoff) -> None:
-        """What a cache had kept counts as cached: the request had not to wait for anyone to compute it."""
+        """Counts loaded prompt tokens. Those from a prefill node count as received. Those from a tier count as loaded and as
+        cached, because no node computed them for this request."""
         totals = self._state.totals
         count = _of_prompt(request, request.num_computed_tokens, handoff.num_tokens)
         if handoff.first_token is not None:
@@ -320,7 +329,7 @@ class TransferResults:
             request.num_cached_tokens += count
 
     def _let_run(self, request: Request) -> None:
-        """Back in line; the runner may know it from before."""
+        """Puts a request that waited for KV back in line. PREEMPTED tells the runner that it already knows the request."""
         request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
         self._state.waiting.wake(request)
 

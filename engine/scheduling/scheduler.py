@@ -1,8 +1,8 @@
-"""Decides who computes how many tokens in the next step, and books what came of it.
+"""Decides how many tokens each request computes in the next step, and books the step's results.
 
-There is no prefill and no decode phase. A request has tokens and a count of those that are computed; a step
-hands out its one budget of tokens so that the counts catch up, first to those that run, then to those in line.
-A prompt is a request that is far behind, a decode one that is one token behind.
+There is no prefill phase and no decode phase. A request has tokens and a count of those that are computed. A step has one
+token budget, which goes first to running requests and then to waiting ones, so that the counts catch up. A prompt is a
+request that is far behind, a decode one that is one token behind.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ __all__ = ["PauseState", "Scheduler"]
 
 
 class Scheduler:
-    """Used from one thread. A step is `schedule`, then the model, then `update_from_output`; requests come and go
-    between steps. The next step can be scheduled while the model is at work, if `leave_open` says so."""
+    """Only the step thread uses it. A step is `schedule`, then the model, then `update_from_output`; requests are added and
+    ended between these calls. The next step may be scheduled while the model computes, if `leave_open` returned True."""
 
     def __init__(
         self,
@@ -71,14 +71,16 @@ class Scheduler:
         reads_images: bool = False,
         reads_hidden: bool = False,
     ) -> None:
-        """`zero_new_blocks` is for attention kernels that read past a request's last token: the runner is told
-        which blocks hold something stale."""
+        """`zero_new_blocks` is for attention kernels that read past a request's last token: each step's output then names
+        the new blocks, which the runner fills with zeros. `reads_images` says that the model reads images. `reads_hidden` says
+        that drafts are made from hidden states (EAGLE): a prefix hit then leaves its last block to be computed. Raises a
+        ConfigurationError for a budget that cannot hold an uncut prompt."""
         if config.max_model_len is not None:
             max_model_len = min(max_model_len, config.max_model_len)
         keeps_states = any(group.kind is AttentionKind.STATE for group in groups)
-        # A step ends where states are kept, and prompts that must not be cut have no such place.
+        # A chunk must end where a checkpoint is kept, so without chunked prefill there are no checkpoints.
         checkpoint_tokens = cache.checkpoint_tokens if config.chunked_prefill else 0
-        # Keys and values of a prefix are worth nothing without the state after it.
+        # With recurrent layers, a prefix's keys and values are useless without a checkpoint of the state after it.
         caching = cache.prefix_caching and (checkpoint_tokens > 0 or not keeps_states)
         kv_cache = KVCacheManager(
             groups,
@@ -104,7 +106,8 @@ class Scheduler:
                 kv_cache.checkpoints.wanted = connector.wants_checkpoints
         pins = Pins(config.pins_for_s, clock) if config.pins_for_s else None
         if pins is not None and keeps_states:
-            pins.close()  # a prompt begins from a checkpoint, whose blocks are no request's
+            # With recurrent layers a prompt begins from a checkpoint, and no request owns a checkpoint's blocks.
+            pins.close()
         policy = make_policy(config.policy, pins)
         self._zero_new_blocks = zero_new_blocks
         self._state = SchedulerState(
@@ -125,7 +128,7 @@ class Scheduler:
             if config.num_speculative_tokens
             else None,
         )
-        self._trace = trace  # None: nothing is noted
+        self._trace = trace
         if trace is not None:
             trace.begins(self._state)
         self._lifecycle = Lifecycle(self._state, max_model_len, eos_token_ids)
@@ -134,9 +137,9 @@ class Scheduler:
         self._transfers = TransferResults(self._state, self._lifecycle)
         self._results = ModelResults(self._state, self._lifecycle)
         self._pace = Pace(config.step_target_ms)
-        self._tower_pace = Pace(config.step_target_ms)  # in tokens of images
+        self._tower_pace = Pace(config.step_target_ms)  # for tokens of images, which the vision tower makes
         self._judge = self._state.judge
-        # For the makers of requests, so that prompts are hashed outside the step.
+        # Callers that make requests hash the prompts with it, outside the step. None without a prefix cache.
         self.block_hasher: BlockHasher | None = None
         if caching:
             self.block_hasher = make_block_hasher(
@@ -145,37 +148,37 @@ class Scheduler:
 
     @property
     def requests(self) -> dict[str, Request]:
-        """Unfinished requests by id. To be read, not changed."""
+        """Unfinished requests by id. Read it; do not change it."""
         return self._state.requests
 
     @property
     def running(self) -> Sequence[Request]:
-        """Those that get tokens computed, in order of admission. To be read, not changed."""
+        """Running requests in order of admission. Read it; do not change it."""
         return self._state.running
 
     @property
     def encoded(self) -> EncoderCache | None:
-        """Which parts of images the runner has; None where the model reads none. To be read, not changed."""
+        """The parts of images that the runner has rows for; None when the model reads no images. Read it; do not change it."""
         return self._state.encoded
 
     @property
     def max_model_len(self) -> int:
-        """How many tokens one request may have here: the model's context, or what the KV cache has room for."""
+        """The most tokens that one request may have on this node: the model's context, or fewer if the KV cache is smaller."""
         return self._state.max_model_len
 
     def add_request(self, request: Request) -> None:
-        """Puts a request in line. Raises a RequestError for one that can never run here, and changes nothing."""
+        """Queues a request. Raises a RequestError, and changes nothing, for a request that can never run here."""
         if request.block_hasher is None and self.block_hasher is not None:
             request.hash_with(self.block_hasher)
         self._lifecycle.add(request)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
-        """Ends requests from outside, whatever they wait for. Unknown ids and those that have ended are ignored;
-        returns the others."""
+        """Ends requests in any status, for example because a client left. Ignores unknown ids and requests that have ended;
+        returns the ids of the others."""
         return self._lifecycle.finish_all(request_ids, status)
 
     def wake(self, request_id: str) -> None:
-        """What a request stood aside for from the start, such as its grammar, is there."""
+        """The grammar that a request waited for is compiled, so the request may be admitted."""
         request = self._state.requests.get(request_id)
         if request is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             request.status = RequestStatus.WAITING
@@ -183,15 +186,18 @@ class Scheduler:
             self._state.settled = False
 
     def expect_rows(self, request_id: str) -> list[MediaFeature]:
-        """An encoder node makes the request's rows of images. Returns what it is to be asked for: the parts that are neither here, nor on
-        their way, nor in a prefix that is cached."""
+        """An encoder node makes the rows of the request's images. Returns the parts to ask it for: those that are neither here,
+        nor on their way, nor covered by a cached prefix."""
         return self._lifecycle.expect_rows(request_id)
 
     def rows_came(self, identifier: str, rows: PromptEmbeds | None) -> None:
-        """Of a part of an image; None: they will not come."""
+        """Takes the rows of one part of an image from an encoder node. None says that they will not come: the vision tower here
+        makes them."""
         self._lifecycle.rows_came(identifier, rows)
 
     def schedule(self) -> SchedulerOutput:
+        """Plans one step. Its tokens count as computed from here on, and the caller must run it and pass the results to
+        `update_from_output`. The plan may be empty."""
         state = self._state
         if state.pins is not None:
             self._sweep(state.pins)
@@ -203,7 +209,7 @@ class Scheduler:
         if state.encoded is not None:
             state.encoded.begin_step(self._tower_pace.tokens if self._decodes() else math.inf)
         self._running_phase.plan(step)
-        # A request admitted while others lose their blocks would keep its own only for a moment.
+        # A request that is admitted while others are preempted would soon be preempted itself.
         if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
             self._admission_phase.plan(step)
         output = self._output_of(step)
@@ -225,7 +231,7 @@ class Scheduler:
         return output
 
     def _sweep(self, pins: Pins) -> None:
-        """Before anything is decided: what a pin keeps no longer would be taken for used."""
+        """Ends the overdue pins before the step is planned, so that their blocks count as free in it."""
         for job_id in pins.overdue():
             self._lifecycle.unpin(job_id, "time")
         if pins.changed:
@@ -233,27 +239,28 @@ class Scheduler:
             self._state.waiting.put_in_order()
 
     def seconds_until_sweep(self) -> float | None:
-        """Until the next pin ends; None: there is none."""
+        """Seconds until the next pin ends; None without pins. The step loop wakes then, to end it."""
         state = self._state
         until = state.pins.next_end() if state.pins is not None else None
         return max(until - state.clock(), 0.0) if until is not None else None
 
     def turn_ended(self, job_id: str, request_id: str, tools: Tools) -> None:
-        """The answer of a job's turn is whole, and called these tools. Its pin goes on if they are quick."""
+        """The answer of a job's turn is complete and calls these tools. The turn stays pinned if they are expected to be quick."""
         state = self._state
         if state.pins is not None and not state.pins.ended(job_id, request_id, tools):
             self._lifecycle.unpin(job_id, "slow_tool")
 
     def end_pins(self) -> None:
-        """For good: nothing is pinned here, and nothing will be."""
+        """Ends every pin, and makes none from now on: the node is draining."""
         pins = self._state.pins
         for job_id in pins.close() if pins is not None else ():
             self._lifecycle.unpin(job_id, "closing")
 
     def _budget_of_prompts(self, budget: int) -> int:
-        """The prompt tokens this step may compute: its whole budget, or fewer where that takes longer than `step_target_ms`. While
-        requests decode, all of them wait for it. Otherwise the first prompt may have all of the budget, and others share its step
-        only as far as that stays short: each of them gets its first token when the step ends."""
+        """Returns how many prompt tokens this step may compute: the whole budget, or fewer if that would take longer than
+        `step_target_ms`. While requests decode, each of them waits for the step, so it keeps to the target. Otherwise the first
+        prompt may use the whole budget, and others join its step only while it stays short, because each of them gets its first
+        token only when the step ends."""
         state, fitting = self._state, self._pace.tokens
         if fitting >= budget or not state.config.chunked_prefill:
             return budget
@@ -299,7 +306,7 @@ class Scheduler:
             output.state_copies, output.checkpoint_blocks = state.cache.take_state_copies()
         if state.encoded is not None:
             output.encoder_inputs, output.forgotten_media = state.encoded.take_step()
-        # The output keeps the sets, so new ones are begun.
+        # The output keeps these sets.
         state.finished_req_ids, state.preempted_req_ids = set(), set()
         fresh = state.cache.take_fresh_blocks()
         if self._zero_new_blocks:
@@ -321,7 +328,8 @@ class Scheduler:
         )
 
     def _advance(self, step: StepPlan) -> None:
-        """The step's tokens count as computed from here on. Drafts that turn out wrong are taken back later."""
+        """Counts the step's tokens as computed, so that the next step can be planned. Rejected drafts are subtracted when the
+        step is booked."""
         requests, of_prompts, encoded = self._state.requests, 0, self._state.encoded
         for request_id, num_tokens in step.num_scheduled.items():
             request = requests[request_id]
@@ -334,14 +342,15 @@ class Scheduler:
         self._state.totals.prompt_tokens_computed += of_prompts
 
     def leave_open(self, step: SchedulerOutput) -> bool:
-        """Whether the next step may be planned before `step`, the newest, is booked. Then it has to be, and is booked
-        after that. Every request that gets a token of it counts as having that token from here on."""
+        """Leaves `step`, the newest one, open if the next step may be planned before it is booked; returns whether it did. The
+        caller must then plan the next step first and book `step` after that. Every request that `step` samples a token for
+        counts a placeholder for it from here on."""
         return leave_open(self._state, step)
 
     def took(self, step: SchedulerOutput, seconds: float) -> None:
-        """How long the model needed for a step: what the next ones are given of prompts follows from it."""
+        """Notes how long the model needed for a step. The prompt budget of later steps follows from it."""
         if made_here := sum(one.length for one in step.encoder_inputs if one.rows is None):
-            # Most of it was the vision tower's: it says nothing of prompts' tokens.
+            # The vision tower took most of the time, so it says nothing about prompt tokens.
             self._tower_pace.took(made_here, seconds)
         elif step.num_prompt_tokens:
             self._pace.took(step.num_prompt_tokens, seconds)
@@ -356,7 +365,8 @@ class Scheduler:
         model_output: ModelOutput,
         connector_output: ConnectorOutput | None = None,
     ) -> list[TokenChunk]:
-        """Books a step. Transfers first: they say which of the model's results can't be right."""
+        """Books a step and returns the chunks to send. Transfers go first: a failed load makes some of the model's results
+        wrong, and those must not be used."""
         state = self._state
         updates: list[TokenChunk] = []
         if connector_output is not None:
@@ -364,7 +374,7 @@ class Scheduler:
                 state.connector.update_connector_output(connector_output)
             if not connector_output.is_empty:
                 updates = self._transfers.apply(connector_output)
-        # From here on it counts as computed.
+        # From here on the step is booked: a request that ends now has nothing under way in it.
         if state.open_step is step:
             state.open_step = None
             state.settled = False
@@ -377,16 +387,16 @@ class Scheduler:
         return updates
 
     def num_unchanged_steps(self) -> int:
-        """For a simulation: how many of the next steps give each running request one token, and do nothing else."""
+        """For a simulation: returns how many of the next steps give each running request one token and do nothing else."""
         return num_unchanged_steps(self._state)
 
     def take_unchanged_steps(self, steps: int) -> None:
-        """Takes so many of them at once, planned and booked; every request gets its newest token again in each."""
+        """Plans and books that many unchanged steps at once. In each, every running request gets its newest token again."""
         take_unchanged_steps(self._state, steps)
 
     def lend_blocks(self, borrower: Request) -> Tables | None:
-        """Blocks for all tokens of a request that is never scheduled; None while less than half of the pool would stay free.
-        They are held until `take_blocks_back`, and never cached."""
+        """Allocates blocks for all tokens of a request that is never scheduled, or returns None if that would take more than
+        half of the free blocks. The caller holds them until `take_blocks_back`. They are never cached."""
         state = self._state
         cache = state.cache
         most = cache.coordinator.max_blocks(borrower.num_tokens, borrower.num_tokens)
@@ -395,7 +405,7 @@ class Scheduler:
         none_found: Tables = [[] for _ in cache.coordinator.managers]
         blocks = cache.allocate_slots(borrower, borrower.num_tokens, hits=none_found, delay_caching=True)
         if blocks is not None:
-            borrower.status = RequestStatus.FINISHED_ABORTED  # a held request is one that has ended
+            borrower.status = RequestStatus.FINISHED_ABORTED  # `held` takes only requests that have ended
             state.held[borrower.request_id] = borrower
         return blocks
 
@@ -403,23 +413,24 @@ class Scheduler:
         self._lifecycle.release(borrower_id)
 
     def find_prefix(self, request: Request) -> tuple[Tables, int]:
-        """Cached blocks for the request's beginning, per group, and how many tokens they hold."""
+        """Returns the cached blocks of the request's longest cached prefix, per group, and how many tokens they hold."""
         return self._state.cache.find_prefix(request)
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Removes blocks from the prefix cache, and their copies from a connector's: their content is wrong."""
+        """Removes blocks whose content is wrong from the prefix cache, and resets the connector's cache, which may hold copies
+        of them."""
         self._state.forget_blocks(blocks)
 
     def holds_blocks_of(self, request_id: str) -> bool:
-        """It has ended, and a connector has not given its blocks back yet."""
+        """Whether the request has ended while a connector still needs its blocks."""
         return request_id in self._state.held
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._state.requests)
 
     def has_work(self) -> bool:
-        """Whether a step could do anything now. False while everything waits for an event: a transfer (whose
-        connector then wakes the engine), blocks that a connector holds, the end of a pause."""
+        """Whether a step could do anything now. False while every request waits for an event: the end of a transfer (its
+        connector then wakes the engine), blocks that a connector holds, or the end of a pause."""
         state = self._state
         if state.finished_req_ids or state.preempted_req_ids or state.open_step is not None:
             return True
@@ -436,8 +447,8 @@ class Scheduler:
         self._state.settled = False
 
     def reset_prefix_cache(self) -> None:
-        """No request that comes from now on begins from KV that is cached now, in any tier. What runs keeps its blocks; what is only pinned
-        does not."""
+        """Empties the prefix cache and the connector's tiers, so that no later request begins from KV that is cached now. Running
+        requests keep their blocks; pinned turns lose theirs."""
         pins = self._state.pins
         for job_id in list(pins.by_job) if pins is not None else ():
             self._lifecycle.unpin(job_id, "reset")
@@ -447,7 +458,7 @@ class Scheduler:
             self._state.connector.reset_cache()
 
     def tell_cache_events(self) -> None:
-        """From now on what is cached is noted, to be taken. To be called before the first request."""
+        """Records KV events from now on, for `take_cache_events`. Call it before the first request."""
         pool = self._state.cache.pool
         if pool.caching:
             groups = self._state.cache.coordinator.managers
@@ -458,7 +469,7 @@ class Scheduler:
                 self._state.connector.note_events()
 
     def take_cache_events(self) -> Sequence[KVEvent]:
-        """What was cached and evicted since the last call, on the device and in a connector's tiers."""
+        """Returns the KV events since the last call, for the device's cache and the connector's tiers."""
         events, connector = self._state.cache.pool.events, self._state.connector
         if events is None:
             return ()
@@ -467,9 +478,9 @@ class Scheduler:
         return [*taken, *of_tiers] if of_tiers else taken
 
     def stats(self) -> SchedulerStats:
-        """Costs a walk over all unfinished requests."""
+        """A snapshot of the counters. Walks over all unfinished requests."""
         return self._state.stats()
 
     def check_integrity(self) -> None:
-        """Raises InternalError for anything that contradicts anything else. Walks the whole pool."""
+        """Raises an InternalError when the scheduler's data contradict each other. Walks the whole pool."""
         check_integrity(self._state)

@@ -1,15 +1,16 @@
-"""What the parts of the scheduler share: the requests, the blocks, the plan of a step while it is made, and the numbers of what it has done.
+"""The state that the parts of the scheduler share: requests, blocks, the plan of the step being made, and counters.
 
-A step gives each decoding request one token, and takes as long as everything that it computes: on a slow core the chunk
-of a long prompt is what all the others wait for. So while requests decode, prompts get no more tokens than this node
-computes within `scheduler.step_target_ms`, judged by its last steps (`Pace`). Where nothing decodes, prompts wait for each other: the first
-may take all of a step, and others share it while it is short.
+The prompt budget. A step gives each decoding request one token, and every one of them waits for the whole step. So while
+requests decode, a step computes no more prompt tokens than this node computes within `scheduler.step_target_ms`, judged by
+its last steps (`Pace`). While none decodes, prompts wait only for each other: the first may take the whole step, and others
+share it while it is short.
 
-A step may be left open: the next one is planned before its tokens are known. Each request that gets a token of the open
-step then has a placeholder, a token that counts, has its slot, and is fed to the next step on the device. What cannot be
-planned with that waits until the step is booked: no request is preempted, and a request whose next token depends on its
-last in ways that only the host knows keeps its steps from being left open. The scheduler knows ahead when a request
-reaches its length. A stop is found while the next step already runs, whose token for the request is void.
+The open step. A step may be left open: the scheduler plans the next one before it knows the open step's tokens. Each request
+that the open step samples a token for gets a placeholder, which counts as a token and has a slot; the next step reads the
+token itself on the device. Whatever needs the token on the host waits until the open step is booked: no request is preempted
+before, and a step with a request that samples by its history is never left open. The scheduler knows in advance when a
+request reaches its length limit. It finds a stop token only when the next step already runs; that step's token for the
+request is void.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tandem.wire.requests import STEP_TOKEN_BOUNDS
 
 
 class Totals(ResidencyTotals):
-    """What the scheduler has done since it started. A counter that has the name of a field of `NodeCounters` is reported to routers."""
+    """Counters since the scheduler started. Those whose names are fields of `NodeCounters` are reported to routers."""
 
     steps: int = 0
     requests_started: int = 0
@@ -60,13 +61,13 @@ class Totals(ResidencyTotals):
     speculative_accepted: int = 0
     speculative_accepted_at: list[int] = msgspec.field(default_factory=list)  # by position in the draft
     loads_failed: int = 0
-    encoder_tokens: int = 0  # tokens of images that the vision tower made
-    encoder_tokens_reused: int = 0  # that were there from an earlier request
-    encoder_tokens_received: int = 0  # that an encoder node made
+    encoder_tokens: int = 0  # image tokens that the vision tower here made
+    encoder_tokens_reused: int = 0  # image tokens whose rows were kept from an earlier request
+    encoder_tokens_received: int = 0  # image tokens that an encoder node made
     pins_made: int = 0
-    pins_met: int = 0  # the next turn came in time, and began as expected
-    pins_ended: dict[str, int] = msgspec.field(default_factory=dict)  # by why
-    model_errors: int = 0  # requests that the model failed: its logits were no numbers
+    pins_met: int = 0  # pinned turns whose next turn came in time and continued them
+    pins_ended: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
+    model_errors: int = 0  # requests that failed because their logits were not finite
 
     def step_of(self, num_tokens: int, steps: int = 1) -> None:
         self.step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += steps
@@ -95,34 +96,34 @@ _CONTAINERS = [
 
 
 class SchedulerStats(Totals, kw_only=True):
-    """A snapshot: the totals, and how things stand now."""
+    """A snapshot: the totals, and the current gauges."""
 
     running: int
-    waiting: int  # in line, passed over, or waiting for their KV
-    blocked: int  # of these: waiting for their KV or another event
-    waiting_tokens: int  # prompt tokens not yet computed, of everything that is queued or running
-    free_blocks: int  # cached ones without a user included
-    cached_blocks: int  # that a prefix can be found in, used or not
+    waiting: int  # requests in line, passed over, or blocked
+    blocked: int  # those of `waiting` that wait for their KV or another event
+    waiting_tokens: int  # tokens left to compute, of all queued requests and of running prompts
+    free_blocks: int  # including cached blocks that no request uses
+    cached_blocks: int  # blocks in the prefix cache, used or free
     total_blocks: int  # without the null block
-    held_blocks: int  # of finished requests, until the connector lets go of them
+    held_blocks: int  # blocks of finished requests that the connector still needs
     held_requests: int
-    pinned_requests: int  # that have ended, and keep their blocks for their job's next turn
-    pinned_blocks: int  # that no other request uses
-    # Blocks that unfinished requests are expected to take beyond those that they have, those in line included.
+    pinned_requests: int  # ended turns that keep their blocks for their job's next turn
+    pinned_blocks: int  # pinned blocks that no other request uses
+    # Blocks that unfinished requests, including waiting ones, are expected to take beyond those that they have.
     wanted_blocks: int
-    oldest_arrival: float | None  # of the requests that wait, by the scheduler's clock
-    quarantined_blocks: int  # of failed loads: a peer may still write to them
+    oldest_arrival: float | None  # the earliest arrival of a waiting request, by the scheduler's clock
+    quarantined_blocks: int  # blocks of failed loads, which a peer may still write to
 
 
-# Before an answer has ended here, and the least that an answer is expected to go on for.
+# The expected length of an answer before one has ended here, and the least that a running answer is expected to go on for.
 ASSUMED_ANSWER_TOKENS = 256.0
 LEAST_REST_TOKENS = 32
-WEIGHT = 0.1  # of the newest answer's length
+WEIGHT = 0.1  # of the newest answer's length in the average
 
 
 @dataclasses.dataclass(slots=True)
 class AnswerLengths:
-    """How long answers are, as far as one can tell from those that have ended."""
+    """Predicts how long answers get, from a moving average over those that have ended."""
 
     expected: float = ASSUMED_ANSWER_TOKENS
     seen: bool = False
@@ -132,24 +133,23 @@ class AnswerLengths:
         self.seen = True
 
     def rest(self, num_tokens: int, most: int) -> int:
-        """How many more an answer of `num_tokens` is expected to get, of which at most `most` can come."""
+        """How many more tokens an answer of `num_tokens` is expected to get; at most `most`."""
         return max(0, min(most, max(LEAST_REST_TOKENS, int(self.expected) - num_tokens)))
 
 
 class PauseState(enum.IntEnum):
     UNPAUSED = 0
-    PAUSED_NEW = 1  # what runs goes on, no request is admitted
+    PAUSED_NEW = 1  # running requests go on, no request is admitted
     PAUSED_ALL = 2  # nothing is computed; transfers and cancellations go on
 
 
 @dataclasses.dataclass(slots=True)
 class SchedulerState:
-    """Each unfinished request is in `requests` and in exactly one of `running` and `waiting`; a finished one
-    whose blocks its connector still needs is in `held` alone, and one that keeps its blocks for its job's next turn in
-    `pins` alone."""
+    """Each unfinished request is in `requests` and in exactly one of `running` and `waiting`. A finished request whose blocks
+    the connector still needs is only in `held`; one that keeps its blocks for its job's next turn is only in `pins`."""
 
     config: SchedulerConfig
-    max_model_len: int  # of this engine: never more than the pool can hold for one request
+    max_model_len: int  # never more than the pool can hold for one request
     policy: QueuePolicy
     cache: KVCacheManager
     connector: SchedulerConnector | None
@@ -159,31 +159,29 @@ class SchedulerState:
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)
     running: list[Request] = dataclasses.field(default_factory=list)  # in order of admission
     held: dict[str, Request] = dataclasses.field(default_factory=dict)
-    pins: Pins | None = None  # None: the policy makes none
+    pins: Pins | None = None  # None: turns are not pinned
     encoded: EncoderCache | None = None  # None: the model reads no images
-    judge: DraftJudge | None = None  # None: nothing is guessed
+    judge: DraftJudge | None = None  # None: no drafts
     pause: PauseState = PauseState.UNPAUSED
     totals: Totals = dataclasses.field(default_factory=Totals)
     answers: AnswerLengths = dataclasses.field(default_factory=AnswerLengths)
-    # The step that was planned last, and the one that runs while the next is planned, if there is one.
-    planned: SchedulerOutput | None = None
-    open_step: SchedulerOutput | None = None
-    # What the runner and the connector's worker half have not been told of yet.
+    planned: SchedulerOutput | None = None  # the newest step, until it is booked
+    open_step: SchedulerOutput | None = None  # the step that computes while the next one is planned
+    # Requests to name in the next step's output, so that the runner and the connector's worker half learn of them.
     finished_req_ids: set[str] = dataclasses.field(default_factory=set)
     preempted_req_ids: set[str] = dataclasses.field(default_factory=set)
-    # The last step could do nothing, and nothing has happened since that would let the next one do more.
+    # The last step did nothing, and nothing has happened since that would let the next one do more.
     settled: bool = False
 
     def forget_blocks(self, blocks: Iterable[int]) -> None:
-        """The content of these blocks is wrong: nothing may begin from it again. What a connector has kept may hold copies
-        of it, and what was computed from them."""
+        """The content of these blocks is wrong, so no request may begin from it again. The connector's cache may hold copies of
+        it, and blocks computed from it, so it is emptied."""
         self.cache.uncache(blocks)
         if self.connector is not None:
             self.connector.reset_cache()
 
     def owners(self) -> Iterator[Request]:
-        """Unfinished requests that have blocks: those that run, those that load, those in line that kept their
-        KV."""
+        """Unfinished requests that have blocks: those that run, those that load their KV, and those in line that kept it."""
         yield from self.running
         yield from self.waiting.holders.values()
         for _, request in self.waiting.blocked.values():
@@ -191,7 +189,7 @@ class SchedulerState:
                 yield request
 
     def stats(self) -> SchedulerStats:
-        """Costs a walk over all unfinished requests."""
+        """Walks over all unfinished requests."""
         totals, pool = self.totals, self.cache.pool
         pinned = list(self.pins.by_job.values()) if self.pins is not None else []
         uncomputed = 0
@@ -238,32 +236,35 @@ class Eviction(msgspec.Struct, frozen=True):
     """A request lost its blocks."""
 
     request_id: str
-    for_request: str  # whose next tokens needed them, maybe itself; "" when its KV turned out wrong
+    for_request: str  # the request that needed the blocks, maybe itself; "" when it was rewound for wrong KV
     blocks: int
-    computed: int  # tokens that it computes again
+    computed: int  # tokens to compute again
 
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    token_budget: int
-    prompt_budget: int  # of them, for requests that are more than one token behind and have no drafts
+    """A step while it is being planned. `SchedulerOutput` is made from it."""
+
+    token_budget: int  # tokens left to hand out
+    # The part of `token_budget` that requests may use which are more than one token behind and have no drafts.
+    prompt_budget: int
     num_scheduled: dict[str, int] = dataclasses.field(default_factory=dict)  # in order of scheduling
-    running: list[Request] = dataclasses.field(default_factory=list)  # ran before this step
+    running: list[Request] = dataclasses.field(default_factory=list)  # those that ran before this step
     resumed: list[Request] = dataclasses.field(default_factory=list)
     new: list[Request] = dataclasses.field(default_factory=list)
-    new_blocks: dict[str, Tables] = dataclasses.field(default_factory=dict)  # of `running`; absent: none
+    # By id, for those of `running` that got any.
+    new_blocks: dict[str, Tables] = dataclasses.field(default_factory=dict)
     drafts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     preempted: list[Request] = dataclasses.field(default_factory=list)
-    # For the scheduler trace: how each of them lost its blocks, whose KV is fetched from here on, and who was next in line and not
-    # admitted for want of what.
+    # For the scheduler trace.
     evictions: list[Eviction] = dataclasses.field(default_factory=list)
+    # Requests whose KV a connector loads from this step on.
     loads: list[str] = dataclasses.field(default_factory=list)
-    held_back: tuple[str, str] | None = None
-    # Something changed that another step could build on, though maybe nothing is computed.
-    moved: bool = False
-    # A connector wants to be asked again.
+    held_back: tuple[str, str] | None = None  # the first request that was not admitted, and why
+    moved: bool = False  # the state changed, maybe without tokens to compute, so another step may do more
+    # The connector could not say yet how much it loads, and is asked again in the next step.
     deferred: bool = False
-    # See SchedulerOutput.
+    # As in SchedulerOutput.
     begins_loads: bool = False
     reads_loads: bool = False
     ran_short: bool = False
@@ -278,7 +279,7 @@ class StepPlan:
         )
 
     def take_back(self, request: Request) -> int:
-        """Undoes what `request`, which ran before, was given in this step; returns how many tokens that was."""
+        """Removes a request of `running` from the plan; returns how many tokens it had been given."""
         num_tokens = self.num_scheduled.pop(request.request_id, 0)
         if num_tokens:
             self.running.remove(request)
@@ -292,9 +293,9 @@ def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
     if step.ran_short or step.reads_loads or step.spec_token_ids or not step.num_scheduled_tokens:
         return False
     if step.draft_limits:
-        return False  # what is guessed follows from its tokens
+        return False  # drafts for the next step depend on this step's tokens
     if state.judge is not None and any(request.spec_token_ids for request in state.running):
-        return False  # the next step may check drafts that this one had no room for
+        return False  # the next step may verify drafts that had no room in this one
     sampled: list[Request] = []
     for request_id in step.num_scheduled_tokens:
         if request_id in step.void_req_ids:
@@ -311,11 +312,11 @@ def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
 
 
 def leave_steps(state: SchedulerState, request: Request) -> int:
-    """The request ends or is interrupted, and what steps under way compute for it is void, so its placeholder is, too.
-    Returns how many of the tokens that count as computed that is."""
+    """The request ends or is interrupted: voids what the unbooked steps compute for it, and its placeholder. Returns how many
+    of its tokens count as computed only because of those steps."""
     request.num_output_placeholders = 0
     num_tokens = 0
-    for step in (state.open_step, state.planned):  # which may be one
+    for step in (state.open_step, state.planned):  # may be the same step
         if step is None or request.request_id in step.void_req_ids:
             continue
         if count := step.num_scheduled_tokens.get(request.request_id):
@@ -324,25 +325,28 @@ def leave_steps(state: SchedulerState, request: Request) -> int:
     return num_tokens
 
 
-# Prompts go on, also where the decodes alone take as long as the target. On a CPU reading the weights takes about as
-# long as computing so many tokens with them: fewer would save little time, and cost most of the speed.
+# The smallest prompt budget, also when the decodes alone take as long as the target. On a CPU, reading the weights takes
+# about as long as computing this many tokens with them, so a smaller budget would save little time and cost most of the
+# prompt throughput.
 FEWEST_TOKENS = 64
-# Where nothing decodes, several prompts share a step of so many times the target.
+# While nothing decodes, several prompts may share a step of this many times the target.
 PROMPTS_ALONE = 4
 
 
 class Pace:
+    """Estimates how many prompt tokens fit into a step of the target's length."""
+
     def __init__(self, target_ms: float) -> None:
-        """0: no target."""
+        """0 sets no target."""
         self._target_s = target_ms / 1000
-        self.tokens: float = math.inf  # until a step has taken longer than the target
+        self.tokens: float = math.inf  # no limit until a step has taken longer than the target
 
     def took(self, num_tokens: int, seconds: float) -> None:
-        """A step with so many tokens of prompts.
+        """Corrects the estimate after a step with `num_tokens` prompt tokens.
 
-        Part of its time did not grow with them, so what fits by proportion is too few where the step was shorter than
-        the target, and too many where it was longer: either way nearer. Only a step that was short although it had all
-        the tokens that it might have, or that was too long, says that fewer fit than was thought.
+        Part of a step's time does not grow with its tokens, so the proportional estimate is too low after a step shorter than
+        the target, and too high after a longer one; each step brings it nearer. A short step with fewer tokens than the
+        estimate says nothing against it, so the estimate falls only after a step that was too long or used all of it.
         """
         if not self._target_s or seconds <= 0:
             return

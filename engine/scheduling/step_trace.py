@@ -1,9 +1,10 @@
 """The scheduler trace: what a node's scheduler saw and decided, step by step, as lines of JSON in files of bounded size.
 
-Three records bear one step's number: `step_snapshot`, how things stood before it; a `prefix_cache_event` for each request whose
-prefix was looked for; `step_decision`, what came of it. `tandem replay` reads them, and so does the simulator.
+Each step writes `step_snapshot`, the state before it; a `prefix_cache_event` for each request whose prefix was looked up; and
+`step_decision`, what the step does. They carry the same step number. `tandem replay` and the simulator read them.
 
-The step thread encodes, a thread writes. A disk that is slow or full costs records, which are counted, and never a step.
+The step thread encodes the records, and another thread writes them. A slow or full disk loses records, which are counted; it
+never delays a step.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ import msgspec
 from tandem.engine.request import Request
 from tandem.engine.scheduling.state import Eviction, PauseState, SchedulerState, StepPlan
 
-MAX_LISTED = 512  # requests of one kind in a snapshot; their number is there besides
+MAX_LISTED = 512  # requests of one kind in a snapshot, which also has their number
 
 
 class TracedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One request as a snapshot has it."""
+    """One request in a snapshot."""
 
     request_id: str
     status: str
-    tokens: int  # that it has
+    tokens: int
     computed: int
     blocks: int
     preemptions: int
-    waited_s: float  # since it came
+    waited_s: float  # since its arrival
 
 
 class TraceHeader(msgspec.Struct, frozen=True, tag="trace_begins", tag_field="event"):
-    """Each file begins with one, and each start of the node: the steps count from 0 again."""
+    """Begins each file and each start of the node, with which the steps count from 0 again."""
 
     node_id: str
     unix_time: float
-    clock: float  # the same moment on the clock of the steps' `at`
+    clock: float  # the same moment on the steps' clock (`StepSnapshot.at`)
     total_blocks: int
     policy: str
     max_num_seqs: int
@@ -45,53 +46,59 @@ class TraceHeader(msgspec.Struct, frozen=True, tag="trace_begins", tag_field="ev
 
 
 class StepSnapshot(msgspec.Struct, frozen=True, tag="step_snapshot", tag_field="event"):
+    """The scheduler's state before a step."""
+
     step: int
     at: float  # seconds on the node's monotonic clock
     running: list[TracedRequest]  # in order of admission
     waiting: list[TracedRequest]  # in line, in no order
-    blocked: list[TracedRequest]  # that wait for an event, such as their KV
+    blocked: list[TracedRequest]  # those that wait for an event, such as their KV
     num_running: int
     num_waiting: int
     num_blocked: int
-    held: dict[str, int]  # blocks of requests that ended, until their transfer is over
+    held: dict[str, int]  # blocks of ended requests whose transfer goes on, by request
     free_blocks: int
     cached_blocks: int
     total_blocks: int
     quarantined_blocks: int
-    pinned: dict[str, int] = {}  # blocks of turns that ended, by their jobs
+    pinned: dict[str, int] = {}  # blocks of pinned turns, by job
 
 
 class PrefixCacheEvent(msgspec.Struct, frozen=True, tag="prefix_cache_event", tag_field="event"):
+    """What the prefix cache and the connector have for a request."""
+
     step: int
     request_id: str
     prompt_tokens: int
-    tokens: int  # all that it has: more than the prompt after a preemption
-    local_tokens: int  # found on the device
+    tokens: int  # with its output so far, after a preemption
+    local_tokens: int  # found in the prefix cache
     external_tokens: int  # promised by the connector
     arrives_later: bool
     connector: str | None
 
 
 class StepDecision(msgspec.Struct, frozen=True, tag="step_decision", tag_field="event"):
+    """What a step computes, which requests it preempted, and why the next one in line was not admitted."""
+
     step: int
     new: list[str]
     resumed: list[str]
-    running: list[str]  # that ran before and go on
+    running: list[str]  # those that ran before this step
     num_scheduled_tokens: dict[str, int]
     total_num_scheduled_tokens: int
-    drafts: dict[str, int]  # tokens that were guessed, of those scheduled
+    drafts: dict[str, int]  # how many of the scheduled tokens are drafts
     preempted: list[Eviction]
-    finished: list[str]  # that ended since the step before
-    loads: list[str]  # whose KV is being fetched from here on
-    held_back: str  # the first in line that was not admitted; "" when there is none
+    finished: list[str]  # those that ended since the step before
+    loads: list[str]  # those whose KV a connector loads from this step on
+    held_back: str  # the first request in line that was not admitted; "" without one
     why: str
-    token_budget: int  # that was left
+    token_budget: int  # tokens left in the step
     prompt_budget: int
-    free_blocks: int  # afterwards
+    free_blocks: int  # after the step was planned
 
 
 class RecordsLost(msgspec.Struct, frozen=True, tag="records_lost", tag_field="event"):
-    """The disk was too slow for so many records."""
+    """Records that were dropped because the disk was too slow."""
 
     count: int
 
@@ -100,14 +107,16 @@ TraceRecord = TraceHeader | StepSnapshot | PrefixCacheEvent | StepDecision | Rec
 
 
 class StepTrace:
-    """Called from the step thread: `snapshot`, `looked_up` and `decided`, once per step in this order."""
+    """Makes the records of each step and passes their lines to `write`. The step thread calls `snapshot`, `looked_up` for each
+    look-up, and `decided`, in this order."""
 
     def __init__(self, node_id: str, write: Callable[[bytes], None]) -> None:
         self._node_id = node_id
         self._write = write
         self._encoder = msgspec.json.Encoder()
         self._pending: list[TraceRecord] = []
-        self._idle: tuple[str, str] | None = ("", "")  # who was held back, where the step before did nothing
+        # What `_held_back` returned if the step before did nothing, else None. Equal idle steps are written once.
+        self._idle: tuple[str, str] | None = ("", "")
 
     def begins(self, state: SchedulerState) -> None:
         config = state.config
@@ -168,7 +177,7 @@ class StepTrace:
         )
 
     def decided(self, state: SchedulerState, step: StepPlan, finished: set[str], preempted: set[str]) -> None:
-        """`preempted`: all that the runner is told of, so also those that lost their blocks between two steps."""
+        """`preempted` has every request that the runner must forget the blocks of, also those that lost them between two steps."""
         of_step = {victim.request_id for victim in step.evictions}
         evictions = [
             *step.evictions,
@@ -178,7 +187,7 @@ class StepTrace:
         if step.num_scheduled or evictions or finished or step.loads:
             self._idle = None
         elif held_back == self._idle:
-            self._pending.clear()  # nothing has changed since the step before, which is told
+            self._pending.clear()  # nothing has changed since the step before, whose records are written
             return
         else:
             self._idle = held_back
@@ -227,7 +236,7 @@ def _traced(state: SchedulerState, request: Request, now: float) -> TracedReques
 
 
 def _held_back(state: SchedulerState, step: StepPlan) -> tuple[str, str]:
-    """Who is next in line and was not admitted, and why."""
+    """The next request in line that was not admitted, and why; ("", "") without one."""
     if step.held_back is not None:
         return step.held_back
     head = state.waiting.head()

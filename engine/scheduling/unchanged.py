@@ -1,7 +1,7 @@
-"""Many steps at once, as long as each would do what the one before it did: every running request gets one token.
+"""Takes many steps at once while each does the same as the one before: every running request gets one token.
 
-Nothing but a simulation of an engine can use this: a model has to be asked for every token. The state afterwards is the state
-that as many single steps leave, blocks and their order of eviction included.
+Only a simulation can use this, because a real model must compute every token. The state afterwards equals the state after as
+many single steps, including the blocks and their order of eviction.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tandem.wire.errors import InternalError
 
 
 def num_unchanged_steps(state: SchedulerState) -> int:
-    """How many of the next steps give one token to each running request and do nothing else. The step in which a request ends
-    is not among them, nor is one for which blocks run short."""
+    """Returns how many of the next steps give one token to each running request and do nothing else. The count stops before a
+    step in which a request ends or blocks run out; it may be lower than possible."""
     running, cache = state.running, state.cache
     if (
         not running
@@ -47,10 +47,10 @@ def _num_blocks_missing(state: SchedulerState, steps: int) -> int:
 
 
 def take_unchanged_steps(state: SchedulerState, steps: int) -> None:
-    """At most `num_unchanged_steps` of them. Every request gets its newest token again in each."""
+    """Takes `steps` steps, at most `num_unchanged_steps`. In each, every running request gets its newest token again."""
     running, extend_slots = state.running, state.cache.extend_slots
     begun_at = [request.num_computed_tokens for request in running]
-    # (in which of the steps, whose turn in it): where the cache manager has something to do.
+    # (step, index of the running request): when the cache manager has to allocate or cache blocks for it.
     due = [
         (max(request.allocation_horizon - begun + 1, 1), index)
         for index, (request, begun) in enumerate(zip(running, begun_at, strict=True))

@@ -1,9 +1,9 @@
-"""Answers that follow a grammar: compiled off the step thread, applied to logits, rebuilt from the tokens alone.
+"""Structured output: answers that follow a grammar. Grammars are compiled off the step thread and applied as masks on logits.
 
-No state of a grammar ever leaves a node. Where a request stands in its grammar follows from its output tokens, so a
-prefill node's first token, the decode node after it, a preemption and a failover all continue exactly.
+A grammar's state never leaves a node. A request's position in its grammar follows from its output tokens alone, so the decode
+node continues a prefill node's first token exactly, and so do a preempted request and a failover.
 
-grammars   one model's compiled grammars; the one seam to the library
-desk       requests that wait until theirs is compiled
+grammars   one model's compiled grammars; the only file that uses the grammar library
+desk       compiles grammars in threads while their requests wait
 masks      which tokens each row of a step may choose
 """

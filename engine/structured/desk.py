@@ -1,4 +1,4 @@
-"""Requests that wait until their grammar is compiled, while all others go on."""
+"""Compiles grammars in threads of its own. Requests with a new grammar wait for it; all others go on."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import msgspec
 from tandem.engine.structured.grammars import Grammars
 from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError
 
-_THREADS = 2  # so that one costly grammar does not hold up all others
+_THREADS = 2  # so that one costly grammar does not delay all others
 
 
 class GrammarReady(msgspec.Struct, frozen=True):
-    """For the step thread: a request need wait no longer."""
+    """Tells the step thread that a request's grammar is compiled, or why it could not be."""
 
     request_id: str
     error: TandemError | None  # why it cannot run
 
 
 class GrammarDesk:
-    """Everything but its threads' own work happens in the step thread. Each request that `begin` took is answered
-    once: by a GrammarReady, by `overdue`, or by `forget`, whichever is first. Its grammar is compiled only if none of the
-    latter came before its turn: when too many arrive at once, those that are too late fail, not every one after them."""
+    """Only the step thread calls its methods; `tell` is called from the desk's threads. Each request passed to `begin` ends once:
+    with a GrammarReady, in `overdue`, or by `forget`, whichever is first. A grammar whose request has ended is not compiled, so
+    when too many arrive at once, the overdue ones fail and those after them do not."""
 
     def __init__(self, grammars: Grammars, timeout_s: float, tell: Callable[[GrammarReady], None]) -> None:
         self._grammars = grammars
         self._timeout_s = timeout_s
         self._tell = tell
-        self._deadlines: dict[str, float] = {}  # in order: all wait equally long
+        self._deadlines: dict[str, float] = {}  # in order, because all have the same timeout
         self._work: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         for index in range(_THREADS):
             threading.Thread(target=self._compile, name=f"grammar-{index}", daemon=True).start()
@@ -43,11 +43,11 @@ class GrammarDesk:
         self._work.put((request_id, grammar))
 
     def forget(self, request_id: str) -> bool:
-        """True if the request was still waiting."""
+        """The request has ended. Returns whether it was still waiting."""
         return self._deadlines.pop(request_id, None) is not None
 
     def overdue(self, now: float) -> list[tuple[str, TandemError]]:
-        """Requests whose grammar takes too long; they are forgotten."""
+        """Forgets the requests whose grammar was not compiled in time, and returns them with their errors."""
         found: list[tuple[str, TandemError]] = []
         while self._deadlines:
             request_id, deadline = next(iter(self._deadlines.items()))
@@ -69,7 +69,7 @@ class GrammarDesk:
         while (work := self._work.get()) is not None:
             request_id, grammar = work
             if request_id not in self._deadlines:
-                continue  # its requests have ended, and others wait
+                continue  # the request has ended or is overdue
             self._tell(GrammarReady(request_id, self._attempt(grammar)))
 
     def _attempt(self, grammar: str) -> TandemError | None:
@@ -77,6 +77,6 @@ class GrammarDesk:
             self._grammars.prepare(grammar)
         except TandemError as error:
             return error
-        except BaseException as error:  # a panic of the library is no Exception, and must not end the thread
+        except BaseException as error:  # the library's panics are no Exceptions, and must not end the thread
             return InternalError(f"compiling the answer's grammar failed: {type(error).__name__}: {error}")
         return None

@@ -1,4 +1,4 @@
-"""Compiled grammars of one model's vocabulary. The one seam to the library that compiles them."""
+"""Compiled grammars for one model's vocabulary. Only this file uses the library that compiles them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _KEPT = 256
-# What one grammar may cost. All requests share a step, so a grammar that needs more ends its request and delays no other. The
-# costliest that passes takes tens of milliseconds once; schemas as people write them take a fraction of one.
+# What one grammar may cost in a step, which all requests share: a grammar that needs more fails its request and delays no other.
+# The costliest allowed grammar takes tens of milliseconds once; common schemas take a fraction of a millisecond.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 20_000, "step_max_items": 5_000}
 _WORD = 32
-# What the library calls by a name of its own.
+# Plain words for the library's names of errors.
 _PLAIN = {"NoExtensionBias": "no text can follow it, such as one that refers to itself without an end"}
 
 BitMask = npt.NDArray[np.uint32]
@@ -33,7 +33,7 @@ BitMask = npt.NDArray[np.uint32]
 
 @functools.cache
 def _library() -> Any:
-    """Imported when the first grammar comes: an engine alone, as benchmarks run it, does without."""
+    """Imports the library with the first grammar, so that an engine without grammars does not need it."""
     try:
         return importlib.import_module("llguidance")
     except ImportError as error:
@@ -43,18 +43,18 @@ def _library() -> Any:
 
 
 class GrammarPosition:
-    """Where one text stands in its grammar. Goes back as well as forward."""
+    """The position of one text in its grammar. It can go forward and back."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size  # the tokenizer's
         self.num_tokens = 0
-        self.num_certain = 0  # of them, those that are no drafts
+        self.num_certain = 0  # how many of them are no drafts
 
     def follow(self, token_ids: list[int]) -> int:
-        """Goes on over these tokens, and returns how many of them the grammar allowed. It stops before the first
-        that it did not. Raises InvalidRequest for a grammar that costs more to follow than it may."""
-        # A token of the vocabulary's padding would be refused for good, with all that follows.
+        """Advances over these tokens up to the first one that the grammar forbids; returns how many it allowed. Raises an
+        InvalidRequest for a grammar that costs too much to follow."""
+        # A token in the vocabulary's padding would put the matcher into an error state for good.
         known = list(itertools.takewhile(lambda token: token < self._vocab_size, token_ids))
         taken: int = self._matcher.try_consume_tokens(known)
         self.num_tokens += taken
@@ -63,14 +63,14 @@ class GrammarPosition:
         return taken
 
     def go_back(self, num_tokens: int) -> None:
-        """To where it stood after the first `num_tokens`."""
+        """Goes back to the position after the first `num_tokens` tokens."""
         if num_tokens < self.num_tokens and not self._matcher.rollback(self.num_tokens - num_tokens):
             raise InvalidRequest(f"the answer's grammar failed: {self._why()}")
         self.num_tokens = num_tokens
 
     def fill(self, mask: BitMask) -> None:
-        """Which tokens may come next: once the grammar is satisfied and nothing more may follow, those that end the
-        answer. Raises InvalidRequest for a grammar that costs more to follow than it may."""
+        """Fills the mask of tokens that may come next. When the grammar is complete, these are the tokens that end the answer.
+        Raises an InvalidRequest for a grammar that costs too much to follow."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             raise InvalidRequest(f"the answer's grammar failed: {self._why()}")
@@ -85,7 +85,8 @@ class GrammarPosition:
 
 
 class Grammars:
-    """Used from several threads. `prepare` may take long; what it prepared is there at once, as long as it is kept."""
+    """Compiles and keeps the grammars used last. Several threads use it. `prepare` may take long; a prepared grammar is available at
+    once until newer ones replace it."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Grammars:
         return self._vocab_size
 
     def empty_masks(self, count: int) -> BitMask:
-        """Wide enough for the vocabulary and for the tokenizer: neither always covers the other."""
+        """Masks that are wide enough for the model's vocabulary and for the tokenizer's; either may be the larger one."""
         known = max(self._vocab_size, self._loaded().vocab_size)
         return np.zeros((count, -(-known // _WORD)), np.uint32)
 
@@ -117,7 +118,7 @@ class Grammars:
             return grammar in self._compiled
 
     def prepare(self, grammar: str) -> None:
-        """Compiles it, unless it is there. Raises InvalidRequest for one that is not a grammar."""
+        """Compiles the grammar unless it is kept. Raises an InvalidRequest for a text that is not a grammar."""
         self._find(grammar)
 
     def begin(self, grammar: str) -> GrammarPosition:
@@ -133,7 +134,7 @@ class Grammars:
         matcher: LLMatcher = library.LLMatcher(
             self._loaded(), library.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits
         )
-        # What can be computed lazily is computed by the first mask, and then shared by all copies.
+        # The first mask computes what the library computes lazily. All copies share it then.
         GrammarPosition(matcher, 0).fill(self.empty_masks(1)[0])
         with self._lock:
             self._compiled[grammar] = matcher
@@ -142,7 +143,7 @@ class Grammars:
         return matcher
 
     def _loaded(self) -> LLTokenizer:
-        """Made when the first grammar asks for it: it takes a quarter of a second, or more."""
+        """The library's tokenizer, made with the first grammar because that takes a quarter of a second or more."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 try:

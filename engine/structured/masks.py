@@ -1,4 +1,4 @@
-"""Grammars at work in a step: which tokens each constrained row may choose."""
+"""Masks the logits of rows with a grammar, so that they choose only tokens that it allows."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _BANNED = float("-inf")
 
 
 def unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """bool [N, count]: the bits of bytes [N, B], each byte's lowest first. They are unpacked where they are needed: for
-    256 rows of a large vocabulary, 4 MiB go to the device, not 32."""
+    """bool [N, count]: the bits of bytes [N, B], each byte's lowest bit first. The device unpacks them, so that for 256 rows of a
+    large vocabulary 4 MiB are copied instead of 32."""
     bit = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed[:, :, None] >> bit).bitwise_and_(1)
     return bits.view(torch.bool).flatten(1)[:, :count]
 
 
 class GrammarMasks:
-    """Belongs to one sampler. Positions in grammars are kept in the table, row by row, and are nothing but a cache:
-    they catch up with the request's tokens, forward or back, whatever happened to it since."""
+    """The masks of one sampler. The table caches each row's position in its grammar; a position moves forward or back to match the
+    request's tokens before it is used, whatever happened to the request since."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self.failed: dict[int, TandemError] = {}  # rows of the last `apply` that cannot go on, and why
+        self.failed: dict[int, TandemError] = {}  # by row, why a request of the last `apply` cannot go on
 
     def apply(
         self,
@@ -39,9 +39,9 @@ class GrammarMasks:
         requests: RequestRows,
         table: SamplingTable,
     ) -> None:
-        """A row whose every allowed token was banned before gets them back: the grammar decides how an answer may
-        go on, and something has to be chosen. Rows after a draft that the grammar refuses stay as they are,
-        for the refusal makes them void."""
+        """Masks the constrained rows. If logit biases or bans have excluded every token that the grammar allows, the allowed ones
+        get their logits back, because one must be chosen. Rows after a draft that the grammar forbids are left alone, because the
+        rejected draft makes them void."""
         self.failed = {}
         which: list[int] = []
         masks: list[BitMask] = []
@@ -71,7 +71,7 @@ class GrammarMasks:
         scores[chosen] = masked
 
     def num_allowed(self, row: int, drafts: list[int], requests: RequestRows, table: SamplingTable) -> int:
-        """How many of these tokens may follow what the row has, by its grammar."""
+        """How many of the leading `drafts` the row's grammar allows after its tokens."""
         answered = int(requests.num_tokens[row]) - int(requests.num_prompt_tokens[row])
         try:
             found = self._position(row, table)
@@ -81,7 +81,7 @@ class GrammarMasks:
                 start = int(requests.num_prompt_tokens[row]) + found.num_tokens
                 found.follow(requests.tokens[row, start : start + answered - found.num_tokens].tolist())
             if found.num_tokens != answered:
-                return 0  # it has ended, or cannot go on: the next step says so
+                return 0  # the answer has ended or cannot go on, which the next step reports
             found.num_certain = answered
             allowed = found.follow(drafts)
             found.go_back(answered)
@@ -96,12 +96,12 @@ class GrammarMasks:
         return found
 
     def _mask(self, row: int, position: int, requests: RequestRows, table: SamplingTable) -> BitMask | None:
-        """None: a draft before this position is no continuation of the grammar."""
+        """The mask for the token at `position`; None if the grammar forbids a draft before it."""
         found = self._position(row, table)
         first, known = int(requests.num_prompt_tokens[row]), int(requests.num_tokens[row])
         wanted = position - first
         if position <= known and found.num_tokens > found.num_certain:
-            # The drafts of the step before: whether they were right, the tokens will say.
+            # Forget the last step's drafts. Those that were accepted are among the request's tokens now.
             found.go_back(found.num_certain)
         if found.num_tokens < wanted:
             found.follow(requests.tokens[row, first + found.num_tokens : position].tolist())

@@ -1,12 +1,12 @@
-"""Attention over the paged KV cache, reached from any transformers model through its attention interface.
+"""Paged attention for any transformers model, which calls it through transformers' attention interface.
 
-interface            how a model's layers come here; attention as the forward pass sees it, whichever of these computes it
-layers               what one layer does, and where its KV lies
-gathered, kernel     blocks copied together, then torch
-latents              the same where a token's keys and values are compressed into one for all heads
-own                  a layer's own code, over what was gathered, request by request
-cpu                  the CPU kernels
+interface            the function that a model's layers call, and the contract of all kinds of attention
+layers               what one layer computes, and where its KV is in the cache
+gathered, kernel     gathers a request's blocks, and attends with torch
+latents              the same for multi-head latent attention
+own                  runs a layer's own attention code on gathered KV, request by request
+cpu                  attention by the CPU kernels
 flashinfer, flashinfer_latents, pages
-                     kernels that read the cache where it lies
-prebuild             those kernels compiled ahead of time, for images
+                     attention by FlashInfer's kernels, which read the cache in place
+prebuild             compiles these kernels ahead of time, for container images
 """

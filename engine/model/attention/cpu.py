@@ -1,5 +1,5 @@
-"""Paged attention by the CPU kernels, which read the cache where it lies, for models that transformers runs. Rotary
-embedding and the write to the cache are part of the same call."""
+"""Paged attention by the CPU kernels for transformers' models. The kernels read the cache in place; the same call applies rotary
+embedding and writes to the cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_HEAD_DIM = 256
 def reason_against(
     layers: tuple[AttentionLayer, ...], plan: CachePlan, kv_dtype: torch.dtype, dtype: torch.dtype
 ) -> str | None:
-    """Why the kernels cannot compute this model's attention."""
+    """Why the kernels cannot compute this model's attention; None if they can."""
     if kv_dtype != dtype:
         return f"keys and values are kept in {kv_dtype}"
     for layer in layers:
@@ -51,7 +51,7 @@ class CpuAttention:
         self, pieces: CpuPieces, tensor: torch.Tensor, plan: CachePlan, layers: tuple[AttentionLayer, ...]
     ) -> None:
         self.pieces = pieces
-        self.tensor = tensor  # the library keeps its address
+        self.tensor = tensor  # kept alive, because the library has its address
         self.plan = plan
         self.layers = layers
         self.kind_of_layer: list[int] = []
@@ -97,7 +97,7 @@ class CpuAttention:
 class _Step:
     def __init__(self, attention: CpuAttention, batch: Batch) -> None:
         self._attention = attention
-        # What the library points to until the step is over.
+        # The library points into these until the step is over, so they are kept alive.
         self._batch, self._described = batch, step_batch(batch, len(attention.plan.groups))
         pieces = attention.pieces
         checked(pieces.native.tandem_operations_begin(pieces.handle, byref(self._described)))

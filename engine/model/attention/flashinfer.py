@@ -1,8 +1,8 @@
-"""Paged attention by FlashInfer's kernels, which read our cache where it lies: a page is a block, and a layer's keys
-are a strided view of the cache, [pages, heads, page, dim].
+"""Paged attention by FlashInfer's kernels, which read the cache in place: FlashInfer's page is a block, and a layer's keys are a strided
+view of the cache, [pages, heads, page, dim].
 
-The library is optional and imported late. What it does not compute (sinks, odd head sizes, float32) goes by
-gathering, for the whole model.
+The library is optional and imported late. A model with anything that it does not compute (sinks, odd head sizes, float32) uses
+gathering for all layers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ log = logging.getLogger(__name__)
 
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
-# For the partial results of 256 requests with 64 heads of 128, whose keys are split among blocks of threads.
+# Enough for the partial results of 256 requests with 64 heads of 128, whose keys are split among thread blocks.
 WORKSPACE_BYTES = 384 << 20
-# Runs on every card since Ampere, and computes the same on all of them.
+# Kernels that run on every card since Ampere, with the same results on all.
 _EVERYWHERE = "fa2"
-# Half as fast again for prompts, on Hopper alone.
+# Kernels for Hopper only, which are 1.5 times as fast for prompts.
 _HOPPER, _HOPPER_MAJOR = "fa3", 9
-_TOLERANCE = 0.02  # of the largest value
+_TOLERANCE = 0.02  # as a share of the largest value
 
 
 def find_library() -> Any | None:
-    """None, and a line in the log, where it is not installed or does not load."""
+    """Imports FlashInfer. Returns None, and logs why, if it is not installed or does not load."""
     try:
         return importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:
@@ -47,7 +47,7 @@ def find_library() -> Any | None:
 
 
 def reason_against(layers: tuple[AttentionLayer, ...], dtype: torch.dtype) -> str | None:
-    """Why the library cannot compute this model's attention."""
+    """Why the library cannot compute this model's attention; None if it can."""
     if dtype not in _DTYPES:
         return f"flashinfer does not compute in {dtype}"
     for layer in layers:
@@ -82,14 +82,14 @@ class _Kind:
             "head_dim_qk": self.dim,
             "causal": True,
             "sm_scale": self.scale,
-            # The library counts the keys before the query's own.
+            # The library's window does not count the query's own key.
             "window_left": -1 if self.window is None else self.window - 1,
             "logits_soft_cap": self.softcap,
         }
 
 
 def _kernels_for(device: torch.device, *, own_dtype: bool) -> str:
-    """Hopper's want keys and values in the queries' dtype."""
+    """The kernels for prompts. Hopper's need keys and values in the queries' dtype."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER_MAJOR
     return _HOPPER if hopper and own_dtype else _EVERYWHERE
 
@@ -111,7 +111,7 @@ class FlashInferAttention:
         plan: CachePlan,
         layers: tuple[AttentionLayer, ...],
         max_model_len: int,
-        dtype: torch.dtype,  # of the queries; keys and values may be in FP8
+        dtype: torch.dtype,  # the queries' dtype; keys and values may be FP8
     ) -> None:
         self._library = library
         self.tensor = tensor
@@ -134,9 +134,9 @@ class FlashInferAttention:
             if kind not in self.kinds:
                 self.kinds.append(kind)
             self.kind_of_layer[layer.index] = self.kinds.index(kind)
-        # Wrappers run one after the other, so they can share what none keeps from one run to the next.
+        # Wrappers run one after the other and keep nothing in the workspace between runs, so they share it.
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
-        # For steps that are computed as they come, which are prompts; recorded ones are decodes.
+        # These wrappers are for unrecorded steps, which have prompts. Recorded steps are decodes.
         self._kernels = _kernels_for(tensor.device, own_dtype=tensor.dtype == dtype)
         self._wrappers = [self._wrapper(self._kernels) for _ in self.kinds]
         self._max_pages = -(-max_model_len // plan.block_size)
@@ -162,7 +162,7 @@ class FlashInferAttention:
             if index == len(self._page_buffers):
                 self._page_buffers.append(torch.zeros(0, dtype=torch.int32, device=device))
             if self._page_buffers[index].numel() < needed:
-                # Who recorded with the smaller one keeps that alive.
+                # A recording that uses the smaller buffer keeps it alive.
                 self._page_buffers[index] = torch.zeros(needed, dtype=torch.int32, device=device)
             numbers = [
                 torch.zeros(inputs.size + more, dtype=torch.int32, device=device) for more in (1, 1, 0)
@@ -183,8 +183,8 @@ class FlashInferAttention:
         return pages_of(host, kind.group, kind.window, self.plan.block_size)
 
     def plan_all(self, wrappers: list[Any], pages: list[Pages]) -> None:
-        """For each kind. The library copies a plan to the device from one page-locked buffer per wrapper, which it
-        writes again for the next: the last step's copies must be done by then."""
+        """Plans each kind's wrapper for a step. The library copies a plan to the device from one page-locked buffer per wrapper, which
+        it overwrites for the next plan. So this waits until the last step's copies are done."""
         if self._plans_taken is not None:
             self._plans_taken.synchronize()
         for kind, wrapper, of_kind in zip(self.kinds, wrappers, pages, strict=True):
@@ -194,7 +194,7 @@ class FlashInferAttention:
             self._plans_taken.record(torch.cuda.current_stream(self.tensor.device))
 
     def _plan(self, wrapper: Any, kind: _Kind, pages: Pages) -> None:
-        """Sizes and starts are taken from the host: from the device, planning would wait for it."""
+        """Plans one wrapper from sizes on the host, because reading them from the device would wait for it."""
         device = self.tensor.device
         wrapper.plan(
             page_locked(pages.query_start, device),
@@ -208,8 +208,8 @@ class FlashInferAttention:
         )
 
     def try_out(self) -> None:
-        """Some tokens, so that kernels are compiled now, and what cannot run says so now. Hopper's own kernels have to
-        find what the others find."""
+        """Attends to some tokens, so that the kernels are compiled now, and kernels that cannot run raise now. Hopper's kernels are used
+        only if their results agree with the others'."""
         if self._kernels == _EVERYWHERE:
             self._tried(self._wrappers)
             return
@@ -219,13 +219,13 @@ class FlashInferAttention:
             found = self._tried(self._wrappers)
             if all(_agree(one, other) for one, other in zip(found, right, strict=True)):
                 return
-        except Exception as error:  # whatever its compiler and its kernels raise
+        except Exception as error:  # the library's compiler and kernels may raise anything
             reason = str(error)
         log.warning("prompts are attended without %s, which is slower: %s", self._kernels, reason)
         self._kernels, self._wrappers = _EVERYWHERE, plain
 
     def _tried(self, wrappers: list[Any]) -> list[torch.Tensor]:
-        """A full block of tokens for each kind, in the first block that a request can have."""
+        """Attends to a full block of tokens for each kind, in block 1, the first that a request can have."""
         size, device = self.plan.block_size, self.tensor.device
         places, count = np.arange(size, dtype=np.int64), np.array([size], np.int32)
         groups = len(self.plan.groups)
@@ -308,6 +308,6 @@ class _Step:
             raise InternalError(f"layer {layer} attends otherwise than when it was probed")
         views = attention.views(layer)
         asked = rotate_and_write(query, key, value, rotary, self._slots[kind.group], *views, pads=self._pads)
-        out = torch.empty_like(asked)  # the library would fill its own with zeros first
+        out = torch.empty_like(asked)  # without it the library allocates a tensor and fills it with zeros
         self._wrappers[attention.kind_of_layer[layer]].run(asked, views, out=out)
         return out

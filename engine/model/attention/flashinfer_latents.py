@@ -1,5 +1,5 @@
-"""Decodes of models with latents by FlashInfer's kernels, which read them where they lie: a page is a block of
-[tokens, latent and rotary part]. Chunks of prompts go by gathering, where keys and values are made of latents."""
+"""Decodes of models with latent attention by FlashInfer's kernels, which read the cache in place: FlashInfer's page is a block of
+[tokens, latent and rotary part]. Prompts' chunks use gathering, which makes keys and values from latents."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tandem.engine.model.staging import page_locked, to_device
 from tandem.wire.errors import InternalError
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_TOLERANCE = 0.02  # of the largest value
+_TOLERANCE = 0.02  # as a share of the largest value
 
 
 def reason_against(
     layers: tuple[AttentionLayer, ...], expansions: Mapping[int, Expansion], dtype: torch.dtype
 ) -> str | None:
-    """Why the library cannot compute this model's decodes."""
+    """Why the library cannot compute this model's decodes; None if it can."""
     if dtype not in _DTYPES:
         return f"flashinfer does not compute in {dtype}"
     for layer in layers:
@@ -158,7 +158,7 @@ class FlashInferLatents:
         return self.tensor[:, self.plan.slot_of_layer[layer], 0, 0, :, : kind.latent + kind.rotary]
 
     def try_out(self) -> None:
-        """One decode for each kind, compared with torch: what cannot run says so now."""
+        """Computes one decode for each kind and compares it with torch, so that kernels that cannot run raise now."""
         size, device = self.plan.block_size, self.tensor.device
         host = HostBatch(
             positions=np.array([size - 1]),

@@ -1,7 +1,7 @@
-"""Paged attention by gathering: a request's blocks are copied together, then attended to as one stretch of keys.
+"""Paged attention by gathering: copies a request's blocks together, and attends to them as one sequence of keys.
 
-It runs on any device and serves every kind of layer that this engine knows. What depends on the step alone
-(indices, masks) is computed once per step and KV cache group, not once per layer.
+It runs on any device and serves every kind of layer that this engine knows. Indices and masks depend only on the step, so they are
+computed once per step and KV cache group, not once per layer.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from tandem.engine.model.fused.pieces import Rotary, to_fp8, turned
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.staging import to_device
 
-# A prompt's chunk is attended in tiles of rows, so that each sees only the keys up to its own last position.
+# A prompt's chunk is attended in tiles of rows, so that each tile reads only the keys up to its own last position.
 _TILE_ROWS = 512
 
 
 @dataclasses.dataclass(slots=True)
 class Reads:
-    """Rows [start, end) of the batch, and the keys they see."""
+    """Rows [start, end) of the batch, and the keys that they read."""
 
     start: int
     end: int
     num_requests: int
     rows_each: int
-    # None: the rows' own keys are all there is; nothing needs to be read back.
-    blocks: torch.Tensor | None  # [requests, KV heads, columns]: row of the flat cache, for slot 0's keys
-    first_key: int  # of the gathered keys, the first that is wanted ...
+    # [requests, KV heads, columns]: rows of the flat cache, for slot 0's keys. None: the rows read only their own keys, so nothing is
+    # gathered.
+    blocks: torch.Tensor | None
+    first_key: int  # the first of the gathered keys to use ...
     num_keys: int  # ... and how many
     mask: torch.Tensor | None
     causal: bool
-    # Batched only: where each request's last column lies, and which of its offsets hold nothing of the request.
+    # For batched decodes: each request's last column, and the offsets in it that the request has not written.
     last_column: torch.Tensor | None = None
     unwritten: torch.Tensor | None = None
 
@@ -47,7 +48,7 @@ class GroupReads:
     block: torch.Tensor  # [T]
     offset: torch.Tensor  # [T]
     reads: list[Reads]
-    padding: torch.Tensor | None = None  # [T]: of these tokens zeros are written, to the null block
+    padding: torch.Tensor | None = None  # [T]: tokens of which zeros are written, to the null block
 
 
 class GatheredAttention:
@@ -74,7 +75,7 @@ class GatheredAttention:
 
 
 class FixedGathered:
-    """Decodes of one shape: what `plan_group` decides on the host is computed on the device, at full width."""
+    """Decodes of one shape. It computes on the device, at full width, what `plan_group` decides on the host."""
 
     def __init__(self, attention: GatheredAttention, inputs: DecodeInputs) -> None:
         self._attention = attention
@@ -155,13 +156,14 @@ class GatheredCache:
     def __init__(self, tensor: torch.Tensor, plan: CachePlan) -> None:
         self.tensor = tensor
         self.plan = plan
-        # One row per (block, slot, part, head): a run of block_size * head_dim elements.
+        # One row per (block, slot, part, head), with block_size * head_dim elements.
         self._flat = tensor.view(-1, plan.block_size, plan.head_dim)
         self._rows_per_block = plan.slots * plan.num_parts * plan.num_kv_heads
         self._heads = torch.arange(plan.num_kv_heads, device=tensor.device).view(1, -1, 1)
 
     def as_kept(self, states: torch.Tensor) -> torch.Tensor:
-        """As they will be read: with fewer bits than they had, or the answer would depend on how a prompt is cut."""
+        """Rounds keys or values to the cache's dtype. A chunk's own keys are rounded as the cached ones are, so that a result does not
+        depend on how a prompt is cut."""
         return states if states.dtype == self.tensor.dtype else to_fp8(states).to(states.dtype)
 
     def write(
@@ -173,7 +175,8 @@ class GatheredCache:
         first: int = 0,
         begin: int = 0,
     ) -> None:
-        """[heads, T, dim] each: keys and values, or latents. `first`: the part of the first; `begin`: where in the head's row they lie."""
+        """Writes keys and values, or latents, [heads, T, dim] each. `first` is the block's part of the first tensor, `begin` its place in
+        a head's row."""
         slot, head = self.plan.slot_of_layer[layer], self.plan.first_head_of_layer[layer]
         for part, states in enumerate(parts, first):
             heads, _, dim = states.shape
@@ -194,7 +197,7 @@ class GatheredCache:
         gathered = self._flat.index_select(0, rows.reshape(-1)).to(like.dtype)
         gathered = gathered.view(rows.shape[0], heads, rows.shape[2], plan.block_size, plan.head_dim)
         if reads.last_column is not None and reads.unwritten is not None:
-            # What was never written may hold anything, even NaN, which no mask would stop: 0 * NaN is NaN.
+            # Slots that were never written may hold anything, even NaN, which a mask does not remove: 0 * NaN is NaN.
             each = torch.arange(rows.shape[0], device=rows.device)
             last = gathered[each, :, reads.last_column]
             gathered[each, :, reads.last_column] = last.masked_fill_(reads.unwritten, 0)
@@ -214,7 +217,7 @@ class GatheredCache:
         device, contexts = self.tensor.device, inputs.context_lens
         width = inputs.columns
         if kept.window is not None:
-            # A window of w tokens touches no more columns than this, wherever it begins.
+            # A window of w tokens touches at most this many columns, wherever it begins.
             width = min(width, (kept.window + size - 2) // size + 1)
         first_key = kept.first_read(contexts - 1).clamp_(min=0)
         first_column, last_column = first_key // size, (contexts - 1) // size
@@ -241,7 +244,7 @@ class GatheredCache:
         return GroupReads(slots // size, slots % size, [reads], inputs.padding)
 
     def _decode_reads(self, batch: Batch, group: int) -> list[Reads]:
-        """Decodes are taken together, in runs of similar length, so that little is gathered in vain."""
+        """Takes decodes of similar length together, so that little is gathered in vain."""
         contexts = batch.host_context_lens[: batch.num_decodes]
         reads = []
         start = 0
@@ -267,7 +270,7 @@ class GatheredCache:
             return Reads(start, end, 1, 1, blocks, skip, int(contexts[0] - first_key[0]), None, False)
         width = int((last_column - first_column).max()) + 1
         columns = first_column[:, None] + np.arange(width)
-        # Columns beyond a request's last read the null block, and are masked.
+        # Columns beyond a request's last one read the null block, and are masked.
         picked = to_device(np.minimum(columns, last_column[:, None]), device)
         table = torch.gather(batch.block_tables[group][start:end].long(), 1, picked)
         table.masked_fill_(to_device(columns > last_column[:, None], device), 0)
@@ -314,7 +317,7 @@ class GatheredCache:
         return reads
 
     def reads_of_all(self, batch: Batch, group: int, request: int) -> tuple[Reads, torch.Tensor]:
-        """All that a request's rows read, and which of it each may see."""
+        """The reads of all a request's rows together, and the mask of the keys that each row may see."""
         start, end = (int(n) for n in batch.host_query_start[request : request + 2])
         context, kept, size = (
             int(batch.host_context_lens[request]),
@@ -330,7 +333,7 @@ class GatheredCache:
         return reads, self._band(first, context - 1, oldest, kept)
 
     def _band(self, first: int, last: int, oldest: int, kept: KVCacheGroup) -> torch.Tensor:
-        """Which of the keys oldest..last each of the positions first..last may see."""
+        """The mask of the keys oldest..last that each position first..last may see."""
         asks = torch.arange(first, last + 1, device=self.tensor.device)[:, None]
         keys = torch.arange(oldest, last + 1, device=self.tensor.device)[None, :]
         seen = keys <= asks

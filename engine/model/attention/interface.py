@@ -1,8 +1,7 @@
-"""How a transformers model reaches the paged cache: an attention function registered under names of ours.
+"""Connects transformers models to the paged cache: registers our attention function with transformers, under two names.
 
-Transformers builds no mask for an implementation that it knows no mask function for: under PAGED the model passes
-None, and the paged step decides by itself who sees what. Under PROBED it hands over the very mask that its own
-eager attention would get.
+Transformers builds no mask for an implementation without a mask function. So under PAGED the model passes None, and the paged step
+decides which keys a row may see. Under PROBED the model passes the mask that its own eager attention would get.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
 
 
 def attend_by(model: PreTrainedModel, name: str) -> None:
-    """Under which name the model looks attention up from here on, and how its masks are made. Older architectures attend by code of
-    their own whatever the name is, and transformers would leave their masks as they are."""
+    """Sets the name by which the model looks up attention, and with it how its masks are made. Older architectures attend by their own
+    code whatever the name is, and transformers would not change their masks."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
         return
@@ -54,7 +53,7 @@ _current = _Current()
 
 @contextmanager
 def attention_through(function: AttentionFunction) -> Iterator[None]:
-    """Models that run in this thread meanwhile attend through `function`. Not to be nested."""
+    """Inside, models that run in this thread attend through `function`. It must not be nested."""
     _current.function = function
     try:
         yield
@@ -76,7 +75,7 @@ def _attention(
 
 
 def attention_options(module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a layer's call says besides queries, keys and values, as `attend` takes it."""
+    """The options of a layer's attention call, besides queries, keys and values, as `attend` takes them."""
     scale = kwargs.get("scaling")
     return {
         "scale": query.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -86,12 +85,12 @@ def attention_options(module: torch.nn.Module, query: torch.Tensor, kwargs: dict
 
 
 def own_eager(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, Any]] | None:
-    """The reference that the module's own source file gives."""
+    """The eager attention in the module's own source file, used as the reference; None if it has none."""
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
 MaskRule = Callable[..., torch.Tensor]
-"""(batch, head, position, key): may it be seen. All are tensors that broadcast."""
+"""(batch, head, position, key) -> whether the position may see the key. All are tensors that broadcast."""
 
 
 def probed_mask(*, mask_function: MaskRule = causal_mask_function, **options: object) -> torch.Tensor | None:
@@ -102,7 +101,7 @@ def probed_mask(*, mask_function: MaskRule = causal_mask_function, **options: ob
 
 
 def rule_of(mask: torch.Tensor | None) -> MaskRule | None:
-    """By which rule transformers made a mask under PROBED; None if it is not transformers' own."""
+    """The rule by which transformers made a mask under PROBED; None if transformers did not make it."""
     return getattr(mask, "rule", None)
 
 
@@ -127,20 +126,20 @@ class AttentionStep(Protocol):
         rotary: Rotary | None = None,
         latent: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes this step's keys and values, and returns [T, query heads, DV]. With `rotary`, this is done with queries and
-        keys first. `latent` [T, latent and rotary part] is what the layer keeps in their place, if it does."""
+        """Writes this step's keys and values, and returns [T, query heads, DV]. Applies `rotary` to queries and keys first, if given.
+        `latent` [T, latent and rotary part] is kept instead of keys and values, if the layer has latents."""
         ...
 
 
 class FixedAttention(Protocol):
-    """Attention of decode steps of one shape, for a step that is recorded once and replayed."""
+    """Attention of decode steps of one shape, for steps that are recorded once and replayed."""
 
     def prepare(self, host: HostBatch | None) -> None:
-        """What a replay needs beside its inputs; called before each one, and not recorded. None: all rows pad."""
+        """Prepares what a replay needs besides its inputs. Called before each replay, and not recorded. With None all rows are padding."""
         ...
 
     def begin(self) -> AttentionStep:
-        """Called while the step is recorded. All that it computes follows from the inputs' tensors, on the device."""
+        """Called while the step is recorded. Everything that it computes must follow from the inputs' tensors on the device."""
         ...
 
 
@@ -149,7 +148,7 @@ class PagedAttention(Protocol):
 
     @property
     def reads_tables(self) -> bool:
-        """Whether a fixed step reads block tables from its inputs: then their width is part of its shape."""
+        """Whether a fixed step reads block tables from its inputs. If so, their width is part of its shape."""
         ...
 
     def begin(self, batch: Batch) -> AttentionStep: ...

@@ -1,11 +1,11 @@
-"""Attention of some queries over some keys, in torch: grouped queries, masks, soft-capping, sinks."""
+"""Attention in torch, with grouped queries, masks, soft-capping and sinks."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-# The explicit form holds its scores in float32; more than this many at once are computed in slices of queries.
+# The explicit form holds its scores in float32. It computes more than this many in slices of queries.
 _MAX_SCORES = 1 << 25
 
 
@@ -55,7 +55,7 @@ def _fused(
     batch, heads, rows, dim = query.shape
     kv_heads = key.shape[1]
     if rows == 1 and heads != kv_heads:
-        # The queries of a group share keys and mask, so they can stand where the query positions would.
+        # The queries of a group share keys and mask, so they can take the dimension of the query positions.
         packed = query.reshape(batch, kv_heads, heads // kv_heads, dim)
         out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
         return out.reshape(batch, heads, 1, value.shape[-1])
@@ -67,7 +67,7 @@ def _fused(
 
 
 def _repeats_heads(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """With a mask, CUDA's fast kernels want a key for every query head; the slow one would hold all the scores."""
+    """Whether keys are repeated for every query head. CUDA's fast kernels need that with a mask; the slow one would hold all scores."""
     return mask is not None and query.device.type == "cuda"
 
 

@@ -1,9 +1,9 @@
-"""Paged attention of models that compress a token's keys and values into one latent for all heads (multi-head latent attention).
+"""Paged attention for multi-head latent attention (MLA), which compresses a token's keys and values into one latent for all heads.
 
-The cache keeps the latent and the rotary part of a token's key, side by side, once. A chunk of a prompt is attended as the model
-does it: keys and values of each head are made of the latents. A few rows are attended in the absorbed form: with
-key = latent @ up and score = query · key, it is as good to take query @ up and score that with the latents themselves, as one
-head of keys that all queries share; in the same way values are made of what is seen, and not of each token.
+The cache keeps each token's latent and the rotary part of its key, side by side, once. A prompt's chunk is attended as the model does:
+each head's keys and values are made from the latents. A few rows are attended in the absorbed form: with key = latent @ up and
+score = query · key, query @ up is scored with the latents themselves, as one head of keys that all queries share. In the same way
+values are made from the attended sum of latents instead of from each token.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tandem.wire.errors import InternalError
 
 
 class Expansion(msgspec.Struct, frozen=True):
-    """How one layer makes keys and values of latents."""
+    """How one layer makes keys and values from latents."""
 
     module: Any  # an attention module of transformers that has an `expand_kv`
     expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     latent_dim: int
     rotary_dim: int
-    # [heads, dim, latent], where the matrix lies in memory as it was made. None: never absorbed.
+    # [heads, dim, latent], if the matrix is in memory as it was made. None: the absorbed form is not used.
     to_keys: torch.Tensor | None = None
     to_values: torch.Tensor | None = None
 
@@ -39,7 +39,7 @@ class Expansion(msgspec.Struct, frozen=True):
     def of(
         cls, module: Any, latent: torch.Tensor, rotary: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Expansion:
-        """`latent` and `rotary` as its cache got them, `key` and `value` as its attention did."""
+        """Makes the expansion of a layer from one run: `latent` and `rotary` were passed to its cache, `key` and `value` to attention."""
         dims = latent.shape[-1], rotary.shape[-1]
         up: Any = getattr(module, "kv_b_proj", None)
         heads, key_dim, value_dim = key.shape[1], key.shape[3] - dims[1], value.shape[3]
@@ -54,7 +54,7 @@ class Expansion(msgspec.Struct, frozen=True):
         return cls(module, module.expand_kv, *dims, each[:, :key_dim], each[:, key_dim:])
 
     def expand(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[requests, tokens, latent and rotary] to [requests, heads, tokens, key] and the same of values."""
+        """Expands [requests, tokens, latent and rotary] to keys [requests, heads, tokens, key] and values."""
         requests, tokens, _ = latents.shape
         flat = latents.reshape(1, 1, requests * tokens, -1)
         made = self.expand_kv(flat[..., : self.latent_dim], flat[..., self.latent_dim :])
@@ -62,21 +62,20 @@ class Expansion(msgspec.Struct, frozen=True):
         return keys, values
 
     def absorbs(self, rows: int) -> bool:
-        """Whether so many rows of a request are cheaper with its latents than with keys and values made of them, however many of
-        these there are."""
+        """Whether `rows` rows of a request are cheaper in the absorbed form than with expanded keys and values, for any number of tokens."""
         if self.to_keys is None or self.to_values is None:
             return False
         made = self.to_keys.shape[1] + self.to_values.shape[1]
         return rows * (2 * self.latent_dim - made) <= self.latent_dim * made
 
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
-        """[heads, rows, key and rotary] to [heads, rows, latent and rotary]."""
+        """Turns queries [heads, rows, key and rotary] into absorbed ones, [heads, rows, latent and rotary]."""
         assert self.to_keys is not None
         dim = self.to_keys.shape[1]
         return torch.cat([torch.bmm(query[..., :dim], self.to_keys), query[..., dim:]], dim=-1)
 
     def values_of(self, seen: torch.Tensor) -> torch.Tensor:
-        """[heads, rows, latent] to [heads, rows, value]."""
+        """Turns attended latents [heads, rows, latent] into values [heads, rows, value]."""
         assert self.to_values is not None
         return torch.bmm(seen, self.to_values.transpose(1, 2))
 
@@ -112,7 +111,7 @@ class LatentStep(PagedStep):
         rotary: Rotary | None = None,
         latent: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionStep.attend. Keys and values are not looked at."""
+        """See AttentionStep.attend. It ignores `key` and `value`."""
         if rotary is not None or latent is None:
             raise InternalError(f"layer {layer} keeps latents, and has not given any")
         how, group = self._expansions[layer], self._groups[self._kept.plan.group_of_layer[layer]]
@@ -149,13 +148,13 @@ class LatentStep(PagedStep):
         return out
 
     def _attend_decodes(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Where a kernel takes the first rows, `reads` have the others alone."""
+        """Attends the decodes' rows by a kernel, in a subclass that has one; `reads` then has only the other rows."""
 
 
 def gathering(
     tensor: torch.Tensor, plan: CachePlan, expansions: Mapping[int, Expansion]
 ) -> GatheredAttention:
-    """For whatever a model keeps."""
+    """Attention by gathering, for models with keys and values and for models with latents."""
     return LatentAttention(tensor, plan, expansions) if expansions else GatheredAttention(tensor, plan)
 
 
@@ -168,7 +167,7 @@ _current = _Current()
 
 @contextmanager
 def without_expanding(step: AttentionStep) -> Iterator[None]:
-    """Where `step` makes keys and values of latents as it needs them, modules that run in this thread meanwhile make none."""
+    """Inside, modules that run in this thread do not expand latents, if `step` expands them itself."""
     _current.unused = isinstance(step, LatentStep)
     try:
         yield
@@ -177,7 +176,7 @@ def without_expanding(step: AttentionStep) -> Iterator[None]:
 
 
 def wrap(expansions: Mapping[int, Expansion], layers: Iterable[AttentionLayer]) -> None:
-    """From here on `expand_kv` does nothing in a step."""
+    """Wraps `expand_kv`, so that it does nothing within `without_expanding`."""
     for layer in layers:
         if layer.index in expansions:
             how = expansions[layer.index]

@@ -1,4 +1,4 @@
-"""What one attention layer does, as found by probing the model, and where its KV lies in the cache tensor."""
+"""Describes each attention layer, as found by probing the model, and the plan of the cache tensor that all layers share."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ if TYPE_CHECKING:
     from tandem.engine.model.recurrent.layout import StateLayout
 
 
-_NOWHERE = 1 << 30  # a slot that no tensor has: another stage has the layer
+_NOWHERE = 1 << 30  # the slot of a layer that another stage has; no tensor has it
 
 
 class AttentionLayer(msgspec.Struct, frozen=True):
-    """One layer, as the model calls it."""
+    """One layer's attention, as the model calls it."""
 
     index: int
     num_query_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    window: int | None  # tokens, counting the one that attends
-    chunked: bool = False  # it sees no further back than the last multiple of `window`
-    reads_of: int | None = None  # the layer whose keys and values it reads; it has none of its own
-    # What it keeps of a token in place of keys and values, side by side: a latent of so many elements, and a rotary part.
+    window: int | None  # in tokens, with the one that attends
+    chunked: bool = False  # a token reads only back to the last multiple of `window`
+    reads_of: int | None = None  # the layer whose keys and values it reads; it keeps none itself
+    # The sizes of the latent and of the rotary part that it keeps side by side instead of keys and values.
     latent: tuple[int, int] | None = None
-    expanded: tuple[int, int] = (0, 0)  # what a head's keys and values are then made to
-    index_dim: int = (
-        0  # beside the latent: of the key by which it picks the tokens that it attends to; 0 for none
-    )
-    # Where several ranks keep their heads in one cache: how many there are on all of them, and the first one of this rank.
-    heads_in_cache: int = 0  # 0: this rank's are all
+    expanded: tuple[int, int] = (0, 0)  # with latents: the sizes of a head's keys and values
+    # The size of the index key, kept with the latent, by which the layer picks the tokens that it attends to; 0: it picks none.
+    index_dim: int = 0
+    # If several ranks keep their heads in one cache: the heads of all ranks, and the first one of this rank.
+    heads_in_cache: int = 0  # 0: only this rank's
     first_head: int = 0
     own: bool = False  # it attends by its own code: see tandem.engine.model.attention.own
-    scale: float | None = None  # of the scores; None where it was not found out
+    scale: float | None = None  # of the scores; None if unknown
     softcap: float | None = None
     sinks: bool = False
 
@@ -49,29 +48,30 @@ class AttentionLayer(msgspec.Struct, frozen=True):
 class CachePlan(msgspec.Struct, frozen=True):
     """How all layers share the tensor [num_blocks, slots, num_parts, num_kv_heads, block_size, head_dim].
 
-    The parts are keys and values, or one of latents. Layers that differ in heads or head size use the leading part of the largest.
+    There are two parts, keys and values, or one part with latents. Layers with fewer or smaller heads than the largest use the leading
+    ones.
     """
 
-    groups: tuple[KVCacheGroup, ...]  # of layers that attend
+    groups: tuple[KVCacheGroup, ...]  # the groups of layers that attend
     slots: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     group_of_layer: tuple[int, ...]
     slot_of_layer: tuple[int, ...]
-    states: KVCacheGroup | None = None  # of layers that keep a recurrent state
+    states: KVCacheGroup | None = None  # the group of layers that keep a recurrent state
     num_parts: int = 2
-    readers: frozenset[int] = frozenset()  # layers that read another's keys and values
-    first_head_of_layer: tuple[int, ...] = ()  # of this rank
+    readers: frozenset[int] = frozenset()  # layers that read another layer's keys and values
+    first_head_of_layer: tuple[int, ...] = ()  # this rank's first head in each layer
 
     @property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:
-        """As the scheduler and a batch's block tables have them: states come last."""
+        """The groups in the order of the scheduler and of a batch's block tables: states come last."""
         return self.groups if self.states is None else (*self.groups, self.states)
 
     @property
     def state_blocks(self) -> int:
-        """The blocks of recurrent states that each request has."""
+        """How many blocks of recurrent states each request has."""
         return 0 if self.states is None else self.states.blocks_per_request
 
     @property
@@ -79,7 +79,7 @@ class CachePlan(msgspec.Struct, frozen=True):
         return self.slots * self.num_parts * self.num_kv_heads * self.block_size * self.head_dim
 
     def share_of(self, layers: Collection[int]) -> LayerShare:
-        """Where these layers lie, which are a pipeline stage's: they follow one another in each group."""
+        """The slots of a pipeline stage's layers, which are consecutive in each group."""
         ranges = []
         for group in self.groups:
             slots = [slot for slot, layer in enumerate(group.layers) if layer in layers]
@@ -92,7 +92,7 @@ class CachePlan(msgspec.Struct, frozen=True):
         return LayerShare(tuple(ranges), self.slots)
 
     def of_share(self, share: LayerShare) -> CachePlan:
-        """The same groups in blocks that have this share's layers alone."""
+        """The plan of blocks that have only this share's layers, with the same groups."""
         return msgspec.structs.replace(
             self,
             slots=share.slots,
@@ -107,7 +107,7 @@ class CachePlan(msgspec.Struct, frozen=True):
         return (num_blocks, self.slots, self.num_parts, self.num_kv_heads, self.block_size, self.head_dim)
 
     def blocks_for(self, num_tokens: int, tokens_per_step: int) -> int:
-        """Blocks that one sequence of this length holds at its peak, when at most `tokens_per_step` run at once."""
+        """The most blocks that one sequence of this length holds at once, if a step computes at most `tokens_per_step` of its tokens."""
         total = self.state_blocks
         for group in self.groups:
             held = num_tokens
@@ -124,11 +124,10 @@ def plan_cache(
     states: StateLayout | None = None,
     dtype: torch.dtype | None = None,  # of the cache; only with states
 ) -> CachePlan:
-    """Group the layers so that every group has the same number of slots and little is wasted.
+    """Groups the layers so that every group has the same number of slots and little memory is wasted.
 
-    A block costs the same in each group, so a group with fewer layers than slots wastes what is missing. Where
-    kinds of layers differ much in number (say 5 sliding for 1 full), the larger kind is cut into several groups
-    of the smaller one's size, if that wastes less.
+    A block has the same size in each group, so a group with fewer layers than slots wastes the rest. If the kinds of layers differ much
+    in number (say 5 sliding for 1 full), the larger kind is split into several groups of the smaller one's size, if that wastes less.
     """
     if states is not None and dtype is not None and states.states:
         return _with_states(plan_cache(layers, block_size) if layers else None, block_size, states, dtype)
@@ -141,7 +140,7 @@ def plan_cache(
     def slots_in_use(slots: int) -> int:
         return sum(-(-count // slots) for count in counts) * slots
 
-    # The larger of equals, because every group is a block table to keep.
+    # Of equally good sizes the larger one is chosen, because every group is one more block table to keep.
     slots = min(counts, key=lambda count: (slots_in_use(count), -count))
     groups: list[KVCacheGroup] = []
     end = 1 + max(layer.index for layer in layers)
@@ -149,14 +148,14 @@ def plan_cache(
     first_heads = [0] * end
     for layer in layers:
         first_heads[layer.index] = layer.first_head
-    # Full attention first: its groups decide how much of a prefix is cached at all.
+    # Full attention goes first: its groups decide how much of a prefix is cached at all.
     for (window, chunked), members in sorted(
         kinds.items(), key=lambda item: (item[0][0] is not None, item[0][0] or 0, item[0][1])
     ):
         kind = AttentionKind.FULL if window is None else AttentionKind.SLIDING
         if chunked:
             kind = AttentionKind.CHUNKED
-        # Each has layers of all depths, in order: so a pipeline stage has about the same share of every group.
+        # Each group has layers of all depths, in order, so that a pipeline stage has about the same share of every group.
         pieces = -(-len(members) // slots)
         for first in range(pieces):
             part = members[first::pieces]
@@ -190,7 +189,7 @@ def plan_cache(
 def _with_states(
     plan: CachePlan | None, block_size: int, states: StateLayout, dtype: torch.dtype
 ) -> CachePlan:
-    """Without attention a block is one request's states."""
+    """The plan of a model without attention: a block holds one request's states."""
     if plan is None:
         plan = CachePlan(
             groups=(),

@@ -1,8 +1,8 @@
-"""Attention by a layer's own code, request by request, where ours computes something else.
+"""Runs a layer's own attention code, request by request, if our attention computes something else.
 
-The module that attends gets one request's rows at a time. What it hands to its cache is written to the request's blocks, and it gets
-back the keys and values of all the tokens that these rows may read, with a mask that says which. It is slower than one product
-over all requests, and right for whatever a layer makes of its keys.
+The module gets one request's rows at a time. What it passes to its cache is written to the request's blocks. The cache returns the keys
+and values of all tokens that these rows may read, with a mask of which. This is slower than one product over all requests, but correct
+for anything that a layer does with its keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MASK = "attention_mask"
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a layer keeps something of each token, in a head's row of one of the block's two parts."""
+    """The place of one thing that a layer keeps of each token: a part of the block, and a range in a head's row."""
 
     part: int
     begin: int
@@ -34,7 +34,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def places_for(dims: Sequence[int]) -> list[Place]:
-    """Both parts are about equally long."""
+    """Distributes things of these sizes over a block's two parts, so that both are about equally long."""
     ends = [0, 0]
     places = []
     for dim in dims:
@@ -45,37 +45,37 @@ def places_for(dims: Sequence[int]) -> list[Place]:
 
 
 class Sums(msgspec.Struct, frozen=True):
-    """How a layer sums up the tokens of each window, to attend to the sum: what it makes of each token is kept."""
+    """How a layer sums the tokens of each window and attends to the sums. The cache keeps what it computes from each token."""
 
-    rate: int  # tokens of a window
-    # By the names that its code gives them: what is summed up, and by which weights.
+    rate: int  # tokens in a window
+    # The names in the layer's code of the summands and of their weights.
     series: dict[str, tuple[Place, Place]]
 
 
 class OwnLayer(msgspec.Struct, frozen=True):
-    """A layer that attends by its own code, and the module that does."""
+    """A layer that attends by its own code, and its module."""
 
     index: int
     module: torch.nn.Module
-    # It keeps a latent of so many elements and a rotary part in place of keys and values, and beside them what it picks tokens by.
+    # The sizes of the latent and the rotary part that it keeps instead of keys and values, with the index key that it picks tokens by.
     latent: tuple[int, int] | None = None
-    # It attends to so many tokens, and to sums of all before; its keys are its values.
+    # It attends to a window of this many tokens, and to sums of all tokens before. Its keys are its values.
     window: int | None = None
     sums: Sums | None = None
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """One request's rows."""
+    """One request's rows in a step."""
 
     start: int
     end: int
     context: int
     reads: dict[int, Reads]  # by group
-    masks: dict[tuple[int, int | None], torch.Tensor]  # by group, and a layer's own window
+    masks: dict[tuple[int, int | None], torch.Tensor]  # by group and the layer's own window
 
 
 class OwnStep:
-    """One step of all these layers. See tandem.engine.model.caches.KeptTokens."""
+    """All these layers' attention in one step. See tandem.engine.model.caches.KeptTokens."""
 
     def __init__(
         self,
@@ -140,9 +140,9 @@ class OwnStep:
         return (torch.cat(results, dim=1), *map(self._beside, others))
 
     def _beside(self, values: tuple[Any, ...]) -> Any:
-        """What a module returns beside its result: put together where it has the same of each row, else the last request's, which
-        nothing goes on with (the weights that it gave to tokens). Numbers of tokens that were picked are fewer in a short request: its
-        first are there more than once, which says no more."""
+        """Joins what modules return besides their result. Values with one row per token are concatenated. Of other values, such as
+        attention weights, the last request's is returned, because no layer reads them. A short request picks fewer tokens, so its first
+        picks are repeated, which does not change the set."""
         rows = [part.end - part.start for part in self._parts]
         if all(isinstance(v, torch.Tensor) and v.ndim == 3 and not v.is_floating_point() for v in values):
             width = max(v.shape[2] for v in values)
@@ -170,11 +170,11 @@ class OwnStep:
         return self._exchanged(layer, key[0]), self._exchanged(layer, value[0], part=1)
 
     def exchange_at(self, layer: int, place: Place, made: torch.Tensor) -> torch.Tensor:
-        """Takes what was made of some tokens [1, rows, dim], and returns that of all up to the last of them."""
+        """Stores what was computed from some tokens [1, rows, dim]; returns it for all tokens up to the last of them."""
         return self._exchanged(layer, made, place.part, place.begin)[:, 0]
 
     def _exchanged(self, layer: int, made: torch.Tensor, part: int = 0, begin: int = 0) -> torch.Tensor:
-        """`made` of the rows of one request [heads, rows, dim] is written; that of all its tokens [1, heads, tokens, dim] is read."""
+        """Writes `made` [heads, rows, dim] for one request's rows; returns it for all the request's tokens [1, heads, tokens, dim]."""
         now, kept = self._now, self._kept
         group, size = kept.plan.group_of_layer[layer], kept.plan.block_size
         slots = self._batch.slot_mapping[group][now.start : now.end]
@@ -189,8 +189,8 @@ class OwnStep:
 
 
 class _Unsummed:
-    """Stands where a layer of DeepSeek V4 expects its cache. It finds all tokens there, from the first, as if none had been summed up: what
-    it makes of them is the same, and nothing has to be taken back."""
+    """The cache of a DeepSeek V4 layer. It returns all tokens from the first on, as if none had been summed, so the layer computes the
+    same sums again each time, and nothing has to be undone after a rejected draft."""
 
     def __init__(self, step: OwnStep, layer: int, sums: Sums) -> None:
         self._step, self._layer, self._sums = step, layer, sums
@@ -206,14 +206,14 @@ class _Unsummed:
         return summed[:, :whole], weights[:, :whole], 0
 
     def update_overlap_state(self, *_: Any) -> tuple[None, None]:
-        return None, None  # the first window has none before it
+        return None, None  # the first window has no window before it
 
     def update_compressor_states(self, _name: str, compressed: torch.Tensor) -> torch.Tensor:
         return compressed
 
 
 def among_picked(mask: torch.Tensor, picked: torch.Tensor | None) -> torch.Tensor:
-    """A mask [1, 1, rows, keys] that shows, of what it showed, only the keys whose numbers each row has picked, [1, rows, some]."""
+    """Narrows a mask [1, 1, rows, keys] to the keys whose numbers each row has picked, [1, rows, some]."""
     if picked is None:
         return mask
     hidden = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
@@ -230,7 +230,7 @@ _current = _Current()
 
 @contextmanager
 def own_attention_through(step: OwnStep | None) -> Iterator[None]:
-    """These layers' modules, run in this thread meanwhile, attend request by request. Without a step they run as they were made."""
+    """Inside, these layers' modules attend request by request when they run in this thread. With None they run unchanged."""
     _current.step = step
     try:
         yield
@@ -239,7 +239,7 @@ def own_attention_through(step: OwnStep | None) -> Iterator[None]:
 
 
 def wrap(layers: tuple[OwnLayer, ...]) -> None:
-    """From here on the modules attend request by request, in a step."""
+    """Wraps the layers' modules, so that within `own_attention_through` they attend request by request."""
     for layer in layers:
         layer.module.forward = _wrapped(layer, layer.module.forward)
 

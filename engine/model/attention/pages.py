@@ -1,4 +1,4 @@
-"""A batch's block tables as kernels of libraries want them: every request's pages, end to end."""
+"""A batch's block tables in the form that libraries' kernels take: all requests' pages, end to end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tandem.engine.model.runner import HostBatch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pages:
-    """All int32, in host memory. Request r has pages[page_start[r] : page_start[r + 1]], the last of them filled
-    up to last_page_len[r]. A query sees the keys of its own request's pages up to its own place, counted from
-    their end: pages before a sliding window may be left out."""
+    """Arrays of int32 in host memory. Request r has pages[page_start[r] : page_start[r + 1]]; the last one is filled up to
+    last_page_len[r]. A query's position is counted from the end of its request's pages, so pages before a sliding window may be left
+    out."""
 
     query_start: npt.NDArray[np.int32]  # [R + 1]
     page_start: npt.NDArray[np.int32]  # [R + 1]
@@ -23,7 +23,8 @@ class Pages:
 
 
 def pages_of(host: HostBatch, group: int, window: int | None, block_size: int) -> Pages:
-    """A sliding group has only the pages that its first row's window touches: earlier ones may belong to others by now."""
+    """The pages of one group. A sliding group has only those that its first row's window touches, because other requests may own the
+    earlier ones by now."""
     contexts = host.context_lens.astype(np.int64)
     queries = np.diff(host.query_start).astype(np.int64)
     first = np.zeros_like(contexts) if window is None else np.maximum(0, contexts - queries + 1 - window)
@@ -43,7 +44,7 @@ def pages_of(host: HostBatch, group: int, window: int | None, block_size: int) -
 
 
 def padded(pages: Pages | None, size: int) -> Pages:
-    """For `size` requests of one query each. Those that are missing see one key of the null block."""
+    """Pads to `size` requests of one query each. Padding reads one key of the null block."""
     known = 0 if pages is None else len(pages.last_page_len)
     missing = size - known
     start = 0 if pages is None else int(pages.page_start[-1])

@@ -1,8 +1,8 @@
-"""Compiles FlashInfer's kernels ahead of time, for an image whose pods would each compile them otherwise:
+"""Compiles FlashInfer's kernels ahead of time, for a container image. Otherwise each of its pods would compile them:
 
     FLASHINFER_CUDA_ARCH_LIST="8.0 9.0a" python -m tandem.engine.model.attention.prebuild [HEAD_DIM ...]
 
-Needs FlashInfer and CUDA's compiler, and no GPU. What a model needs beyond this is compiled when it is first loaded.
+It needs FlashInfer and CUDA's compiler, but no GPU. Further kernels that a model needs are compiled when it is first loaded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _DEFAULT_ARCHITECTURES = "8.0 8.9 9.0a"
 
 
 def specs(head_dims: Sequence[int] = HEAD_DIMS) -> list[Any]:
-    """What is to be compiled, its source written: full attention in bfloat16, by the kernels that run everywhere and,
-    where they are asked for, by Hopper's."""
+    """The kernels to compile, with their source written: full attention in bfloat16, by the kernels that run everywhere and, if the
+    list of architectures asks for them, by Hopper's."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", _DEFAULT_ARCHITECTURES)
     modules = importlib.import_module("flashinfer.jit.attention.modules")
     hopper = "9.0" in os.environ["FLASHINFER_CUDA_ARCH_LIST"]

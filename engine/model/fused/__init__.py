@@ -1,9 +1,9 @@
-"""A transformers model with fewer, larger operations: found by what its modules compute, not by their names.
+"""Fuses a transformers model into fewer, larger operations. Modules are recognized by what they compute, not by their names.
 
-find        what a module is, by trying it out; the model's modules give way to ours
-rotary      what waits until attention
-pieces      what can be had in one operation, and its plain formula
-cpu         the same by the CPU kernels (`kernels/`), with packed weights
-device      the same on a GPU
-triton_ops  its kernels, and what they compute in torch
+find        finds modules that can be fused by running them, and replaces them
+rotary      delays rotary embedding, and norms of queries and keys, until attention
+pieces      the fused operations, and their plain formulas
+cpu         the pieces by the CPU kernels (`kernels/`), with packed weights
+device      the pieces on a GPU
+triton_ops  the Triton kernels of `device`, and their plain torch versions
 """

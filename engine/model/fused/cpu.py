@@ -1,4 +1,4 @@
-"""The pieces by the CPU kernels: weights are packed once, and a piece is one call."""
+"""The pieces by the CPU kernels: weights are packed once, and each piece is one call of the library."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _ACTIVATIONS = {Activation.SILU: library.SILU, Activation.GELU_TANH: library.GEL
 
 
 def cpu_pieces(dtype: torch.dtype, threads: int) -> CpuPieces | None:
-    """None where the kernels do not run, or not in this dtype, or not fast."""
+    """The pieces for this dtype; None if the kernels do not run here, do not know the dtype, or are slow."""
     try:
         found = library.instruction_set(dtype) if dtype in _DTYPES else None
     except BuildFailed:
         return None
-    # Without vectors of its own for this processor the library is slower than torch's.
+    # Without vector instructions for this processor the library is slower than torch.
     return None if found in (None, "portable") else CpuPieces(dtype, threads)
 
 
 class _Updates:
-    """What adapters add to a product's columns."""
+    """The adapters' updates of a product's columns."""
 
     def __init__(self, columns: list[tuple[AdaptedLayer, int, int, int]]) -> None:
-        """Layers, of each the columns from here to there, and where in the product they begin."""
+        """`columns` are (layer, its first column, its end, the first column in the product)."""
         self._columns = columns
 
     @classmethod
@@ -51,7 +51,8 @@ class _Updates:
         return cls(columns)
 
     def now(self) -> tuple[library.RowUpdates | None, tuple[torch.Tensor, ...]]:
-        """In this step, and what of it must outlive a call besides the layers' stacks; None without."""
+        """Returns this step's updates for a call, and the tensors that must outlive the call besides the layers' stacks. None without
+        updates."""
         columns = [each for each in self._columns if each[0].down is not None]
         if not columns or (slots := columns[0][0].rows.wanted) is None:
             return None, ()
@@ -68,7 +69,7 @@ class _Updates:
 
 
 class CpuPieces:
-    """Owns packed weights and the threads that use them, and lives as long as its pieces do. One piece at a time."""
+    """Owns the packed weights and the threads that use them. It must live as long as its pieces. One piece runs at a time."""
 
     copies = True
     adds_updates = True
@@ -83,13 +84,13 @@ class CpuPieces:
         checked(0 if made else -1)
         self.handle: int = made
         self._close = weakref.finalize(self, self.native.tandem_operations_destroy, made)
-        self._close.atexit = False  # a step may be under way in another thread
+        self._close.atexit = False  # at exit a step may be running in another thread
         self.dtype = dtype
         self.lanes: int = self.native.tandem_lanes(made)
 
     @property
     def meetings(self) -> int:
-        """How often the threads have met so far."""
+        """How often the threads have synchronized so far."""
         met: int = self.native.tandem_meetings(self.handle)
         return met
 
@@ -140,14 +141,14 @@ class CpuPieces:
         return run
 
     def update(self, layer: AdaptedLayer, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Adds to each row of `out` what the adapter in its slot makes of the row of `x`."""
+        """Adds to each row of `out` the update that its adapter computes from the same row of `x`."""
         rows, into = in_rows(x, layer.inputs), in_rows(out, layer.outputs)
         updates, kept = _Updates([(layer, 0, layer.outputs, 0)]).now()
         arguments = (self.handle, _pointer(updates), byref(described(rows)), byref(described(into)))
         tape.call(self.native.tandem_update_rows, arguments, (rows, into, *kept))
 
     def _add(self, matrices: Sequence[Matrix], *, interleave: bool) -> tuple[int, int, int]:
-        """Its number, outputs and inputs."""
+        """Packs the matrices; returns their number in the library, and the outputs and inputs."""
         weights = [matrix.weight.contiguous() for matrix in matrices]
         outputs, inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         biases = None
@@ -165,13 +166,13 @@ class CpuPieces:
 
 
 def in_rows(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """[..., width] as [rows, width], a view where it can be."""
+    """[..., width] as [rows, width], a view if possible."""
     rows = tensor.reshape(-1, width)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def described(rows: torch.Tensor) -> library.KernelRows:
-    """Points into the tensor, which must outlive the call."""
+    """Describes rows to the library by a pointer into the tensor, which must outlive the call."""
     count, width = rows.shape
     return library.KernelRows(rows.data_ptr(), count, rows.stride(0), width, library.DTYPES[rows.dtype])
 

@@ -1,4 +1,4 @@
-"""The pieces on a GPU: products by torch's own libraries, what lies between them by Triton."""
+"""The pieces on a GPU: products by torch's libraries, and the operations between them by Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.engine.model.fused.pieces import Activation, Matrix, NotOneMatrix, P
 
 
 class DevicePieces:
-    """Matrices that are merged lie side by side from then on, and their modules' own weights are views of that."""
+    """See Pieces. Merged matrices become one tensor, and their modules' own weights become views of it."""
 
     copies = False
     adds_updates = False
@@ -55,7 +55,7 @@ def _merged(matrices: Sequence[Matrix]) -> tuple[torch.Tensor, torch.Tensor | No
         weight, start = torch.cat(weights), 0
         for part in weights:
             if isinstance(part, torch.nn.Parameter):
-                part.data = weight[start : start + part.shape[0]]  # the model has its weights once
+                part.data = weight[start : start + part.shape[0]]  # a view, so that the weights exist once
             start += part.shape[0]
     if all(matrix.bias is None for matrix in matrices):
         return weight, None
@@ -67,7 +67,7 @@ def _merged(matrices: Sequence[Matrix]) -> tuple[torch.Tensor, torch.Tensor | No
 
 
 def _side_by_side(weights: list[torch.Tensor]) -> torch.Tensor | None:
-    """As one tensor, where they are neighbours in memory."""
+    """The weights as one tensor if they are adjacent in memory; otherwise None."""
     first = weights[0]
     end = first.data_ptr()
     for weight in weights:

@@ -1,15 +1,14 @@
-"""Finds what of a model can be computed in fewer operations, and puts ours in its place.
+"""Finds the modules of a model that can be fused into fewer operations, and replaces them.
 
-Nothing is known of an architecture. The model runs once over a few tokens, and each of its modules shows what it was
-given and what it made of it:
+Nothing needs to be known about an architecture. The model runs once over a few tokens, and each module's input and output are noted:
 
-- linear layers that are given the very same tensor are one product;
-- a module that agrees with down(activation(gate(x)) * up(x)), in float32, is a gated activation;
-- one that agrees with RMSNorm is one;
-- where attention gets the very tensors that rotary embedding returned, the turning can wait until then, and with it the
-  norms that it was given the results of.
+- linear layers with the same input tensor become one product;
+- a module that agrees with down(activation(gate(x)) * up(x)) in float32 is a gated activation;
+- a module that agrees with RMSNorm is one;
+- if attention gets the same tensors that rotary embedding returned, rotary embedding can be applied there, together with the norms of
+  queries and keys before it.
 
-Each piece must then give what its module gave, or the module stays as it is; at last the whole model must.
+Each piece must then give its module's output, or the module stays unchanged. In the end the whole model must give the same logits.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ _LINEAR = (nn.Linear, KernelLinear)
 
 
 class Fused(msgspec.Struct):
-    """What was found, in numbers."""
+    """How many modules of each kind were fused."""
 
     gated: int = 0
     norms: int = 0
     merged: int = 0  # products of several linear layers
-    products: int = 0  # of one
+    products: int = 0  # products of one linear layer
     rotary: int = 0
-    left: int = 0  # weights of linear layers that stay as they are
+    left: int = 0  # weights in linear layers that were not fused
 
     def __str__(self) -> str:
         found = {
@@ -75,8 +74,8 @@ class Fused(msgspec.Struct):
 
 
 def fuse(model: PreTrainedModel, pieces: Pieces, adapted: AdaptedLayers | None = None) -> Fused | None:
-    """Changes the model. Layers that are `adapted` are left to pieces that add updates; without such pieces each is still called by
-    itself. None: what came out of it is not what the model computes, and it must be loaded again."""
+    """Fuses the model in place. Pieces that add adapters' updates replace `adapted` layers, too; other pieces leave each of them to be
+    called by itself. Returns None if the fused model computes something else: the caller must load the model again."""
     fused = Fused()
     left_to = adapted if pieces.adds_updates else None
     with torch.inference_mode():
@@ -85,7 +84,7 @@ def fuse(model: PreTrainedModel, pieces: Pieces, adapted: AdaptedLayers | None =
         expected = seen.run(rotary)
         consumed: set[nn.Module] = set()
         known: dict[type[nn.Module], int | None] = {}
-        norms: dict[int, tuple[nn.Module, Norm]] = {}  # by where their result was
+        norms: dict[int, tuple[nn.Module, Norm]] = {}  # by the address of their result
         for module, given in seen.modules():
             if isinstance(module, _LINEAR):
                 continue
@@ -121,7 +120,7 @@ def fuse(model: PreTrainedModel, pieces: Pieces, adapted: AdaptedLayers | None =
 class _Given:
     def __init__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self.x, self.out = x, out.clone()
-        self._made = out  # kept, so that nothing else comes to lie where it was
+        self._made = out  # kept alive, so that no other tensor gets its address
 
     @property
     def made_at(self) -> int:
@@ -129,7 +128,7 @@ class _Given:
 
 
 class _Seen:
-    """The model's modules that take one tensor and return one, and what those were."""
+    """The modules that take one tensor and return one, with their inputs and outputs in one run."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -211,14 +210,14 @@ def _gated_in(
     if len(linears) not in (2, 3) or any(seen.of(linear) is None for linear in linears):
         return None
     if sum(1 for _ in module.parameters()) != sum(1 for child in linears for _ in child.parameters()):
-        return None  # it has weights of another kind
+        return None  # it has weights besides the linear layers'
     ways = [
         (gate, up, down, activation)
         for gate, up, down in _as_gated(linears, given.x.shape[-1], adapted)
         for activation in Activation
     ]
     if type(module) not in known:
-        # Once for each class: a copy in float32 takes time and memory. What comes out shows which formula it is.
+        # The formula is found once for each class, because a float32 copy takes time and memory.
         x = given.x.float().reshape(-1, given.x.shape[-1])
         # A kernel has no wider dtype.
         rounds = any(isinstance(linear, KernelLinear) for linear in linears)
@@ -238,7 +237,7 @@ def _gated_in(
 
 
 def _best_of(errors: list[float], tolerance: float) -> int | None:
-    """The one that is right, and by far: rounding must not take one formula for another."""
+    """The formula whose error is within the tolerance and far below the others', so that rounding cannot confuse two; otherwise None."""
     order = sorted(range(len(errors)), key=errors.__getitem__)
     if not order or errors[order[0]] > tolerance:
         return None
@@ -283,7 +282,7 @@ def _norm_in(module: nn.Module, given: _Given) -> _Found | None:
         return None
     wide = copy.deepcopy(module).float()
     for offset in (0.0, 1.0):
-        # Small numbers show where epsilon is.
+        # Small inputs show the value of epsilon.
         if all(
             agrees(rms_norm(x, weight, offset, eps), wide(x), EXACT)
             for x in (given.x.float(), given.x.float() * 1e-3)
@@ -329,7 +328,7 @@ def _take_products(
 
 
 class SharedProduct:
-    """Several products of one tensor, computed when the first of them is asked for."""
+    """Several products of one tensor, which are all computed when the first one is called."""
 
     def __init__(self, piece: Piece, sizes: list[int]) -> None:
         self._piece = piece
@@ -354,7 +353,7 @@ class SharedProduct:
 
 
 def _release(model: nn.Module, consumed: Iterable[nn.Module]) -> None:
-    """What was packed is no more needed as it was, unless a module that stays has the same weights."""
+    """Frees the weights of modules that were packed, unless another module that stays has the same weights."""
     consumed = set(consumed)
     kept = {
         id(parameter)
@@ -369,7 +368,8 @@ def _release(model: nn.Module, consumed: Iterable[nn.Module]) -> None:
 
 
 def _give_up(modules: Iterable[nn.Module], adapted: AdaptedLayers | None) -> None:
-    """Joined kernels have copies of their own, and what computes a layer adds its updates."""
+    """These modules have been replaced by a piece: the piece adds the adapters' updates from now on, and the tensors of quantized kernels
+    are freed, because the joined kernel has copies."""
     for module in modules:
         if adapted is not None:
             adapted.leave(module)

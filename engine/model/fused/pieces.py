@@ -1,4 +1,4 @@
-"""What can be computed in one operation instead of several, and the plain formula that it has to agree with."""
+"""The contract of fused operations (`Pieces`), and the plain formula that each must agree with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tandem.engine.model.lora.rows import AdaptedLayer
 
 Piece = Callable[[torch.Tensor], torch.Tensor]
-"""Rows [..., inputs] to rows [..., outputs]."""
+"""Maps rows [..., inputs] to rows [..., outputs]."""
 
 
 class Activation(enum.Enum):
@@ -26,7 +26,7 @@ class JoinableKernel(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def joined(self, others: Sequence[Any]) -> Piece | None:
-        """This one's outputs, then those of others of its kind; None where that is not one matrix."""
+        """One kernel for this one's outputs, followed by those of others of its kind; None if they cannot be one matrix."""
         ...
 
 
@@ -35,13 +35,13 @@ class Matrix(msgspec.Struct, frozen=True):
 
     weight: torch.Tensor  # [outputs, inputs]
     bias: torch.Tensor | None
-    kernel: JoinableKernel | None = None  # computes it instead, from a quantized matrix
-    adapted: AdaptedLayer | None = None  # what adapters add to its rows, where a piece is to add that
-    first: int = 0  # of the layer's outputs, where it has some of them
+    kernel: JoinableKernel | None = None  # computes the product from a quantized matrix
+    adapted: AdaptedLayer | None = None  # the adapters' updates, if a piece must add them
+    first: int = 0  # the first of the layer's outputs, if this is a part of them
 
 
 class NotOneMatrix(Exception):
-    """These are quantized in different ways."""
+    """The matrices are quantized in different ways."""
 
 
 class Norm(msgspec.Struct, frozen=True):
@@ -53,27 +53,27 @@ class Norm(msgspec.Struct, frozen=True):
 
 
 class Rotary(msgspec.Struct, frozen=True):
-    """What is still to be done with queries and keys when attention gets them: norms over each head, if there are, then the
-    turning. Cosines and sines are [T, D] each, their first half repeated in the second: element i turns with i + D / 2."""
+    """What attention must still apply to queries and keys: norms over each head, if given, then the rotary embedding. Cosines and sines
+    are [T, D] each, with the first half repeated in the second: element i rotates with i + D / 2."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
-    query_norm: Norm | None = None  # both or none, of the same offset and epsilon
+    query_norm: Norm | None = None  # both norms or none, with the same offset and epsilon
     key_norm: Norm | None = None
 
 
 class Pieces(Protocol):
-    """What computes them. What is given may be released once it was taken."""
+    """Makes fused operations for one kind of device."""
 
-    # Whether matrices are copied, so that a model may give its own up.
+    # Whether matrices are copied, so that the model may free its own.
     copies: bool
-    # Whether they add what adapters add to the matrices' rows. Else each linear layer's result must be there by itself.
+    # Whether pieces add adapters' updates. Otherwise each linear layer's result must be computed by itself.
     adds_updates: bool
-    # Whether norms of queries and keys can wait with their turning.
+    # Whether norms of queries and keys can wait until attention with the rotary embedding.
     turns_norms: bool
 
     def product(self, matrices: Sequence[Matrix]) -> Piece:
-        """x times all of them, results side by side. Raises NotOneMatrix."""
+        """x times all the matrices, with the results side by side. Raises NotOneMatrix."""
         ...
 
     def gated(self, gate: Matrix, up: Matrix, down: Matrix, activation: Activation) -> Piece:
@@ -97,25 +97,25 @@ _LARGEST_FP8 = 448.0
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """What is too large becomes the largest, and not NaN."""
+    """Converts to FP8. Values that are too large become the largest one instead of NaN."""
     return x.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
 
 
 def turned(states: torch.Tensor, rotary: Rotary, norm: Norm | None) -> torch.Tensor:
-    """Queries or keys, [heads, T, D]."""
+    """Applies the norm and the rotary embedding to queries or keys [heads, T, D]."""
     if norm is not None:
         states = rms_norm(states, norm.weight, norm.offset, norm.eps)
     return rotated(states, rotary.cosines, rotary.sines)
 
 
 def rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """[heads, T, D], by angles [T, D] of which both halves are alike: pairs are (i, i + D / 2)."""
+    """Rotates [heads, T, D] by angles [T, D] whose halves are equal. Pairs are (i, i + D / 2)."""
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat((-second, first), dim=-1) * sines
 
 
-# A share of the largest value. In float32 two ways to the same differ in the last bits; in half precision they round at
-# different places, and another formula is far off all the same.
+# As a share of the largest value. In float32 two correct computations differ in the last bits; in half precision they round at
+# different places. A different formula is far off in both.
 EXACT = 1e-4
 ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 

@@ -1,5 +1,4 @@
-"""Rotary embedding that waits until attention, and with it the norms of queries and keys: both are done there, together with
-the write to the cache."""
+"""Delays rotary embedding, and the norms of queries and keys, until attention, which applies both together with the write to the cache."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _waiting = _Waiting()
 
 
 def take_rotary(query: torch.Tensor, key: torch.Tensor) -> Rotary | None:
-    """What is still to be done with these."""
+    """The rotary embedding that was delayed for these tensors; None without one. It is taken once."""
     waiting, _waiting.rotary = _waiting.rotary, None
     if waiting is None:
         return None
@@ -56,14 +55,16 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 
 class RotaryWatch:
-    """Modules whose code calls transformers' rotary embedding get it through us: first the real one, watched."""
+    """Replaces transformers' rotary embedding in the modules that call it: at first by a wrapper that watches the real function, to find
+    the modules that pass its results to attention unchanged; `put_off` then delays it in these."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._turned: tuple[torch.Tensor, torch.Tensor] | None = None
         self._right = False
         self._given_at: tuple[int, int] = (0, 0)
         self._modules: dict[nn.Module, bool] = {}
-        self._sources: dict[nn.Module, tuple[int, int]] = {}  # where their queries and keys were before
+        # The addresses of each module's queries and keys before rotation.
+        self._sources: dict[nn.Module, tuple[int, int]] = {}
         for module in model.modules():
             code = _unwrapped(type(module).forward)
             if code and hasattr(module, "layer_idx") and _ROTARY in code[-1].__code__.co_names:
@@ -103,7 +104,8 @@ class RotaryWatch:
             self._sources[module] = self._given_at
 
     def put_off(self, norms: dict[int, tuple[nn.Module, Norm]]) -> int:
-        """With the norms that their queries and keys come from."""
+        """Delays the rotary embedding of these modules, with the norms whose results are their queries and keys. Returns how many modules
+        it changed."""
         for module, can_wait in self._modules.items():
             if can_wait:
                 found = [norms.get(place) for place in self._sources[module]]
@@ -124,7 +126,7 @@ def _are_alike(one: Norm, other: Norm) -> bool:
 
 
 def _give(module: nn.Module, rotary: Callable[..., Any]) -> None:
-    """This module's code, with another function under that name. Other models of its class keep theirs."""
+    """Gives this module's code another function for rotary embedding. Other modules of its class keep theirs."""
     *decorators, own = _unwrapped(type(module).forward)
     changed = _copied(own, {**own.__globals__, _ROTARY: rotary}, own.__closure__)
     inner = own
@@ -138,8 +140,8 @@ def _give(module: nn.Module, rotary: Callable[..., Any]) -> None:
 
 
 def _unwrapped(forward: Any) -> list[types.FunctionType]:
-    """A method's decorators, the outermost first, and last the method itself. Empty where one of them is no function that calls the
-    next: then nothing can be put into it."""
+    """A method's decorators, the outermost first, and then the method itself. Empty if one of them is not a function that calls the next,
+    because a function inside it cannot be replaced then."""
     nested: list[types.FunctionType] = []
     while isinstance(forward, types.FunctionType):
         nested.append(forward)
@@ -153,9 +155,9 @@ def _unwrapped(forward: Any) -> list[types.FunctionType]:
 
 
 def _cell_of(decorator: types.FunctionType, inner: object) -> types.CellType | None:
-    """Where a decorator keeps the function that it calls."""
+    """The closure cell in which a decorator keeps the function that it calls; None without one."""
     for cell in decorator.__closure__ or ():
-        with contextlib.suppress(ValueError):  # nothing in it yet
+        with contextlib.suppress(ValueError):  # the cell is empty
             if cell.cell_contents is inner:
                 return cell
     return None

@@ -1,5 +1,5 @@
-"""What Triton computes on a GPU in one launch each, as operations of torch: they are recorded, counted and dispatched like
-any other. Where tensors are the host's, the plain formula stands in; so the two can be held against each other.
+"""Triton kernels, registered as operations of torch, so that torch records, counts and dispatches them like its own. On a CPU the plain
+formula runs instead, so that tests can compare the two.
 
 Triton comes with torch's CUDA builds and is imported with the first kernel.
 """
@@ -31,13 +31,13 @@ def norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> to
 
 
 def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """[..., 2 N] to [..., N]: activation of the first half, times the second."""
+    """Maps [..., 2 N] to [..., N]: the activation of the first half, times the second half."""
     out: torch.Tensor = torch.ops.tandem.gated(x, activation.value)
     return out
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, M] as FP8, and what each row is to be multiplied by: float32 [N, 1]."""
+    """Returns [N, M] in FP8, and each row's scale: float32 [N, 1]."""
     rounded, scales = torch.ops.tandem.quantize_rows(x)
     return rounded, scales
 
@@ -53,8 +53,8 @@ def rotate_and_write(
     *,
     pads: bool,
 ) -> torch.Tensor:
-    """Norms and turns queries and keys, writes keys and values to the cache, and returns the queries as [T, query heads, D].
-    With `pads` a token of the null block writes zeros there."""
+    """Applies norms and rotary embedding to queries and keys, writes keys and values to the cache, and returns the queries as
+    [T, query heads, D]. With `pads` a token whose slot is in the null block writes zeros."""
     angles: tuple[torch.Tensor | None, ...] = (None, None)
     weights: tuple[torch.Tensor | None, ...] = (None, None)
     offset = eps = 0.0
@@ -72,7 +72,7 @@ def rotate_and_write(
 # --- in torch
 
 _LARGEST_FP8 = 448.0
-_SMALLEST_SCALE = 1e-12  # of a row of zeros
+_SMALLEST_SCALE = 1e-12  # the scale of a row of zeros
 
 
 def _plain_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _plain_rotate_and_write(
 
 @functools.cache
 def kernels() -> Any:
-    """The three kernels. Triton reads their source when they are defined, so this is where it is imported."""
+    """The kernels. Triton is imported here, because it reads their source when they are defined."""
     import triton
     import triton.language as tl
 
@@ -262,7 +262,7 @@ def _launch_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: floa
 
 
 def _two_strides(x: torch.Tensor) -> bool:
-    """All dimensions before the last two are one, at one stride."""
+    """Whether all dimensions before the last two can be addressed as one, with one stride."""
     return all(x.shape[i] == 1 or x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 3))
 
 

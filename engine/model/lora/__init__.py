@@ -1,7 +1,7 @@
-"""LoRA adapters on the general path: many in one batch, over one copy of the model's weights.
+"""LoRA adapters on the general path: several in one batch, with one copy of the model's weights.
 
-folder      what a PEFT folder says: checked, read, identified by its content
-rows        what adapters add to the rows of one linear layer
-layers      the model's linear layers that an adapter may change
-slots       which adapters the node has, and which of them lie on the device for this step
+folder      reads and checks a PEFT folder, and identifies it by its content
+rows        computes what adapters add to the rows of one linear layer
+layers      finds the linear layers that an adapter may change, and wraps them
+slots       which adapters the node has, and which of them are in the layers' slots
 """

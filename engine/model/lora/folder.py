@@ -1,6 +1,6 @@
-"""A LoRA adapter as PEFT writes it: a folder with adapter_config.json and adapter_model.safetensors.
+"""Reads a LoRA adapter as PEFT writes it: a folder with adapter_config.json and adapter_model.safetensors.
 
-Whatever the adapter asks for that is not computed here is refused: it would be served all the same, and answer wrongly.
+An adapter that needs anything that is not computed here is refused, because it would answer wrongly without an error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 _ALL_LINEAR = "all-linear"
-# These initialisations change the base model's own weights, and the adapter is right beside the changed ones only.
+# These initialisations change the base model's own weights, and the adapter is correct only with the changed ones.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 class PeftConfig(msgspec.Struct, frozen=True):
-    """What decides the adapter's numbers. What is not listed is about training."""
+    """The fields of adapter_config.json that decide what the adapter computes. All others only concern training."""
 
     r: int
     lora_alpha: float
@@ -56,7 +56,7 @@ class PeftConfig(msgspec.Struct, frozen=True):
     init_lora_weights: bool | str | None = True
 
     def unsupported(self) -> str | None:
-        """What it asks for that is not computed here, and what to do about it."""
+        """Why this adapter cannot be served, and what to do about it; None if it can."""
         if self.peft_type != "LORA":
             return f"its peft_type is {self.peft_type}, and only LORA is served"
         if self.use_dora:
@@ -83,7 +83,7 @@ class PeftConfig(msgspec.Struct, frozen=True):
         return None
 
     def targets(self, layer: str) -> bool:
-        """Whether the update is of this layer, by PEFT's rules."""
+        """Whether the adapter changes this layer, by PEFT's rules."""
         if self.target_modules is None or self.target_modules == _ALL_LINEAR:
             return True
         if _named(self.exclude_modules, layer) or not _named(self.target_modules, layer):
@@ -126,10 +126,10 @@ def _by_pattern(patterns: Mapping[str, float], layer: str, otherwise: float) -> 
 
 
 class LayerUpdate(msgspec.Struct, frozen=True):
-    """What is added to a linear layer: x times `down`ᵀ times `up`ᵀ."""
+    """An adapter's update of one linear layer: it adds x times `down`ᵀ times `up`ᵀ."""
 
     down: torch.Tensor  # [rank, inputs]
-    up: torch.Tensor  # [outputs, rank], with the adapter's scale in it
+    up: torch.Tensor  # [outputs, rank], multiplied by the adapter's scale
 
     @property
     def rank(self) -> int:
@@ -138,7 +138,7 @@ class LayerUpdate(msgspec.Struct, frozen=True):
 
 class Adapter(msgspec.Struct, frozen=True):
     name: str
-    digest: str  # of its two files
+    digest: str  # of the folder's two files
     updates: dict[str, LayerUpdate]  # by the layer's name
 
     @property
@@ -155,8 +155,8 @@ def read_adapter(
     max_rank: int,
     dtype: torch.dtype,
 ) -> Adapter:
-    """`layers`: inputs and outputs of those that an adapter may change. `unfit`: why others must not be changed. Raises
-    ConfigurationError."""
+    """Reads and checks an adapter. `layers` has the inputs and outputs of the layers that it may change, `unfit` why it must not change
+    others. Raises a ConfigurationError."""
     about = f"the adapter {name!r} ({folder})"
     config_bytes, config = _read_config(about, folder)
     if (reason := config.unsupported()) is not None:
@@ -186,7 +186,7 @@ def read_adapter(
 
 
 def _read_config(about: str, folder: Path) -> tuple[bytes, PeftConfig]:
-    """As bytes too, without what says who made it and where."""
+    """Reads the configuration. Returns also the bytes to identify it by: its meaning, without who made it and where."""
     try:
         content = (folder / CONFIG_FILE).read_bytes()
     except OSError as error:

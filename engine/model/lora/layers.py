@@ -1,4 +1,4 @@
-"""The model's linear layers that an adapter may change: which they are, and what takes their place."""
+"""Finds the linear layers that an adapter may change, and makes their forward add the adapters' updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.engine.model.quantized.kernels import KernelLinear
 
 
 class AdaptedLayers:
-    """All that an adapter may change. `unfit` says why it must not change others."""
+    """The layers that adapters may change. `unfit` says why they must not change the others."""
 
     def __init__(self, layers: dict[str, AdaptedLayer], unfit: dict[str, str], rows: StepRows) -> None:
         self.layers = layers
@@ -38,29 +38,30 @@ class AdaptedLayers:
 
     @property
     def stacked(self) -> int:
-        """How many layers compute updates: as many products does a step with adapters have."""
+        """How many layers compute updates in a step with adapters."""
         return self._rows.stacked
 
     def of(self, module: nn.Module) -> AdaptedLayer | None:
-        """What adapters add to a module's rows."""
+        """The adapted layer of a module that has not been replaced yet; None without one."""
         return self._modules.get(module)
 
     def watch(self, module: nn.Module, layer: AdaptedLayer) -> None:
         self._modules[module] = layer
 
     def leave(self, module: nn.Module) -> None:
-        """What takes the module's place adds its updates."""
+        """A fused piece has replaced the module and adds its updates, so `take_place` leaves the module alone."""
         self._modules.pop(module, None)
 
     def take_place(self) -> None:
-        """From now on the forward of each module that was not left adds its updates."""
+        """Wraps the forward of each module that was not passed to `leave`, so that it adds the updates."""
         while self._modules:
             module, layer = self._modules.popitem()
             replace_forward(module, _with_updates(module.forward, layer))
 
     @contextmanager
     def step(self, slots: torch.Tensor | None, used: int) -> Iterator[None]:
-        """`slots`: int64 [T], each row's, -1 for the model itself. `used`: the first so many may be among them. None: no row has one."""
+        """Inside, the layers add the updates of a step. `slots` is int64 [T], the slot of each row's adapter, -1 without one; all are below
+        `used`. With None no row has an adapter."""
         if slots is None:
             yield
             return
@@ -88,8 +89,9 @@ def find_layers(
     rank: int,
     kernels: RowKernels | None = None,
 ) -> AdaptedLayers:
-    """Each linear layer that computes all of a step's rows, in the step's order: `run` computes a step of so many tokens, the logits of the
-    last alone. Nothing is added before `take_place`, and so pieces may be put in the place of layers before (engine.model.fused)."""
+    """Finds each linear layer that computes all of a step's rows in the step's order. `run` computes a step of the given number of tokens,
+    with logits for the last one only. The layers add nothing before `take_place`, so fused pieces may replace some of them before that
+    (engine.model.fused)."""
     tokens = 5
     seen: dict[nn.Module, set[int]] = {}
 
@@ -123,7 +125,7 @@ def find_layers(
 
 
 def _shape_of(module: nn.Module) -> tuple[int, int] | None:
-    """Inputs and outputs of a linear layer."""
+    """The inputs and outputs of a linear layer; None for another module."""
     if isinstance(module, nn.Linear | KernelLinear):
         return module.in_features, module.out_features
     if isinstance(module, Conv1D):

@@ -1,8 +1,9 @@
-"""What adapters add to the rows of one linear layer.
+"""Computes what adapters add to the rows of one linear layer.
 
-Slot s of a layer is a part of two stacked matrices. On CPUs our kernels read of them what each row's own adapter has, where they can while
-they compute the layer. Elsewhere a step multiplies all its rows by the stacks of the slots in use, two products for any number of adapters,
-and clears between them what is not of a row's own adapter: so a row without one gets zeros, and shapes do not depend on who wants what.
+Slot s of a layer is a part of two stacked matrices. On CPUs our kernels read only the part of each row's own adapter, if possible while they
+compute the layer. Elsewhere a step multiplies all its rows by the stacks of the slots in use, with two products for any number of adapters.
+Between the products it zeroes the columns that are not of a row's own adapter. So a row without an adapter gets zeros, and the shapes do not
+depend on which rows have which adapter.
 """
 
 from __future__ import annotations
@@ -15,40 +16,39 @@ from tandem.engine.model.lora.folder import LayerUpdate
 
 
 class RowKernels(Protocol):
-    """What reads of the stacks what each row's own adapter has (engine.model.fused.cpu.CpuPieces)."""
+    """Kernels that read only each row's own adapter from the stacks (engine.model.fused.cpu.CpuPieces)."""
 
     @property
     def lanes(self) -> int:
-        """So many of a layer's outputs lie together in a stack, for all that a slot's rank has."""
+        """How many of a layer's outputs are stored together in a stack, for all ranks of a slot."""
         ...
 
     def update(self, layer: AdaptedLayer, x: torch.Tensor, out: torch.Tensor) -> None: ...
 
 
 class StepRows:
-    """Which slots the step's rows want, and so which columns of the stacks each leaves out."""
+    """The slots of a step's rows, and so the columns of the stacks that each row leaves out."""
 
     def __init__(self, slots: int, rank: int, kernels: RowKernels | None = None) -> None:
-        self.slots, self.rank = slots, rank  # that there are, and of each
+        self.slots, self.rank = slots, rank  # the number of slots, and the rank of each
         self.kernels = kernels
-        self.wanted: torch.Tensor | None = None  # int64 [T]; None: no row wants an adapter
-        self.left_out: torch.Tensor | None = None  # bool [T, columns], without the kernels
-        self.stacked = 0  # layers that have stacks; none ever loses them
+        self.wanted: torch.Tensor | None = None  # int64 [T], each row's slot; None: no row has an adapter
+        self.left_out: torch.Tensor | None = None  # bool [T, columns]; only without the kernels
+        self.stacked = 0  # layers that have stacks, which they never lose
 
 
 class AdaptedLayer:
-    """What adapters add to a linear layer's rows."""
+    """The stacks of one linear layer, and the updates that they add to its rows."""
 
     def __init__(self, shape: tuple[int, int], rows: StepRows) -> None:
         self.inputs, self.outputs = shape
         self.rows = rows
         self.down: torch.Tensor | None = None  # [slots * rank, inputs]
-        self.up: torch.Tensor | None = (
-            None  # [slots * rank, outputs]; for kernels as library.RowUpdate wants it
-        )
+        # [slots * rank, outputs], or for kernels in the layout of library.RowUpdate.
+        self.up: torch.Tensor | None = None
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """`out`, which may be changed, and what this step's adapters add to it."""
+        """Returns `out` plus the updates of this step's adapters. It may change `out` in place."""
         rows = self.rows
         if rows.wanted is None or self.down is None or self.up is None:
             return out
@@ -62,7 +62,7 @@ class AdaptedLayer:
         return torch.addmm(out.reshape(-1, self.outputs), low, self.up[:columns]).view_as(out)
 
     def put(self, slot: int, update: LayerUpdate | None, like: torch.Tensor) -> None:
-        """None: the adapter does not change this layer."""
+        """Copies an adapter's update into a slot. With None the adapter does not change this layer, and the slot is zeroed."""
         slots, rank = self.rows.slots, self.rows.rank
         if self.down is None or self.up is None:
             if update is None:

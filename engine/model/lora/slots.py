@@ -1,7 +1,7 @@
-"""Which adapters a node has, and which of them lie in the slots of the model's layers.
+"""Which adapters a node has, and which of them are in the slots of the model's layers.
 
-All that are served are kept in host memory, and those that a request still uses. A step may have as many different ones as there are slots (`scheduler.max_loras`); the one
-that was used least recently makes room. Copies into slots are ordered with the steps on the device.
+Host memory has all adapters that are served, and those that a request still uses. A step may have as many different adapters as there are
+slots (`scheduler.max_loras`); the least recently used one makes room. The device executes copies into slots in order with the steps.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from tandem.wire.errors import InternalError
 
 
 class AdapterSlots:
-    """`read` and `served` may be used from any thread, everything else from the step thread only."""
+    """Any thread may use `read` and `served`; only the step thread uses everything else."""
 
     def __init__(self, layers: AdaptedLayers, dtype: torch.dtype, device: torch.device) -> None:
         self._layers = layers
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._adapters: dict[str, Adapter] = {}  # by identity
-        self._slots: dict[str, int] = {}  # by identity; the least recently used first
-        self.served: dict[str, str] = {}  # digests by name; replaced, never changed
+        self._slots: dict[str, int] = {}  # by identity, the least recently used first
+        self.served: dict[str, str] = {}  # digests by name; the dict is replaced, never changed
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """Raises ConfigurationError."""
+        """Reads an adapter and checks that it fits the model. Raises a ConfigurationError."""
         layers = self._layers
         return read_adapter(
             name, folder, layers.shapes, layers.unfit, max_rank=layers.rank, dtype=self._like.dtype
         )
 
     def serve(self, read: Iterable[Adapter], kept: Collection[str] = ()) -> None:
-        """From now on: those that were `read`, and of those that are served the ones with the names `kept`."""
+        """Serves the adapters in `read` from now on, and those already served whose names are in `kept`; no others."""
         served = {name: digest for name, digest in self.served.items() if name in kept}
         for adapter in read:
             self._adapters[adapter.identity] = adapter
@@ -47,18 +47,18 @@ class AdapterSlots:
 
     @property
     def has_others(self) -> bool:
-        """Some are here that are no longer served."""
+        """Whether the node still has adapters that are no longer served."""
         return len(self._adapters) > len(self.served)
 
     def forget_others(self, used: Collection[str]) -> None:
-        """Those that are neither served nor `used`, by identity."""
+        """Forgets the adapters that are neither served nor in `used`, which has identities."""
         served = {identity_of(name, digest) for name, digest in self.served.items()}
         for identity in self._adapters.keys() - served - set(used):
             del self._adapters[identity]
             self._slots.pop(identity, None)
 
     def place(self, wanted: Collection[str]) -> dict[str, int]:
-        """The slots of a step's adapters, all of them on the device."""
+        """Copies the adapters that a step needs into slots, unless they are there; returns the slot of each, by identity."""
         for identity in wanted:
             slot = self._slots.pop(identity, None)
             self._slots[identity] = slot if slot is not None else self._fill(identity, wanted)

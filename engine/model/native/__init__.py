@@ -1,4 +1,5 @@
-"""Our batches through the CPU kernels (`kernels/`).
+"""The native path: Llama-like models in the C++ library of `kernels/`.
 
-`forward.py` is what a runner sees: it gives a model's matrices to the library, and batches. `architecture.py` says which models fit.
+`forward.py` has the forward pass, which gives the library a model's matrices and then each batch. `architecture.py` says which models
+the library computes.
 """

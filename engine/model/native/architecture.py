@@ -1,4 +1,4 @@
-"""Which models the library computes: Llama, Mistral, Qwen2 and Qwen3, and what they differ in."""
+"""Which models the library computes (Llama, Mistral, Qwen2 and Qwen3), and how they differ."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import torch
 
-# Models of one type are one computation, whatever they are called: SmolLM2, for one, is a Llama.
+# Models of one type are computed alike, whatever they are called. SmolLM2, for example, is a Llama.
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 256
-# Rotary embeddings whose frequencies are constants of the model.
+# Types of rotary embedding whose frequencies are constants of the model.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -32,7 +32,7 @@ class Architecture(msgspec.Struct, frozen=True):
 
 
 def refusal(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a model of this configuration can't run here, or None."""
+    """Why a model with this configuration cannot run here; None if it can."""
     if device.type != "cpu":
         return f"the device is {device}"
     if dtype not in _DTYPES:
@@ -64,7 +64,7 @@ def _rope_refusal(rope: dict[str, Any]) -> str | None:
 
 def describe(config: Any) -> Architecture:
     kind = config.model_type
-    # Mistral has no biases, whatever is said; Qwen2 always has those of queries, keys and values, and no others.
+    # Mistral has no biases, whatever its configuration says. Qwen2 always has those of queries, keys and values, and no others.
     biased = kind in ("llama", "qwen3") and bool(config.attention_bias)
     return Architecture(
         layers=config.num_hidden_layers,

@@ -1,4 +1,4 @@
-"""A Llama-like model in the native library: its checkpoint's matrices packed once, and its forward pass (engine.model.runner.Forward)."""
+"""The native forward pass (engine.model.runner.Forward): packs a Llama-like model's matrices once, and computes batches in the library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tandem.kernels.build import BuildFailed
 from tandem.wire.errors import ConfigurationError, InternalError
 
 Take = Callable[[str], torch.Tensor | None]
-"""A tensor by its name in the checkpoint. It is read once, and need not stay."""
+"""Returns a tensor by its name in the checkpoint; None if there is none. The tensor is read once, and may be freed afterwards."""
 
 _BODY = "model."
 EMBEDDING = f"{_BODY}embed_tokens.weight"
@@ -38,20 +38,20 @@ HEAD = "lm_head.weight"
 
 
 def checked(status: int) -> None:
-    """A call that the library refuses is a mistake of ours."""
+    """Raises an InternalError if the library refused a call, which is a bug here."""
     if status != 0:
         raise InternalError(f"native model: {library.last_error()}")
 
 
 def numbered(status: int) -> int:
-    """The number of what was added to the library."""
+    """The number that the library gave to something added; raises like `checked`."""
     if status < 0:
         checked(status)
     return status
 
 
 class Checkpoint:
-    """A folder of safetensors files. Tensors are views of the mapped files: reading one costs no memory."""
+    """A folder of safetensors files. Tensors are views of the mapped files, so reading one takes no memory."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class Checkpoint:
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigurationError(f"the weights in {folder} cannot be read: {error}") from error
         self._left = set(self._files)
-        # A model that was saved without the head that chooses tokens: its tensors' names lack what stands for the model in it.
+        # A model that was saved without its head has tensors without the prefix that stands for the model in a whole one.
         self._is_bare = EMBEDDING not in self._files and EMBEDDING.removeprefix(_BODY) in self._files
 
     @property
@@ -83,14 +83,14 @@ class Checkpoint:
 
     @property
     def left(self) -> frozenset[str]:
-        """The names that were not taken."""
+        """The names of tensors that were not taken."""
         return frozenset(self._left)
 
 
 def load_weights(
     model: int, architecture: Architecture, take: Take, progress: Callable[[float], None]
 ) -> torch.Tensor:
-    """Packs everything. Returns the embedding, which the library reads where it is: it must stay alive."""
+    """Packs all weights. Returns the embedding, which the library reads in place: the caller must keep it alive."""
     native = library.load()
     a = architecture
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -133,7 +133,7 @@ def load_weights(
 
 
 def _head(take: Take, a: Architecture, embedding: torch.Tensor) -> torch.Tensor:
-    """A checkpoint that holds a head of its own is not tied, whatever its configuration says: so transformers has it."""
+    """The head's matrix. As in transformers, a checkpoint with its own head is not tied, whatever its configuration says."""
     name, shape = HEAD, (a.vocab, a.hidden)
     if not a.tied:
         return _required(take, name, shape)
@@ -168,13 +168,13 @@ def _parts(tensors: list[Any]) -> ctypes.Array[library.WeightRows]:
     return (library.WeightRows * len(tensors))(*map(library.part, tensors))
 
 
-# With hooks, layers run in ranges, long enough that the calls between them cost nothing: a range covers about so
-# many (tokens x layers).
+# With hooks, the library runs ranges of layers that are long enough for the calls between them to cost nothing: about this many
+# tokens x layers.
 _TOKEN_LAYERS_PER_RANGE = 128
 
 
 def supports(config: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> str | None:
-    """None if `NativeLlamaForward` can compute this model here; otherwise why not. May compile the library."""
+    """Why `NativeLlamaForward` cannot compute this model here; None if it can. May compile the library."""
     reason = refusal(config, dtype, torch.device(device))
     if reason is not None:
         return reason
@@ -186,9 +186,9 @@ def supports(config: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
 
 
 class NativeLlamaForward:
-    """Owns packed copies of the weights and the threads that use them. One step at a time.
+    """Owns packed copies of the weights and the threads that use them. One step runs at a time.
 
-    `use_cache` must be called before the first step.
+    Call `use_cache` before the first step.
     """
 
     def __init__(
@@ -202,11 +202,11 @@ class NativeLlamaForward:
         instruction_set: str = "",
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """`rotary` is the model's own rotary embedding; made from the configuration if it is None.
+        """`rotary` is the model's own rotary embedding; with None it is made from the configuration.
 
-        `instruction_set` forbids everything better than the one named.
+        `instruction_set` forbids all better ones than the one named.
         """
-        self.generates = True  # False: there is no head, so its logits mean nothing
+        self.generates = True  # False: there is no head, so the logits mean nothing
         self._architecture = describe(config)
         self._dtype = dtype
         self._cache: torch.Tensor | None = None
@@ -235,9 +235,8 @@ class NativeLlamaForward:
             raise ConfigurationError(f"the native model cannot be made: {library.last_error()}")
         self._model: int = made
         self._close = weakref.finalize(self, native.tandem_destroy, made)
-        self._close.atexit = (
-            False  # a step may be under way in another thread; the system takes everything back
-        )
+        # At exit a step may be running in another thread, and the system frees everything anyway.
+        self._close.atexit = False
         self._native = native
         self._embedding = load_weights(made, a, take, progress)
         self._set_rotary(*_rotary(config) if rotary is None else (rotary.inv_freq, rotary.attention_scaling))
@@ -253,8 +252,8 @@ class NativeLlamaForward:
         progress: Callable[[float], None] = lambda share: None,
         may_lack_head: bool = False,
     ) -> NativeLlamaForward:
-        """Straight from safetensors files, without a torch model. One that `may_lack_head` makes vectors without it, and its logits
-        mean nothing then."""
+        """Loads safetensors files without a torch model. With `may_lack_head` a checkpoint without a head is accepted: it makes vectors, and
+        its logits mean nothing."""
         files = Checkpoint(Path(folder))
         generates = config.tie_word_embeddings or files.holds_head or not may_lack_head
         take = files.take if generates else files.take_embedding_for_head
@@ -273,8 +272,8 @@ class NativeLlamaForward:
         release: bool = False,
         progress: Callable[[float], None] = lambda share: None,
     ) -> NativeLlamaForward:
-        """From a transformers model. With `release` each of its matrices is given up as soon as it is packed, so
-        that the weights are never in memory twice; the module is of no use afterwards."""
+        """Packs a transformers model. With `release` each matrix is freed as soon as it is packed, so that the weights are never in memory
+        twice; the module cannot be used afterwards."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
 
         def take(name: str) -> torch.Tensor | None:
@@ -283,7 +282,7 @@ class NativeLlamaForward:
                 return None
             data = parameter.data
             if release and not data.numel():
-                return None  # given up already, under the other of its two names
+                return None  # freed already, under the other of its two names
             if release:
                 parameter.data = torch.empty(0, dtype=data.dtype)
             return data
@@ -301,7 +300,7 @@ class NativeLlamaForward:
         )
 
     def use_cache(self, kv_cache: torch.Tensor, groups: Sequence[KVCacheGroup]) -> None:
-        """The tensor [num_blocks, slots, 2, num_kv_heads, block_size, head_dim]; slot s holds layer s of its group."""
+        """Sets the KV cache tensor [num_blocks, slots, 2, num_kv_heads, block_size, head_dim]; slot s holds layer s of its group."""
         a = self._architecture
         expected = (2, a.kv_heads, groups[0].block_size, a.head_dim)
         if kv_cache.shape[2:] != expected or kv_cache.dtype != self._dtype or not kv_cache.is_contiguous():
@@ -331,7 +330,7 @@ class NativeLlamaForward:
         if not self._close.alive:
             raise InternalError("the native model is closed")
         native, model, layers = self._native, self._model, self._architecture.layers
-        # The library keeps the pointers until the step's last call, so what they lead to must outlive this line.
+        # The library keeps these pointers until the step's last call, so the tensors must live until then.
         wanted = last_rows(batch)
         given = given_rows(batch, self._dtype, self._architecture.hidden)
         step = step_batch(batch, self._groups, wanted, given)
@@ -371,11 +370,11 @@ class NativeLlamaForward:
         return self._hidden
 
     def close(self) -> None:
-        """Ends the threads and gives the memory back. Nothing may be computed afterwards. Idempotent."""
+        """Ends the threads and frees the memory. No step may run afterwards. Idempotent."""
         self._close()
 
     def profile(self, on: bool) -> dict[str, int]:
-        """Nanoseconds per kind of work since profiling was last turned on."""
+        """Turns profiling on or off. Returns the nanoseconds per kind of work since it was last turned on."""
         times = (c_int64 * len(library.PHASES))()
         checked(self._native.tandem_profile(self._model, on, times))
         return dict(zip(library.PHASES, times, strict=True))
@@ -403,14 +402,14 @@ class NativeLlamaForward:
 
 
 def last_rows(batch: Batch) -> torch.Tensor:
-    """The rows that leave the last layer."""
+    """The rows that the last layer computes for logits or hidden states."""
     if batch.hidden_rows is None:
         return batch.logit_rows
     return torch.from_numpy(np.union1d(batch.logit_rows.numpy(), batch.hidden_rows.numpy()))
 
 
 def given_rows(batch: Batch, dtype: torch.dtype, hidden: int) -> torch.Tensor | None:
-    """What stands in the place of tokens' embeddings, as precise as these are."""
+    """The rows that replace tokens' embeddings, in float32 but rounded to the embeddings' dtype; None without any."""
     if batch.image_states is None:
         return None
     if batch.image_states.shape[-1] != hidden:
@@ -421,8 +420,8 @@ def given_rows(batch: Batch, dtype: torch.dtype, hidden: int) -> torch.Tensor | 
 def step_batch(
     batch: Batch, groups: int, rows: torch.Tensor | None = None, given: torch.Tensor | None = None
 ) -> library.StepBatch:
-    """Points into the batch's tensors, into `rows`, if others leave the last layer than `logit_rows`, and into `given`, which stands in the
-    place of some embeddings: all must outlive the step."""
+    """Describes a batch to the library by pointers into its tensors, which must outlive the step. So must `rows`, the rows that the last
+    layer computes if these are not `logit_rows`, and `given`, which replaces some embeddings."""
     rows = batch.logit_rows if rows is None else rows
     tables = batch.block_tables
     if len(tables) != groups:
@@ -449,12 +448,12 @@ def step_batch(
 
 
 def _rotary(config: Any) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, and by how much cosines and sines are scaled."""
+    """The inverse frequencies, and the factor of cosines and sines."""
     rope = rope_parameters(config)
     if rope.get("rope_type", "default") == "default":
         size = head_size(config)
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
-    # The same for every supported type of model; imported late, because transformers takes its time.
+    # It is the same for every supported type of model. Imported late, because importing transformers takes seconds.
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rotary: Any = LlamaRotaryEmbedding(config)
@@ -464,8 +463,8 @@ def _rotary(config: Any) -> tuple[torch.Tensor, float]:
 def cores_for(threads: int) -> list[int]:
     """A core for each thread, or -1 to let it run anywhere.
 
-    Threads are bound if this process was given just so many cores. Among more, the system places them better: another
-    node on this machine would choose the same ones.
+    Threads are bound only if this process has exactly as many cores. With more cores the system places threads better, because another
+    node on this machine would bind its threads to the same ones.
     """
     if not hasattr(os, "sched_getaffinity"):
         return [-1] * max(1, threads)

@@ -1,6 +1,6 @@
-"""Checkpoints whose matrices have fewer bits: FP8, AWQ, GPTQ and what compressed-tensors writes.
+"""Quantized checkpoints: FP8, AWQ, GPTQ and compressed-tensors.
 
-formats  what such a matrix consists of in a checkpoint, and which numbers it stands for
-loading  transformers loads it as it is; then it becomes an ordinary matrix, or one for a GPU's kernels
-kernels  products with such matrices, by the kernels that torch brings
+formats  the tensors of a quantized matrix in a checkpoint, and the numbers that it stands for
+loading  loads quantized matrices with transformers, and turns them into ordinary linear layers or into ones with GPU kernels
+kernels  linear layers that compute with quantized matrices, by kernels of torch and FlashInfer
 """

@@ -1,6 +1,6 @@
-"""What a quantized matrix consists of in a checkpoint, and which numbers it stands for.
+"""The formats of quantized matrices: which tensors a checkpoint has for one, and which numbers they stand for.
 
-What it is shows by its tensors' names and dtypes; the configuration says only what they leave open.
+The tensors' names and dtypes show the format; the configuration is read only for what they leave open.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from tandem.wire.errors import ConfigurationError
 
 Tensors = Mapping[str, torch.Tensor]
-"""The tensors of one linear layer, by the part of their names that follows the layer's."""
+"""The tensors of one linear layer, by the part of their names after the layer's."""
 
 METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 _DTYPES = {
@@ -32,11 +32,11 @@ _DTYPES = {
     "I64": torch.int64,
 }
 _USUAL_BLOCK = (128, 128)
-# By these a layer is known to be quantized.
+# A layer with one of these tensors is quantized.
 _MARKS = ("weight_scale", "weight_scale_inv", "qweight", "weight_packed")
-# What may stand beside them: scales of activations and of KV, which are found again here.
+# Further tensors that such a layer may have. Scales of activations and of KV are not used: they are computed here.
 _ASIDE = ("bias", "input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale")
-# In which order AWQ packs eight columns.
+# The order in which AWQ packs eight columns.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -73,15 +73,15 @@ class TensorFacts(msgspec.Struct, frozen=True):
 
 class QuantizedCheckpoint(msgspec.Struct, frozen=True):
     method: str
-    bits: int  # of what is packed with GPTQ and AWQ
-    zeros_less_one: bool  # GPTQ's first format keeps its zero points so
-    block: tuple[int, int]  # outputs and inputs that share a scale, with FP8 in blocks
-    layers: dict[str, dict[str, TensorFacts]]  # quantized layers by name
+    bits: int  # of a packed number, with GPTQ and AWQ
+    zeros_less_one: bool  # zero points are stored minus one, as in GPTQ's first format
+    block: tuple[int, int]  # (outputs, inputs) that share a scale, with block-wise FP8
+    layers: dict[str, dict[str, TensorFacts]]  # the tensors of each quantized layer, by name
 
 
 def read_checkpoint(name: str, folder: Path, config: Any) -> QuantizedCheckpoint | None:
-    """None: it is not quantized, or by something that transformers has to know. Raises ConfigurationError for what neither
-    computes right."""
+    """Reads which layers are quantized, and how. Returns None for a checkpoint that is not quantized, or whose format transformers must
+    handle. Raises a ConfigurationError for a format that neither computes correctly."""
     written = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
@@ -93,7 +93,7 @@ def read_checkpoint(name: str, folder: Path, config: Any) -> QuantizedCheckpoint
         raise ConfigurationError(f"{name} cannot be served: {problem}")
     layers = _layers(folder)
     if any(re.search(r"\.experts\.\d+\.", layer) for layer in layers):
-        return None  # they become one tensor for all experts
+        return None  # transformers joins the experts into one tensor
     known = QuantizedCheckpoint(
         method,
         int(written.get("bits") or written.get("w_bit") or 4),
@@ -146,7 +146,7 @@ def _layers(folder: Path) -> dict[str, dict[str, TensorFacts]]:
 
 
 def kind_of(tensors: Mapping[str, TensorFacts | torch.Tensor], method: str) -> Kind:
-    """Raises ValueError, with what the layer is, if it is nothing known."""
+    """The kind of a layer, from its tensors. Raises a ValueError that describes the layer if it is of no known kind."""
     kind = None
     if "qweight" in tensors:
         kind = Kind.AWQ if method == "awq" else Kind.GPTQ
@@ -166,7 +166,7 @@ def kind_of(tensors: Mapping[str, TensorFacts | torch.Tensor], method: str) -> K
 def sizes_of(
     kind: Kind, tensors: Mapping[str, TensorFacts | torch.Tensor], bits: int
 ) -> tuple[int, int] | None:
-    """(outputs, inputs); None where a tensor's content says it."""
+    """(outputs, inputs); None if only a tensor's content tells them."""
     if kind in (Kind.FP8, Kind.INT8):
         outputs, inputs = tensors["weight"].shape
         return int(outputs), int(inputs)
@@ -178,7 +178,7 @@ def sizes_of(
 
 
 def dense(tensors: Tensors, checkpoint: QuantizedCheckpoint) -> torch.Tensor:
-    """[outputs, inputs], in float32."""
+    """The numbers that a matrix stands for, [outputs, inputs] in float32."""
     kind, bits = kind_of(tensors, checkpoint.method), checkpoint.bits
     if kind is Kind.FP8:
         return tensors["weight"].float() * _spread(
@@ -194,7 +194,7 @@ def dense(tensors: Tensors, checkpoint: QuantizedCheckpoint) -> torch.Tensor:
 
 
 def fp8_scales(tensors: Tensors) -> torch.Tensor:
-    """The scales of the whole matrix, its rows, or its blocks: two dimensions."""
+    """The scales of the whole matrix, of its rows, or of its blocks, as two dimensions."""
     scales = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
     if scales is None:
         return torch.ones(1, 1, device=tensors["weight"].device)
@@ -205,7 +205,7 @@ def fp8_scales(tensors: Tensors) -> torch.Tensor:
 
 
 def _spread(scales: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:
-    """The last block of a row or column may be cut off."""
+    """Repeats block scales to the matrix's shape. The last block of a row or column may be incomplete."""
     for axis, size in enumerate(shape):
         if scales.shape[axis] not in (1, size):
             scales = scales.repeat_interleave(block[axis], dim=axis).narrow(axis, 0, size)
@@ -215,8 +215,8 @@ def _spread(scales: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]
 def codes_of(
     kind: Kind, tensors: Tensors, bits: int, zeros_less_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """Integers [outputs, inputs], their zero points and scales [outputs, groups], and which group an input is of if they are
-    not simply in order."""
+    """Returns the integers [outputs, inputs], their zero points and scales [outputs, groups], and each input's group; None instead of the
+    last if the groups are in order."""
     if kind is Kind.INT8:
         scales = tensors["weight_scale"]
         scales = scales.reshape(1, 1).expand(tensors["weight"].shape[0], 1) if scales.numel() == 1 else scales
@@ -253,13 +253,13 @@ def codes_of(
 
 
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """[N, M] int32 to [N, M * 32 / bits]: the lowest bits first."""
+    """Unpacks int32 [N, M] to [N, M * 32 / bits], the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     codes = (packed.contiguous()[:, :, None] >> shifts).bitwise_and_((1 << bits) - 1)
     return codes.flatten(1)
 
 
 def tail_of(layer: str) -> str:
-    """What a model and its checkpoint call it alike: the parts before its number may differ."""
+    """The part of a layer's name that a model and its checkpoint share. The parts before the layer's number may differ."""
     found = re.search(r"(?:^|\.)((?:layers|h|blocks)\.\d+\..*)$", layer)
     return found[1] if found else layer

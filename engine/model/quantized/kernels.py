@@ -1,8 +1,8 @@
-"""Linear layers whose matrix stays quantized, by kernels that libraries bring: torch's row-wise FP8 and 4-bit products, and
-FlashInfer's for FP8 in blocks.
+"""Linear layers whose matrix stays quantized, by libraries' kernels: torch's for row-wise FP8 and 4 bits, FlashInfer's for block-wise
+FP8.
 
-Each kind is tried on the matrix itself: what does not run here, or computes something else than the matrix stands for,
-gives way to an ordinary layer.
+Each kernel is tried on the matrix itself. If it does not run here, or its result differs from the matrix's numbers, an ordinary layer
+is used.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tandem.engine.model.quantized.formats import (
     kind_of,
 )
 
-_BLOCK = 128  # of FP8's blocks, both ways
-_GROUPS = (32, 64, 128, 256)  # inputs that share a scale, as torch's kernel takes them
+_BLOCK = 128  # rows and columns of a block with FP8
+_GROUPS = (32, 64, 128, 256)  # the numbers of inputs per scale that torch's kernel takes
 _INNER_TILES = 8
 _ROWS_TRIED = 4
-# Relative to the largest value: activations are rounded to eight bits, and the sums' errors are far below.
+# Relative to the largest value. Activations are rounded to eight bits; the errors of the sums are far smaller.
 _TOLERANCE = 0.06
 
 
 class KernelLinear(nn.Module):
-    """Several of one kind, given the same tensor, may become one."""
+    """A linear layer with a quantized matrix. Several of one kind that read the same tensor may be joined into one."""
 
     in_features: int
     out_features: int
@@ -53,12 +53,12 @@ class KernelLinear(nn.Module):
 
     def _keep(self, **tensors: torch.Tensor) -> None:
         for name, tensor in tensors.items():
-            # A parameter, so that it counts as one of the model's weights.
+            # It is a parameter, so that it counts as one of the model's weights.
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 class RowScaled(KernelLinear):
-    """FP8 with a scale for each output. Activations are rounded to FP8 with one for each row."""
+    """FP8 with a scale for each output. Activations are rounded to FP8 with a scale for each row."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -80,7 +80,7 @@ class RowScaled(KernelLinear):
 
 
 class BlockScaled(KernelLinear):
-    """FP8 with a scale for each block, by FlashInfer on Hopper."""
+    """FP8 with a scale for each block, by FlashInfer's kernel on Hopper."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -105,7 +105,7 @@ class BlockScaled(KernelLinear):
 
 
 class FourBit(KernelLinear):
-    """Four bits with a scale and a zero point for each group of inputs, by torch."""
+    """Four bits with a scale and a zero point for each group of inputs, by torch's kernel."""
 
     packed: torch.Tensor
     scales_and_zeros: torch.Tensor
@@ -114,7 +114,7 @@ class FourBit(KernelLinear):
         self,
         codes: torch.Tensor,  # [outputs, inputs], 0 to 15
         scales_and_zeros: torch.Tensor,  # [groups, outputs, 2]: (code - 8) * scale + zero
-        order: torch.Tensor | None,  # of the inputs; None: as they come
+        order: torch.Tensor | None,  # the order of the inputs; None: unchanged
         bias: torch.Tensor | None,
     ) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def _biases(layers: Sequence[KernelLinear]) -> torch.Tensor | None:
 def kernel_for(
     tensors: Tensors, checkpoint: QuantizedCheckpoint, dtype: torch.dtype
 ) -> tuple[KernelLinear | None, str]:
-    """Or why there is none."""
+    """Returns a layer that computes with the quantized matrix, or None and the reason why there is none."""
     bias = tensors.get("bias")
     bias = None if bias is None else bias.to(dtype)
     try:
@@ -183,7 +183,7 @@ def kernel_for(
             if _computes(made, tensors, checkpoint, dtype)
             else (None, "the kernel finds something else")
         )
-    except Exception as error:  # whatever a library raises where it does not run
+    except Exception as error:  # a library may raise anything if it does not run here
         return None, f"the kernel does not run here: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -212,7 +212,7 @@ def _made(
         codes = codes + 8
         zeros = torch.full_like(scales, 8) if zeros is None else zeros + 8
     outputs, inputs = codes.shape
-    if scales.shape[1] == 1:  # for the whole row: as many groups as the kernel wants
+    if scales.shape[1] == 1:  # one scale for a whole row is repeated for as many groups as the kernel needs
         count = inputs // _GROUPS[-1]
         scales, zeros = scales.expand(-1, count), zeros.expand(-1, count) if zeros is not None else None
         groups = None
@@ -220,7 +220,7 @@ def _made(
     order = None
     if groups is not None:
         in_order = torch.arange(inputs, device=groups.device) // group
-        if not torch.equal(groups.long(), in_order):  # GPTQ with `desc_act`: the inputs change places first
+        if not torch.equal(groups.long(), in_order):  # GPTQ with `desc_act`: the inputs are reordered first
             order = groups.long().argsort(stable=True)
             if not torch.equal(groups.long()[order], in_order):
                 return "its groups are of different sizes"

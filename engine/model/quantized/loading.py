@@ -1,5 +1,5 @@
-"""transformers loads a quantized matrix as it is, tensor by tensor; then it becomes an ordinary linear layer, or one of a
-GPU's kernels if these compute what it stands for."""
+"""Loads quantized matrices through transformers, tensor by tensor and unchanged. Afterwards each becomes an ordinary linear layer, or on a
+GPU one with a kernel, if the kernel's result is right."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _METHOD = "tandem"
 
 
 class QuantizedLinear(nn.Module):
-    """Holds a layer's tensors between the file and what computes with them."""
+    """Holds a layer's tensors after they are read, until `finish_loading` replaces it by a layer that computes."""
 
     def __init__(
         self, tensors: dict[str, TensorFacts], checkpoint: QuantizedCheckpoint, *, has_bias: bool
     ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
-        self._has_bias = has_bias  # by the model's configuration
+        self._has_bias = has_bias  # according to the model's configuration
         for name, described in tensors.items():
             empty = torch.empty(described.shape, dtype=described.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Tools that write GPTQ add biases of zeros to models that have none."""
+        """The layer's tensors, without the bias of zeros that tools for GPTQ add to models without biases."""
         held = {name: parameter.data for name, parameter in self.named_parameters()}
         if "bias" in held and not self._has_bias and not held["bias"].any():
             del held["bias"]
@@ -85,7 +85,8 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
                 continue
             size = sizes_of(kind_of(parts, checkpoint.method), parts, checkpoint.bits)
             if size is not None and size != (module.out_features, module.in_features):
-                continue  # the configuration is another model's: what is missing and left over is refused by name
+                # The configuration does not fit the checkpoint. `load_model` refuses it and names the tensors.
+                continue
             _put(model, name, QuantizedLinear(parts, checkpoint, has_bias=module.bias is not None))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
@@ -101,7 +102,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def loading_options(config: Any, checkpoint: QuantizedCheckpoint) -> dict[str, Any]:
-    """For `from_pretrained`."""
+    """The options for `from_pretrained`."""
     told = copy.deepcopy(config)
     text = told.get_text_config()
     if text is not told and getattr(text, "quantization_config", None) is not None:
@@ -113,7 +114,7 @@ def loading_options(config: Any, checkpoint: QuantizedCheckpoint) -> dict[str, A
 def finish_loading(
     source: ModelSource, model: PreTrainedModel, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Each quantized matrix becomes what is computed with."""
+    """Replaces each quantized matrix by a layer that computes with it."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
     kept = 0
     refused: set[str] = set()

@@ -1,6 +1,6 @@
-"""Layers that keep a state of all tokens before, where attention keeps keys and values of each.
+"""Recurrent layers, which keep a state of all tokens before instead of each token's keys and values.
 
-layout     where in a request's blocks each state lies; read from there and written back
-mixers     the modules that keep states: found by running the model once, then computed request by request
-own_states modules of transformers that keep states in themselves
+layout     where each state is in a request's blocks; reads and writes states there
+mixers     the modules that keep states: finds them by running the model once, and computes them request by request
+own_states changes modules of transformers that keep states in themselves
 """

@@ -1,7 +1,7 @@
-"""Where each of a request's recurrent states lies in its blocks of the KV cache.
+"""The layout of a request's recurrent states in its blocks of the KV cache.
 
-States are bytes here: a pool of bfloat16 keeps a state of float32 as it is. A request's blocks, in the order of its table, are one
-run of bytes, and the states of the layers follow each other in it. A state may begin in one block and end in the next.
+States are kept as bytes, so a pool of bfloat16 keeps a float32 state unchanged. A request's blocks, in the order of its table, are one
+run of bytes with one layer's states after the other. A state may begin in one block and end in a later one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ StateKey = tuple[int, str, int]
 
 
 class State(msgspec.Struct, frozen=True):
-    """One state of one request, as its module keeps it."""
+    """One state of a request, with the shape that its module keeps."""
 
     layer: int
     kind: str
     number: int
-    shape: tuple[int, ...]  # without the dimension of requests
+    shape: tuple[int, ...]  # without the batch dimension
     dtype: torch.dtype
 
     @property
@@ -64,12 +64,12 @@ class LayerStates:
 
     def __init__(self, tensor: torch.Tensor, layout: StateLayout) -> None:
         self._blocks = tensor.view(tensor.shape[0], -1).view(torch.uint8)  # [blocks, bytes]
-        # The same memory: a write takes as long as it has elements.
+        # The same memory in larger elements: a write's time grows with their number.
         self._words = self._blocks.view(longest_word(self._blocks.shape[1]))
         self._begin = {state.key: begin for state, begin in zip(layout.states, layout.begins, strict=True)}
 
     def load(self, states: tuple[State, ...], table: torch.Tensor) -> dict[StateKey, torch.Tensor]:
-        """Copies, [requests, *shape] each. `table` is [requests, blocks of each]."""
+        """Returns copies of the states, [requests, *shape] each. `table` is [requests, blocks per request]."""
         first, last, base = self._span(states)
         run = self._read(table[:, first:last])
         return {
@@ -84,7 +84,7 @@ class LayerStates:
     def save(
         self, states: tuple[State, ...], table: torch.Tensor, values: dict[StateKey, torch.Tensor]
     ) -> None:
-        """Blocks are written whole: what else lies in the first and the last is read before."""
+        """Writes the states. Whole blocks are written, so the rest of the first and the last block is read before."""
         first, last, base = self._span(states)
         blocks = table[:, first:last]
         run = self._read(blocks)
@@ -96,11 +96,11 @@ class LayerStates:
         self._words[blocks] = run.view(*blocks.shape, -1).view(self._words.dtype)
 
     def _read(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Those of each request one after the other, as bytes."""
+        """Each request's blocks, one after the other, as bytes."""
         return self._blocks.index_select(0, blocks.flatten()).view(len(blocks), -1)
 
     def _span(self, states: tuple[State, ...]) -> tuple[int, int, int]:
-        """The blocks of a table in which these lie, and where the first of them begins."""
+        """The blocks of a table that these states are in, and the byte where the first state begins."""
         size = self._blocks.shape[1]
         first = min(self._begin[state.key] for state in states) // size
         end = max(self._begin[state.key] + state.num_bytes for state in states)

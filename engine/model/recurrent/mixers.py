@@ -1,15 +1,15 @@
-"""The modules that keep recurrent states, computed request by request.
+"""Mixers: the modules that keep recurrent states. They are computed request by request.
 
-A model runs as one sequence over all requests' tokens. A module that keeps a state must not: what it makes of a token depends on
-the tokens before. So its rows are taken apart. Requests with one token form one batch, with their states side by side; a longer
-chunk is computed alone, from its request's state. A request whose rows begin at its first token has no state before: whatever lies
-in its blocks is left from another request, and is not read.
+The model runs as one sequence over all requests' tokens. A mixer's result for a token depends on the request's earlier tokens, so its
+rows are taken apart. Requests with one token form one batch, with their states side by side; a longer chunk is computed alone, from
+its request's state. A request whose rows begin at its first token has no state yet: its blocks hold another request's, which is not
+read.
 
-A state cannot go back. So the states that are kept are those after a request's last known token: the guesses after it are computed from
-there, and what they leave is dropped. Those that were right are known tokens of the next step.
+A state cannot go back. So the state that is kept is the one after a request's last known token. Drafts are computed from it, and the
+states after them are dropped; accepted drafts are known tokens of the next step, which computes them again.
 
-Which modules these are is found by running the model with a cache of transformers' own that notes who reads and writes states.
-Nothing is known of an architecture.
+The mixers are found by running the model with a transformers cache that notes which module reads and writes each state. Nothing needs
+to be known about an architecture.
 """
 
 from __future__ import annotations
@@ -39,26 +39,25 @@ from tandem.wire.errors import ConfigurationError
 
 
 class Mixer(msgspec.Struct, frozen=True):
-    """A module, and the states that it alone reads and writes."""
+    """A module, and the states that only it reads and writes."""
 
     module: torch.nn.Module
     states: tuple[State, ...]
 
 
 class Mixers(msgspec.Struct, frozen=True):
-    """A model's."""
+    """All mixers of a model."""
 
     found: tuple[Mixer, ...]
     layout: StateLayout
-    layers: dict[int, int]  # how many states transformers' cache has for a layer
-    num_layers: int  # of all kinds
-    stepwise: bool = (
-        False  # they go on from a state one token at a time, and read more tokens only from the beginning
-    )
+    layers: dict[int, int]  # how many states transformers' cache has for each layer
+    num_layers: int  # layers of all kinds
+    # The mixers continue from a state one token at a time; several tokens at once only from a prompt's beginning.
+    stepwise: bool = False
 
 
 class NotingCache(OwnCache):
-    """It notes which module it served."""
+    """A cache that notes which module reads and writes each state."""
 
     def __init__(self, config: Any, model: PreTrainedModel) -> None:
         super().__init__(config)
@@ -66,8 +65,9 @@ class NotingCache(OwnCache):
         self._model = model
         self._running: list[torch.nn.Module] = []
         self._owners: dict[StateKey, torch.nn.Module] = {}
-        self.keepers: dict[int, torch.nn.Module] = {}  # by layer: who handed keys and values over
-        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # and what came back
+        self.keepers: dict[int, torch.nn.Module] = {}  # by layer, the module that passed keys and values
+        # By layer, what the cache returned for these.
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -89,7 +89,7 @@ class NotingCache(OwnCache):
 
     @property
     def keeps_states(self) -> bool:
-        """By transformers' own account of what the model's cache holds."""
+        """Whether the model keeps states, by the kinds of layers in transformers' cache."""
         return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -130,12 +130,12 @@ class NotingCache(OwnCache):
             )
 
     def mixers(self) -> Mixers:
-        """What was noted."""
+        """The mixers that were noted, with their states."""
         of_module: dict[torch.nn.Module, list[State]] = {}
         for key, module in self._owners.items():
             value = self._value(key)
             if value is None:
-                continue  # looked for, and never kept: a layer with a convolution has no other state
+                continue  # read but never written: a layer with only a convolution has no other state
             state = State(*key, shape=tuple(value.shape[1:]), dtype=value.dtype)
             of_module.setdefault(module, []).append(state)
         found = tuple(Mixer(module, tuple(states)) for module, states in of_module.items())
@@ -157,18 +157,18 @@ class NotingCache(OwnCache):
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """Rows of a step that a mixer computes together."""
+    """Rows of a step that a mixer computes in one call."""
 
     start: int
     end: int
-    table: torch.Tensor  # int64 [requests, blocks of each]
-    single: bool  # a token of each request; else all rows are one's
-    begins: bool  # with a request's first token: there is no state before
-    drafts: int = 0  # so many of the rows, the last ones, are guesses
+    table: torch.Tensor  # int64 [requests, blocks per request]
+    single: bool  # one token of each request; otherwise all rows are one request's
+    begins: bool  # the rows begin with their request's first token, so there is no state before
+    drafts: int = 0  # how many of the last rows are drafts
 
 
 class RecurrentStep:
-    """One step of all mixers."""
+    """All mixers' work in one step."""
 
     def __init__(
         self, mixers: Mixers, store: LayerStates, batch: Batch, hooks: LayerHooks | None, cache: StepCache
@@ -210,7 +210,7 @@ class RecurrentStep:
                 *(cut(value) for value in args), **{name: cut(value) for name, value in kwargs.items()}
             )
             values = self._cache.taken(states)
-            # What else a module returns is of one request alone, and nothing that a layer goes on with.
+            # Anything else that a module returns belongs to one request, and no layer uses it.
             outs.append(cut.back(out[0] if isinstance(out, tuple) else out))
             if end == part.end - part.drafts:
                 self._store.save(states, part.table, values)
@@ -224,7 +224,7 @@ class RecurrentStep:
             return whole
         pieces: list[tuple[int, int]] = []
         for start, end in whole:
-            alone = part.begins and start == part.start  # from the beginning it reads all at once
+            alone = part.begins and start == part.start  # from the first token on it takes all tokens at once
             pieces += [(start, end)] if alone else [(row, row + 1) for row in range(start, end)]
         return pieces
 
@@ -232,7 +232,7 @@ class RecurrentStep:
 def _parts_of(batch: Batch) -> Iterator[_Part]:
     table, starts = batch.block_tables[-1].long(), batch.host_query_start
     contexts, drafts = batch.host_context_lens, batch.host_num_drafts
-    # Decodes are in the order of their lengths: those that begin come first.
+    # Decodes are sorted by length, so requests with only their first token come first.
     begin = int((contexts[: batch.num_decodes] == 1).sum())
     if begin:
         yield _Part(0, begin, table[:begin], True, True)
@@ -254,7 +254,7 @@ _current = _Current()
 
 @contextmanager
 def mixing_through(step: RecurrentStep | None) -> Iterator[None]:
-    """Mixers that run in this thread meanwhile keep their states in `step`'s requests. Without one they run as they were made."""
+    """Inside, mixers that run in this thread keep their states in the blocks of `step`'s requests. With None they run unchanged."""
     _current.step = step
     try:
         yield
@@ -263,7 +263,7 @@ def mixing_through(step: RecurrentStep | None) -> Iterator[None]:
 
 
 def wrap(mixers: Mixers) -> None:
-    """From here on the modules are computed request by request, in a step."""
+    """Wraps the mixers' modules, so that within `mixing_through` they are computed request by request."""
     for mixer in mixers.found:
         mixer.module.forward = _wrapped(mixer, mixer.module.forward)
 

@@ -1,4 +1,4 @@
-"""Modules of transformers that keep their states in themselves, and here in the cache that they are given, as all others do."""
+"""Changes transformers modules that keep their states in themselves, so that they keep them in the cache as others do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 def take_states_out(model: PreTrainedModel) -> None:
-    """To be called before the model is probed, which finds out whether the states are kept right."""
+    """Replaces the forward of such modules. Call it before probing, which checks that the states are kept correctly."""
     index = 0
     for module in model.modules():
         if type(module).__name__ == "RecurrentGemmaDecoderLayer":
@@ -32,7 +32,7 @@ def _recurrent_gemma(
     past_key_values: Any = None,  # the cache's name before transformers 5.24
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A convolution over the last tokens, then a gated linear recurrence."""
+    """RecurrentGemma's block: a convolution over the last tokens, then a gated linear recurrence."""
     layer, lru = block.layer_idx, block.rg_lru
     cache = past_key_values if cache is None else cache
     gate = block.act_fn(block.linear_y(input_states))
@@ -56,7 +56,7 @@ def _recurrent_gemma(
 def _rg_lru(
     lru: Any, x: torch.Tensor, positions: torch.Tensor, state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """h = a * h + b * x for each token, with a and b by its gates; the recurrence in float32, as transformers has it."""
+    """Computes h = a * h + b * x for each token, with a and b from its gates; the recurrence is in float32, as in transformers."""
     batch, rows, width = x.shape
     heads = x.reshape(batch * rows, lru.num_attention_heads, lru.block_width).transpose(0, 1)
 

@@ -1,6 +1,6 @@
-"""How a token is chosen from logits.
+"""Samples tokens from logits.
 
-sampler    all of it, for all rows at once: min_p, top_k, top_p, and one token per row, with noise that is a function of seed and position
-adjust     bans, biases, penalties
-logprobs   log-probabilities as clients see them
+sampler    min_p, top_k, top_p and one token per row, for all rows at once; the noise is a function of seed and position
+adjust     bans, biases and penalties
+logprobs   log-probabilities for clients
 """

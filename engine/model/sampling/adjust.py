@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: bans, biases, penalties. Penalties see all history so far."""
+"""Changes logits before sampling: bans, biases and penalties. Penalties count all of the request's tokens so far."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def edit_logits(
     table: SamplingTable,
     eos_token_ids: frozenset[int],
 ) -> None:
-    """Biases, minimum lengths and bad words, for the few rows that have any."""
+    """Applies logit biases, minimum lengths and bad words to the rows that have any."""
     vocab = logits.shape[1]
     for index in np.flatnonzero(table.edited[rows]).tolist():
         row, position = int(rows[index]), int(positions[index])
@@ -59,7 +59,7 @@ def penalize(
     requests: RequestRows,
     table: SamplingTable,
 ) -> None:
-    """Repetition looks at prompt and output; presence and frequency look at the output alone."""
+    """Applies penalties. Repetition counts the prompt and the output; presence and frequency count only the output."""
     which = np.flatnonzero(table.penalized[rows])
     rows, positions = rows[which], positions[which]
     vocab = logits.shape[1]
@@ -67,20 +67,20 @@ def penalize(
     history = requests.tokens[rows, : len(place)].astype(np.int64)
     known = (place < positions[:, None]) & (place >= requests.num_unsaid[rows][:, None])
     output = known & (place >= requests.num_prompt_tokens[rows][:, None])
-    # Where each token of the histories stands in the logits, taken as one run of numbers.
+    # The index of each history token in the flattened logits.
     index = which[:, None] * vocab + history
     flat = logits.view(-1)
 
     def chosen(
         mask: npt.NDArray[np.bool_], strength: npt.NDArray[np.float32], neutral: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the requests that have such a penalty: their tokens' places, and how strong it is at each."""
+        """For the rows with such a penalty: the indices of their tokens, and the penalty at each."""
         strengths = np.broadcast_to(strength[rows][:, None], mask.shape)
         mask = mask & (strengths != neutral)
         device = logits.device
         return to_device(index[mask], device), to_device(strengths[mask], device)
 
-    # A token that occurs often is written often, each time with the same number.
+    # A token that occurs several times is written several times with the same value.
     if (table.repetition[rows] != 1.0).any():
         places, factor = chosen(known, table.repetition, 1.0)
         before = flat[places]

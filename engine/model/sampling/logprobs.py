@@ -1,4 +1,4 @@
-"""Log-probabilities as clients see them: of the model's own distribution, before penalties and temperature."""
+"""Log-probabilities for clients, of the model's own distribution: before penalties and temperature."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 from tandem.engine.model.staging import HostCopy
 from tandem.wire.sampling import TokenLogprobs
 
-# Rows converted to float32 at once: a long prompt's logits take hundreds of megabytes already.
+# How many rows are converted to float32 at once: a long prompt's logits already take hundreds of megabytes.
 _ROWS = 128
 
 
 class ComputedLogprobs:
-    """Computed on the device, and on their way to the host."""
+    """Log-probabilities that the device computes and copies to the host; `read` waits for them."""
 
     def __init__(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> None:
-        """For rows [N, V] and the token [N] that stands after each. A token below 0 is none: it has no probability."""
+        """For logits [N, V] and the token [N] chosen by each row. A token below 0 stands for none; the caller does not report it."""
         self._parts: list[list[HostCopy]] = []
         for start in range(0, logits.shape[0], _ROWS):
             rows = slice(start, start + _ROWS)
@@ -38,7 +38,7 @@ class ComputedLogprobs:
 
 
 def _some(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> list[torch.Tensor]:
-    """The tokens, what they have, their ranks; then the most likely ones, if any are asked for, and what those have."""
+    """Returns the chosen tokens, their log-probabilities and ranks; with `num_top` also the most likely tokens and theirs."""
     total = logits.logsumexp(dim=1, keepdim=True)
     own = logits.gather(1, chosen.clamp(min=0)[:, None])
     ranks = (logits > own).sum(dim=1).add_(1)

@@ -1,16 +1,16 @@
-"""From logits to tokens, for all rows at once: one token per row is drawn from its softmax, or from what min_p, top_k and top_p leave of it.
+"""Samples one token per row, for all rows at once: from the row's softmax, or from what min_p, top_k and top_p leave of it.
 
-Each of these is a lower bound on a token's logit. A bound keeps ties: tokens with equal logits are all in or all out. So which tokens may
-be sampled depends on nothing but the row itself, whatever else is in the batch and whichever way the bound was found.
+Each of these restrictions is a lower bound on a token's logit. A bound keeps ties: tokens with equal logits are all in or all out. So
+which tokens may be sampled depends only on the row itself, not on the batch, nor on how the bound was found.
 
-Drawn is by the Gumbel-max trick in two levels: the index with the largest `logit - log E`, with independent exponential
-variates E, is distributed as the softmax. Taken first over blocks of the vocabulary, whose logit is the logarithm
-of their tokens' summed weights, and then over the tokens of the block that won, it is exactly the softmax again, and
-needs a few hundred variates instead of one for every token.
+A token is drawn with the Gumbel-max trick on two levels. The index with the largest `logit - log E`, with independent exponential
+variates E, is distributed as the softmax. It is first taken over blocks of the vocabulary, whose logit is the logarithm of their
+tokens' summed weights, and then over the tokens of the winning block. This is exactly the softmax again, and needs a few hundred
+variates instead of one per token.
 
-The noise has no state: a variate is a function of (seed, position, index), in integer arithmetic, so it is the same on
-every node and device and in every batch. Logarithms are taken in float64 and then rounded: libraries differ in the last
-bit of a logarithm, which rounding to float32 almost always hides.
+The noise has no state: a variate is a function of (seed, position, index) in integer arithmetic, so it is the same on every node
+and device and in every batch. Logarithms are computed in float64 and then rounded: libraries differ in the last bit of a logarithm,
+which rounding to float32 almost always hides.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.errors import TandemError
 
-# So many of the most likely tokens are looked at first. Restrictions usually leave fewer.
+# How many of the most likely tokens are looked at first. Restrictions usually leave fewer.
 _CANDIDATES = 128
-# Where they leave more: bins of a logit's distance from the largest. Weights beyond the last are below e**-32.
+# If they leave more: bins of a logit's distance from the largest. Weights beyond the last bin are below e**-32.
 _BINS, _BINS_PER_UNIT = 1024, 32
 _TILE = 64
-# On a device that is not to be asked: a logit's 33 bits are looked at in three digits. Weights are multiples of
-# 1 / _ONE there.
+# On a device whose results the host must not wait for, a bound is found in three digits of a logit's 33 bits. Weights are
+# multiples of 1 / _ONE there.
 _DIGIT, _SHIFTS = 11, (22, 11, 0)
 _ONE = float(1 << 40)
-_AT_ONCE = 1 << 23  # logits, whose digits and weights take 32 bytes each meanwhile
+_AT_ONCE = 1 << 23  # logits in one slice: their digits and weights take 32 bytes each
 
 
 class LogitRows:
-    """Rows to draw from: logits over temperature, their width padded to a multiple of the tile with -inf.
-
-    What is derived from them is computed when it is first needed.
+    """Rows to draw from: logits divided by temperature, padded with -inf to a multiple of the tile. Derived tensors are computed when
+    they are first needed.
     """
 
     def __init__(self, scaled: torch.Tensor) -> None:
@@ -60,7 +59,7 @@ class LogitRows:
 
     @functools.cached_property
     def candidates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The most likely tokens' logits, in descending order, and the tokens."""
+        """The logits of the most likely tokens in descending order, and the tokens."""
         return most_likely(self.scaled, min(_CANDIDATES, self.scaled.shape[1]))
 
     def __getitem__(self, index: torch.Tensor) -> LogitRows:
@@ -71,7 +70,7 @@ def most_likely(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     if scaled.shape[1] < 4 * count * _TILE:
         values, tokens = scaled.topk(count, dim=1)
         return values, tokens
-    # They all lie in the tiles with the `count` largest maxima.
+    # The `count` most likely tokens all lie in the tiles with the `count` largest maxima.
     tiles = scaled.view(scaled.shape[0], -1, _TILE)
     best = tiles.amax(dim=2).topk(count, dim=1, sorted=False).indices
     chosen = tiles.gather(1, best[:, :, None].expand(-1, -1, _TILE))
@@ -86,7 +85,7 @@ def lower_bounds(
     top_p: npt.NDArray[np.float32],
     min_p: npt.NDArray[np.float32],
 ) -> torch.Tensor | None:
-    """[N, 1], in this order: min_p, then top_k, then top_p of what is left. None: nothing is restricted."""
+    """Each row's bound [N, 1]: min_p and top_k, then top_p of what they leave. None if no row is restricted."""
     device = rows.scaled.device
     limited_k, limited_p, limited_m = (top_k > 0) & (top_k < vocab), top_p < 1.0, min_p > 0
     if not (limited_k.any() or limited_p.any() or limited_m.any()):
@@ -101,7 +100,7 @@ def lower_bounds(
     if limited_p.any():
         share = to_device(top_p[limited_p].astype(np.float64), device)[:, None]
         bounded = bool(limited_k.any() or limited_m.any())
-        # What top_k leaves of these is among the candidates, but for tokens as likely as the last of them.
+        # top_k leaves only candidates of these rows, except for ties with the last one.
         few = bool((limited_k & (top_k <= _CANDIDATES))[limited_p].all())
         if limited_p.all():
             return _reaching(rows, bound, bounded, few, share)
@@ -124,10 +123,10 @@ def _kth(rows: LogitRows, limited: npt.NDArray[np.bool_], top_k: npt.NDArray[np.
 def _reaching(
     rows: LogitRows, bound: torch.Tensor, bounded: bool, few: bool, share: torch.Tensor
 ) -> torch.Tensor:
-    """The bound of the smallest set of most likely tokens whose weights reach the share of all that are in."""
+    """The bound of the smallest set of most likely tokens whose weights reach `share` of the weights above `bound`."""
     weights = rows.weights.masked_fill(rows.scaled < bound, 0) if bounded else rows.weights
     if rows.scaled.device.type != "cpu" and not few:
-        # Asking a device whether the candidates would do is a wait.
+        # Asking whether the candidates suffice would make the host wait for the device.
         return _selected_by_weight(rows.scaled, weights, share)
     tiles = weights.view(weights.shape[0], -1, _TILE).sum(dim=2)
     wanted = tiles.sum(dim=1, dtype=torch.float64, keepdim=True) * share
@@ -143,19 +142,19 @@ def _reaching(
 
 
 def _bound_among(values: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The smallest of the values, in descending order, before which the weights have not reached what is wanted."""
+    """The smallest of the values, which are in descending order, before which the weights have not reached `wanted`."""
     inside = before < wanted
     inside[:, 0] = True
     return values.masked_fill(~inside, float("inf")).amin(dim=1, keepdim=True)
 
 
 def _bound_by_bins(rows: LogitRows, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Sums weights by bin, finds the bin in which the sum reaches what is wanted, and sorts only that one."""
+    """Sums weights by bin, finds the bin in which the sum reaches `wanted`, and sorts only that bin."""
     place = ((rows.largest - rows.scaled) * _BINS_PER_UNIT).clamp_(max=_BINS - 1).long()
     sums = torch.zeros(len(wanted), _BINS, dtype=torch.float64, device=weights.device)
     sums.scatter_add_(1, place, weights.double())
     cumulative = sums.cumsum(dim=1)
-    # Rounding must not push the end out of the last bin.
+    # Rounding must not push the place beyond the last bin.
     last = (cumulative < wanted).sum(dim=1, keepdim=True).clamp_(max=_BINS - 1)
     already = (cumulative - sums).gather(1, last)
     member = place == last
@@ -166,7 +165,7 @@ def _bound_by_bins(rows: LogitRows, weights: torch.Tensor, wanted: torch.Tensor)
 
 
 def _selected_by_weight(scaled: torch.Tensor, weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Integers: their sums are exact, in whatever order a device adds them up."""
+    """The bounds by `_selected`, with weights as integers: their sums are exact, in any order in which a device adds them."""
     return torch.cat(
         [
             _selected(some, whole := (part * _ONE).long(), _part_of(whole, of_some))
@@ -187,11 +186,11 @@ def _part_of(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
 
 def _selected(scaled: torch.Tensor, weights: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
-    """[N, 1]: the largest logit such that all that are as large or larger weigh what is wanted together; each weighs 1
-    without weights.
+    """Returns [N, 1]: the largest logit for which the logits that are not smaller have at least the weight `wanted` together. Without
+    weights each logit weighs 1.
 
-    Digit by digit of where a logit stands below its row's largest, among all float32 numbers: nothing is sorted, and
-    nothing is asked of the device.
+    It finds the logit's distance below its row's largest, counted in float32 numbers, digit by digit. So it sorts nothing, and the
+    host never waits for the device.
     """
     bits = scaled.view(torch.int32)
     rank = bits.bitwise_xor((bits >> 31) & 0x7FFFFFFF).long()  # in the order of the numbers
@@ -199,7 +198,8 @@ def _selected(scaled: torch.Tensor, weights: torch.Tensor | None, wanted: torch.
     below = largest - rank
     count = scaled.shape[0]
     found = torch.zeros(count, 1, dtype=torch.int64, device=scaled.device)
-    before = torch.zeros_like(found)  # the weight of all that are larger than what was found so far
+    # The weight of all logits that are larger than those with the digits found so far.
+    before = torch.zeros_like(found)
     for shift in _SHIFTS:
         digit = (below >> shift) - (found << _DIGIT)
         inside = (digit >= 0) & (digit < 1 << _DIGIT)
@@ -219,7 +219,7 @@ _NEVER = float("-inf")
 
 
 class TokenDraw:
-    """Over one model's vocabulary, on one device."""
+    """Draws tokens from one model's vocabulary, on one device."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab = vocab_size
@@ -234,7 +234,7 @@ class TokenDraw:
         positions: npt.NDArray[np.int64],
         table: SamplingTable,
     ) -> torch.Tensor:
-        """int64 [N]; -1 for a row that holds NaN or infinity, or nothing but -inf"""
+        """Returns int64 [N], with -1 for a row that has NaN or infinity, or only -inf."""
         device, count = scores.device, len(requests)
         temperature = to_device(table.temperature[requests], device)[:, None]
         scaled = scores / temperature
@@ -247,7 +247,7 @@ class TokenDraw:
         seeds = table.seed[requests]
         first, second = (to_device(noise_keys(seeds, positions, stream), device) for stream in (0, 1))
         sums = self._block_sums(rows, bound)
-        # Whatever is not a number wins, and says so.
+        # NaN wins, so that the caller notices it.
         won, block = sums.log_().sub_(log_exponential(first, self._blocks)).max(dim=1)
         inside = scaled.view(count, self._num_blocks, _BLOCK)[torch.arange(count, device=device), block]
         if bound is not None:
@@ -256,12 +256,13 @@ class TokenDraw:
         return (block * _BLOCK + token).where(won.isfinite() & best.isfinite(), -1)
 
     def _block_sums(self, rows: LogitRows, bound: torch.Tensor | None) -> torch.Tensor:
-        """[N, blocks]: the weights of all tokens that are in, by block."""
+        """[N, blocks]: the summed weights of the tokens above the bound, by block."""
         if bound is None:
             return self._summed(rows.weights)
         if bound.device.type != "cpu":
             return self._summed(rows.weights.masked_fill(rows.scaled < bound, 0))
-        # Usually all that is in is among the candidates. Each row goes its own way, whatever the others do.
+        # Usually all tokens above the bound are among the candidates. The path is chosen for each row by itself, so that its result
+        # does not depend on other rows.
         values, tokens = rows.candidates
         few = values[:, -1] < bound[:, 0]
         each = (values - rows.largest).exp_().masked_fill_(values < bound, 0)
@@ -290,7 +291,7 @@ def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def noise_keys(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], stream: int
 ) -> npt.NDArray[np.int32]:
-    """[N, 2]: 64 bits for each (seed, position). Streams are independent of each other."""
+    """[N, 2]: 64 bits for each (seed, position). Different streams are independent."""
     place = positions.astype(np.uint64) * _U64(0xD1342543DE82EF95) + _U64(stream)
     return _mix64(_mix64(seeds + _U64(0x9E3779B97F4A7C15)) + place).view(np.int32).reshape(-1, 2)
 
@@ -301,9 +302,9 @@ def _fold(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def hashed_indices(count: int, device: torch.device) -> torch.Tensor:
-    """What `log_exponential` takes for the indices 0 .. count - 1. They may be computed once."""
+    """Hashes of the indices 0 .. count - 1 for `log_exponential`, which may be computed once."""
     x = torch.arange(count, dtype=torch.int32, device=device)
-    # int32 products wrap around, as they should.
+    # int32 products wrap around, which is wanted.
     return _fold(_fold(_fold(x, 16).mul_(_M1), 15).mul_(_M2), 16)
 
 
@@ -312,13 +313,13 @@ def log_exponential(keys: torch.Tensor, hashed: torch.Tensor) -> torch.Tensor:
     x = hashed ^ keys[:, :1]
     x = _fold(_fold(x, 16).mul_(_M1).add_(keys[:, 1:]), 15).mul_(_M2)
     bits = _fold(x, 16)
-    # In (0, 1), never an end: 2**-33 and a multiple of 2**-32.
+    # In (0, 1) without its ends: 2**-33 plus a multiple of 2**-32.
     uniform = bits.double().mul_(2.0**-32).add_(0.5 + 2.0**-33)
     return uniform.log_().neg_().log_().float()
 
 
 class Sampler:
-    """Chooses one token per row. A row is a request at a position: the index of the token to be chosen."""
+    """Chooses one token per row. A row is a request and a position, the index of the token to choose."""
 
     def __init__(
         self,
@@ -330,7 +331,7 @@ class Sampler:
         self._eos = eos_token_ids
         self._drawing = TokenDraw(vocab_size, device)
         self._masks = masks
-        self.failed: dict[int, TandemError] = {}  # rows of the last call that can have no token, and why
+        self.failed: dict[int, TandemError] = {}  # by row, why the last call could choose no token
 
     def sample(
         self,
@@ -340,8 +341,8 @@ class Sampler:
         requests: RequestRows,
         table: SamplingTable,
     ) -> torch.Tensor:
-        """int64 [S], on the logits' device; -1 where no token can be chosen, because a logit is not a number or
-        nothing but -inf is left. Does not change `logits`."""
+        """Returns int64 [S] on the logits' device. A row gets -1 if no token can be chosen, because a logit is NaN or only -inf is
+        left. Does not change `logits`."""
         edited, penalized = table.edited[rows].any(), table.penalized[rows].any()
         self.failed = {}
         constrained = self._masks is not None and table.constrained[rows].any()

@@ -1,6 +1,6 @@
-"""Models that read images: what their vision tower makes of an image takes the place of its placeholders' embeddings.
+"""Models that read images: rows from the vision tower replace the embeddings of an image's placeholders.
 
-tower       from image files to the rows that stand for their parts
-alone       a tower without its model, for encoder nodes
-rows        which of these the runner keeps, where a step's rows want them, and their positions where a model counts by rows and columns
+tower       encodes the parts of image files into rows
+alone       loads a vision tower without its model, for encoder nodes
+rows        keeps the rows on the runner, and puts them into batches; rotary positions of images' tokens
 """

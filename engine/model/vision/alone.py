@@ -1,7 +1,7 @@
-"""A vision tower without the rest of its model: what an encoder node loads.
+"""Loads a vision tower without the rest of its model, for an encoder node.
 
-The model's own class makes it, and the language model is taken out before any weights are read: transformers then reads those of the
-tower, by the names that it knows for them. So the node needs memory for the tower, and none for the rest.
+The model's own class makes it, and the language model is removed before any weights are read. Transformers then reads only the tower's
+weights, by their usual names, so the node needs memory only for the tower.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tandem.engine.model.vision.tower import VisionTower, find_tower, rules_of
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import ConfigurationError, TandemError
 
-# What of a model no image goes through, by the names that transformers gives it.
+# Transformers' names of the parts of a model that images do not go through.
 _LANGUAGE = ("text_model", "language_model", "lm_head")
 
 
 @dataclasses.dataclass(frozen=True)
 class TowerInfo:
     name: str
-    content: str  # the digest of the whole model's: rows go to nodes that have the same
+    content: str  # the digest of the whole model's content; only nodes with the same one may use the rows
     tokenizer: str
     max_model_len: int
 
@@ -42,7 +42,7 @@ class LoneTower:
         self._tower = tower
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[PromptEmbeds]:
-        """For each part its rows. Raises what is wrong with one of them."""
+        """Encodes parts of images and returns the rows of each. Raises the error of a part that cannot be encoded."""
         with torch.inference_mode():
             made = self._tower.encode(inputs)
         return [_in_bytes(rows) for rows in made]
@@ -57,7 +57,7 @@ def _in_bytes(rows: torch.Tensor | TandemError) -> PromptEmbeds:
 
 
 def load_tower(model: ModelConfig, max_model_len: int | None, progress: Progress | None = None) -> LoneTower:
-    """Raises ConfigurationError for a model that reads no images."""
+    """Loads the tower. Raises a ConfigurationError for a model that reads no images."""
     tell = progress or (lambda _what, _share: None)
     tell("reading the model's configuration", 0.0)
     source = find_source(model.path)
@@ -90,7 +90,7 @@ def _tower_class(config: Any) -> type[PreTrainedModel]:
     whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
     class TowerAlone(whole):  # type: ignore[misc,valid-type]  # one of transformers' classes
-        _keys_to_ignore_on_load_unexpected = ("",)  # whatever the checkpoint has beside the tower's
+        _keys_to_ignore_on_load_unexpected = ("",)  # all keys of the checkpoint that are not the tower's
 
         def __init__(self, config: Any, *given: Any, **options: Any) -> None:
             super().__init__(config, *given, **options)
@@ -100,6 +100,6 @@ def _tower_class(config: Any) -> type[PreTrainedModel]:
                         setattr(part, name, None)
             self.all_tied_weights_keys: dict[str, str] = {}
 
-    # Transformers looks for some things by these.
+    # Transformers looks some things up by these names.
     TowerAlone.__name__, TowerAlone.__module__ = whole.__name__, whole.__module__
     return TowerAlone

@@ -1,8 +1,8 @@
-"""Which rows stand in the place of tokens' embeddings, and where a step wants them: outputs of the vision tower, which the runner keeps, and
-rows that a request brought with it.
+"""Keeps the rows that replace tokens' embeddings, and puts them into batches: rows from the vision tower or an encoder node, and rows that
+a request brought.
 
-The scheduler says what is encoded and what is forgotten (`engine.cache.encoder_cache`), by the parts' identifiers, so that equal images are
-encoded once. A part that could not be encoded is kept as the reason: each request that comes to it ends with that.
+The scheduler decides which parts are encoded and which are dropped (`engine.cache.encoder_cache`), by the parts' identifiers, so that equal
+images are encoded once. For a part that could not be encoded the error is kept, and each request that needs the part ends with it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ImageRows:
         self._tower = tower
         self._device = device
         self._kept: dict[str, torch.Tensor | TandemError] = {}
-        self.media: dict[int, Sequence[MediaFeature]] = {}  # by row, of requests with images
-        # By row: what stands in the place of the whole prompt, in host memory.
+        self.media: dict[int, Sequence[MediaFeature]] = {}  # by row, for requests with images
+        # By row, the rows that replace the whole prompt's embeddings, in host memory.
         self.embeds: dict[int, torch.Tensor] = {}
 
     def forget_all(self) -> None:
@@ -65,7 +65,7 @@ class ImageRows:
             self._kept[one.identifier] = rows
 
     def placed(self, batch: Batch, scheduled: ScheduledTokens) -> tuple[Batch, dict[str, TandemError]]:
-        """The batch with the rows that stand in the place of tokens; and the requests for which some could not be had."""
+        """Returns the batch with the rows that replace embeddings, and the errors of requests whose images could not be encoded."""
         rows: list[npt.NDArray[np.int64]] = []
         states: list[torch.Tensor] = []
         errors: dict[str, TandemError] = {}
@@ -90,7 +90,7 @@ class ImageRows:
                     rope = np.tile(positions_of(batch), (3, 1))
                 rope[:, begin:end] = rope_positions(media, first, last)
             if media[-1].offset + media[-1].length <= first:
-                continue  # as for every token of its answer
+                continue  # a fast exit for every token of the answer
             for feature in media:
                 start, stop = max(feature.offset, first), min(feature.offset + feature.length, last)
                 if start >= stop:
@@ -107,23 +107,23 @@ class ImageRows:
             return batch, errors
         places = to_device(np.concatenate(rows), self._device)
         width = max(one.shape[1] for one in states)
-        # What a request brought stands in the place of embeddings alone: it adds nothing to what layers make.
+        # Rows that a request brought replace only embeddings, so they are padded with zeros, which layers add without effect.
         states = [pad(one, (0, width - one.shape[1])) if one.shape[1] < width else one for one in states]
         return dataclasses.replace(batch, image_rows=places, image_states=torch.cat(states)), errors
 
 
 def rows_of(embeds: PromptEmbeds) -> torch.Tensor:
-    """[rows, width], in host memory."""
-    # A copy, because torch wants memory that may be written to.
+    """The rows as a tensor [rows, width] in host memory."""
+    # The bytes are copied, because torch needs writable memory.
     flat = torch.frombuffer(bytearray(embeds.data), dtype=getattr(torch, embeds.dtype))
     return flat.view(embeds.count, embeds.width)
 
 
 def rope_positions(media: Sequence[MediaFeature], begin: int, end: int) -> npt.NDArray[np.int64]:
-    """[3, end - begin]: time, row and column of a prompt's and its answer's tokens from `begin` to `end`.
+    """[3, end - begin]: time, row and column of the request's tokens from `begin` to `end`.
 
-    A text's tokens have one number for all three. An image's tokens share the time at which it begins, and have a row and a column from
-    there; the text goes on after the larger of the two. So tokens after an image stand nearer than their number says.
+    A text token has the same number for all three. An image's tokens share the time at which it begins, and count rows and columns from
+    there; the text goes on after the larger of the two. So tokens after an image have smaller numbers than their position.
     """
     found = np.tile(np.arange(begin, end), (3, 1))
     shift = 0
@@ -144,7 +144,7 @@ def rope_positions(media: Sequence[MediaFeature], begin: int, end: int) -> npt.N
 
 
 def positions_of(batch: Batch) -> npt.NDArray[np.int64]:
-    """One number for each token, as a batch without images has them."""
+    """The position of each token, as in a batch without images."""
     counts = np.diff(batch.host_query_start)
     first = batch.host_context_lens - counts
     found: npt.NDArray[np.int64] = np.arange(int(counts.sum())) - np.repeat(

@@ -1,7 +1,7 @@
-"""From image files to rows of numbers in place of token embeddings, by the vision tower that transformers loaded with the model.
+"""Encodes image files into rows that replace token embeddings, with the vision tower that transformers loaded with the model.
 
-Files are made pixels by transformers' own processor, the one on Pillow. One image is cut into many parts, which may be wanted in
-different steps, so the pixels of the last image are kept.
+Transformers' own image processor, the one on Pillow, turns files into pixels. One image is cut into many parts, which different steps may
+need, so the pixels of the last image are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tandem.wire.images import (
     upright_rgb,
 )
 
-# Parts of images that go through the tower at once: its attention is quadratic in a part, and its memory grows with their number.
+# How many parts of images the tower encodes at once. Its attention is quadratic in a part, and its memory grows with their number.
 PARTS_AT_ONCE = 8
 _PROCESSORS = {
     "smolvlm": SmolVLMImageProcessorPil,
@@ -47,24 +47,25 @@ class VisionTower(Protocol):
 
     @property
     def width(self) -> int:
-        """Numbers of a row: first what takes the place of a token's embedding, then what its first layers add to what they make, as many
-        numbers for each layer. Most models add nothing."""
+        """The numbers in a row: first those that replace a token's embedding, then as many again for each of the model's first layers that
+        adds some to its output. In most models no layer does."""
         ...
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
-        """For each input its rows, [its tokens, `width`] on the model's device, or the reason why there are none."""
+        """Returns for each input its rows, [its tokens, `width`] on the model's device, or the error why there are none."""
         ...
 
 
 def rules_of(source: ModelSource, config: Any) -> ImageRules | None:
-    """None: the model reads no images."""
+    """How images are prepared and cut for this model; None if the model reads no images."""
     if source.gguf_file is not None or config.model_type not in _PROCESSORS:
         return None
     return image_rules(source.read_json("config.json"), processor_settings(source.read_json))
 
 
 def find_tower(source: ModelSource, model: PreTrainedModel, threads: int) -> VisionTower | None:
-    """`threads`: to encode with, on a CPU. Raises ConfigurationError where what the folder says of images does not fit the model."""
+    """The model's tower; None without one. On a CPU it encodes with `threads` threads. Raises a ConfigurationError if the folder's image
+    settings do not fit the model."""
     rules = rules_of(source, model.config)
     if isinstance(rules, TiledImages):
         return TiledTower(source, model, rules, threads)
@@ -72,12 +73,13 @@ def find_tower(source: ModelSource, model: PreTrainedModel, threads: int) -> Vis
 
 
 def loader_of(config: Any) -> Any:
-    """The class of transformers that loads the model together with its tower; None where there is none to be loaded."""
+    """Transformers' class that loads the model together with its tower; None if the model has no tower."""
     return AutoModelForImageTextToText if config.model_type in _PROCESSORS else None
 
 
 class _ProcessedImages:
-    """What towers share: a file is made pixels once for all of its parts that a step wants, and a file that cannot be read fails for its own parts alone."""
+    """The common part of towers. A file is turned into pixels once for all its parts in a step, and a file that cannot be read fails only
+    its own parts."""
 
     def __init__(self, source: ModelSource, model: PreTrainedModel, rules: ImageRules, threads: int) -> None:
         self.rules = rules
@@ -94,11 +96,11 @@ class _ProcessedImages:
         return ConfigurationError(f"{self._name} cannot be served: {why}")
 
     def _rows(self, pixels: Any, wanted: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """The rows of some parts of one image: [its tokens, `width`] for each part."""
+        """Encodes some parts of one image: [its tokens, `width`] for each part."""
         raise NotImplementedError
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
-        # One thread where the rest of the step has kernels with threads of their own.
+        # Torch may have only one thread for the rest of the step, whose kernels have their own threads.
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
@@ -120,7 +122,7 @@ class _ProcessedImages:
                     found |= zip(some, map(_expected, self._rows(pixels, wanted), wanted), strict=True)
             except TandemError as error:
                 found |= dict.fromkeys(places, error)
-            # Whatever Pillow and the processor raise for a file that a router could read.
+            # Pillow and the processor may raise these for a file that a router could read.
             except (OSError, ValueError, SyntaxError, MemoryError) as error:
                 refusal = InvalidImage(f"an image cannot be read: {type(error).__name__}: {error}")
                 found |= dict.fromkeys(places, refusal)
@@ -146,7 +148,7 @@ class TiledTower(_ProcessedImages):
 
     def __init__(self, source: ModelSource, model: PreTrainedModel, rules: TiledImages, threads: int) -> None:
         super().__init__(source, model, rules, threads)
-        # The model's own attention goes through the paged cache, which an image is no part of.
+        # The model's own attention goes through the paged cache, which has no images.
         self._model.vision_model.set_attn_implementation("sdpa")
         tile = torch.ones(1, 1, 3, rules.tile, rules.tile)
         with torch.inference_mode():
@@ -165,14 +167,14 @@ class TiledTower(_ProcessedImages):
             )
         tiles = tiles[:, parts].to(self._model.device)
         rows = torch.cat(list(self._model.get_image_features(pixel_values=tiles).pooler_output))
-        # transformers leaves out tiles that are nothing but zeros.
+        # Transformers leaves out tiles that are all zeros.
         if rows.shape[0] % len(parts):
             raise InvalidImage("a part of an image is all of the one colour that stands for no image")
         return list(rows.reshape(len(parts), -1, rows.shape[-1]))
 
 
 class GriddedTower(_ProcessedImages):
-    """The tower of Qwen-VL. Qwen3-VL's has more to say to the language model's first layers (DeepStack)."""
+    """The tower of Qwen-VL. Qwen3-VL's also makes rows that the language model's first layers add (DeepStack)."""
 
     def __init__(
         self, source: ModelSource, model: PreTrainedModel, rules: GriddedImages, threads: int
@@ -201,7 +203,7 @@ class GriddedTower(_ProcessedImages):
 
 
 def linear_weights_of_tower(model: PreTrainedModel) -> int:
-    """Weights of linear layers that only images go through."""
+    """The number of weights in linear layers that only images go through."""
     if model.config.model_type not in _PROCESSORS:
         return 0
     base: Any = model.base_model

@@ -1,8 +1,8 @@
-"""One model on several ranks: each holds a part of every layer's weights, and the KV of its own heads.
+"""One model on several ranks: tensor parallel and pipeline parallel. Each rank keeps the KV of its own heads or layers.
 
-shard        which rank this is, which heads of keys and values it keeps, and how it reaches the others
-plan         whether, and by which rules of transformers, a model can be cut
-cut          loads one rank's part, and makes of its layers what they are together
-stages       which layers a rank has, where the ranks follow one another in a pipeline
-forward      rank 0 tells the others what to compute, as arrays; they follow
+shard        this process's rank, its heads, and the collectives that reach the other ranks
+plan         whether a model can be cut, by transformers' tensor-parallel plan
+cut          tensor parallel: loads one rank's part, and makes the parts compute together what the whole layers do
+stages       pipeline parallel: which layers a rank has, and how stages pass hidden states on
+forward      rank 0 sends each step to the other ranks as arrays; they follow
 """

@@ -1,8 +1,8 @@
-"""Loads one rank's part of a model, and makes its layers give what the whole layer gives.
+"""Tensor parallel: loads one rank's part of a model, and makes the cut layers give the whole layers' results.
 
-Transformers cuts while it reads: of each matrix only the rank's rows or columns are copied. What it adds to the layers for that
-(tensors of its own kind, and a forward function around each layer's) is taken away again: a layer that is cut needs one
-collective, and this one goes through the node's own group.
+Transformers cuts while it reads: it copies only the rank's rows or columns of each matrix. What it adds to the layers for that (DTensors,
+and a wrapper around each layer's forward) is removed again, because a cut layer needs only one collective, which goes through the
+node's own group.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from tandem.kvtransfer.base import HeadShare
 from tandem.wire.errors import ConfigurationError, InternalError
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_loading = threading.Lock()  # transformers asks for the process's one group
+_loading = threading.Lock()  # transformers uses the process's one default group
 
 
 @contextmanager
 def loading_stage() -> Iterator[dict[str, Any]]:
-    """As `loading_part`, for a rank that has whole layers."""
+    """Like `loading_part`, for a rank with whole layers."""
     with _loading:
         yield {}
 
 
 @contextmanager
 def loading_part(source: ModelSource, shard: Shard, device: torch.device) -> Iterator[dict[str, Any]]:
-    """What `from_pretrained` must be told. Ranks do not talk while they load, so the group that transformers is shown is one
-    that only knows its size."""
-    # Ours, which is quicker to read, knows no plan.
+    """Yields options for `from_pretrained`. Ranks do not communicate while they load, so transformers gets a fake group that only has
+    the right size."""
+    # Our plain configuration, which is quicker to read, has no plan.
     config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     rules = plan.overrides(source.name, config, shard.size)
     with _loading:
@@ -65,7 +65,7 @@ def loading_part(source: ModelSource, shard: Shard, device: torch.device) -> Ite
 
 
 def join_parts(name: str, model: PreTrainedModel, shard: Shard) -> None:
-    """After loading: from here on the model computes what the whole one does, as long as all ranks run it together."""
+    """Call it after loading. The model then computes what the whole model does, if all ranks run it together."""
     styles: dict[str, str] = model.tp_plan
     unknown = sorted(set(styles.values()) - plan.KNOWN)
     if unknown:
@@ -84,7 +84,7 @@ def join_parts(name: str, model: PreTrainedModel, shard: Shard) -> None:
 
 
 def _take_out_parts(model: PreTrainedModel) -> None:
-    own: dict[int, nn.Parameter] = {}  # some parameters are used in two places
+    own: dict[int, nn.Parameter] = {}  # by the DTensor's id, because some parameters are used in two places
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor):
@@ -103,14 +103,14 @@ def _join(module: nn.Module, style: str, shard: Shard) -> None:
             first, end = _share(int(module.in_features), shard)  # type: ignore[arg-type]
             module.register_forward_pre_hook(lambda _module, given: (given[0][..., first:end], *given[1:]))
         if shard.rank and module._parameters.get("bias") is not None:
-            module._parameters["bias"] = None  # the sum has it once
+            module._parameters["bias"] = None  # only rank 0 adds the bias, so that the sum has it once
         if getattr(module, "_is_expert_parallel", False):
             module.register_forward_pre_hook(_Routing(shard, int(module.num_experts)))  # type: ignore[arg-type]
         module.register_forward_hook(_Adding(shard))
 
 
 def _share(total: int, shard: Shard) -> tuple[int, int]:
-    """Cuts as torch does: equal shares, the last ones shorter."""
+    """This rank's range. It cuts as torch does: equal shares, the last ones shorter."""
     size = -(-total // shard.size)
     return min(shard.rank * size, total), min((shard.rank + 1) * size, total)
 
@@ -126,7 +126,8 @@ class _Adding:
 
 
 class _Routing:
-    """Keeps the choices of this rank's experts. A choice of another rank's expert gets weight 0 and a number that no expert has, so that it is skipped."""
+    """Keeps only the router's choices of this rank's experts. A choice of another rank's expert gets weight 0 and a number that no expert
+    has, so that it is skipped."""
 
     def __init__(self, shard: Shard, kept: int) -> None:
         self._first, self._kept = shard.rank * kept, kept
@@ -145,7 +146,7 @@ class _Gathering:
 
     def __call__(self, _module: nn.Module, _given: Any, output: torch.Tensor) -> torch.Tensor:
         missing = self._share - output.shape[-1]
-        if missing:  # all ranks give tensors of one shape
+        if missing:  # the collective needs tensors of one shape from all ranks
             output = nn.functional.pad(output, (0, missing))
         parts = self._collectives.gather(output.contiguous())
         return torch.cat(parts.unbind(0), dim=-1)[..., : self._total]
@@ -167,7 +168,8 @@ def _join_vocabulary(module: nn.Module, shard: Shard) -> None:
 
 
 def _keep_heads(name: str, model: PreTrainedModel, styles: dict[str, str], shard: Shard) -> None:
-    """Where keys and values were loaded whole, a rank keeps the heads that its queries read. Otherwise its rows must be whole heads."""
+    """Keeps the KV heads that this rank's queries read, if keys and values were loaded whole. If they were cut, the rank's rows must be
+    whole heads, or a ConfigurationError is raised."""
     text = model.config.get_text_config()
     modules = dict(model.named_modules())
     for where, module in modules.items():
@@ -194,7 +196,7 @@ def _keep_heads(name: str, model: PreTrainedModel, styles: dict[str, str], shard
 def heads_kept(
     name: str, model: PreTrainedModel, layers: Sequence[AttentionLayer], shard: Shard
 ) -> HeadShare | None:
-    """Which heads this rank's own cache has, of each of the layers; None where layers differ in that, so that there is no one answer."""
+    """The heads that this rank's own cache has of each layer; None if layers differ in that."""
     try:
         placed = place_heads(name, model, layers, shard)
     except ConfigurationError:
@@ -206,8 +208,8 @@ def heads_kept(
 def place_heads(
     name: str, model: PreTrainedModel, layers: Sequence[AttentionLayer], shard: Shard
 ) -> tuple[AttentionLayer, ...]:
-    """Where in a cache that all ranks keep together the heads of this one lie. A layer whose keys are not cut has all of them on every
-    rank: each writes the same there."""
+    """Sets the places of this rank's heads in a cache that all ranks share. A layer whose keys are not cut has all heads on every rank, and
+    each rank writes the same there."""
     totals: dict[int, int] = {}
     modules = dict(model.named_modules())
     for where, module in modules.items():

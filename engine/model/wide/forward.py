@@ -1,4 +1,4 @@
-"""Rank 0 sends the others each step as arrays, because they know no requests, and all ranks compute it together."""
+"""Rank 0 sends each step to the other ranks as arrays, and all ranks compute it together. Only rank 0 knows requests and samples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tandem.engine.model.staging import on, to_device_together
 from tandem.engine.model.wide.shard import Lead, Shard, exchange_logits
 from tandem.wire.errors import InternalError
 
-_FIXED = 6  # arrays before those of groups
+_FIXED = 6  # the number of arrays before those of the groups
 
 
 def arrays_of(batch: Batch) -> list[np.ndarray]:
-    """Without its hidden rows, which rank 0 alone reads. On a device the tokens are not among them: the newest may be there alone."""
+    """The arrays of a batch for the other ranks, without hidden rows, which only rank 0 reads. On a GPU the token ids are left out,
+    because the newest may exist only on the device; a broadcast sends them."""
     host = batch.host
     if host is None or host.logit_rows is None:
         raise InternalError("a batch that was made by hand cannot be sent to other ranks")
@@ -35,7 +36,7 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
 
 
 def batch_of(arrays: Sequence[np.ndarray], device: torch.device) -> Batch:
-    """On a device its tokens are still to come."""
+    """Makes the batch from `arrays_of`'s arrays. On a GPU its token ids are zeros until the broadcast."""
     numbers, tokens, positions, query_start, context_lens, logit_rows = arrays[:_FIXED]
     num_decodes, max_context_len, groups = numbers.tolist()
     if device.type != "cpu":
@@ -61,8 +62,8 @@ def batch_of(arrays: Sequence[np.ndarray], device: torch.device) -> Batch:
 
 
 class _HooksOfAll:
-    """A layer is saved when every rank has written its heads of it. Rank 0 knows that when it comes to the next layer, or to the end: in
-    between lies the sum of what all ranks made of their heads."""
+    """Reports a layer as saved when every rank has written its heads of it. Rank 0 knows that when it reaches the next layer or the end,
+    because the sum over all ranks' heads lies in between."""
 
     def __init__(self, hooks: LayerHooks) -> None:
         self._hooks = hooks
@@ -82,7 +83,7 @@ class _HooksOfAll:
             self._hooks.save_kv_layer(layer)
 
     def save_all(self, layers: Sequence[int]) -> None:
-        """At the end. Later stages' layers are written when their logits have come."""
+        """Reports all remaining layers at the end. The layers of later stages are written when their logits have arrived."""
         self.save_waiting()
         for layer in layers:
             if layer not in self._saved:
@@ -90,10 +91,10 @@ class _HooksOfAll:
 
 
 class LeadingForward:
-    """Rank 0's forward pass. Requests and sampling stay in its process: the other ranks see rows and block tables."""
+    """Rank 0's forward pass. Requests and sampling stay in its process; the other ranks see rows and block tables."""
 
     def __init__(self, forward: Forward, shard: Shard, lead: Lead, layers: Sequence[int]) -> None:
-        """`layers`: those that have keys and values of their own, in order."""
+        """`layers` are those with keys and values of their own, in order."""
         self._forward = forward
         self._shard = shard
         self._collectives = shard.collectives
@@ -103,7 +104,7 @@ class LeadingForward:
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
         together = None
         if hooks is not None:
-            for layer in self._layers:  # no other rank waits for them
+            for layer in self._layers:  # only rank 0 waits for loads, for all ranks
                 hooks.wait_for_layer_load(layer)
             together = _HooksOfAll(hooks)
         try:
@@ -134,7 +135,7 @@ def follow(
     shard: Shard,
     device: torch.device,
 ) -> None:
-    """What another rank does: receives steps and computes them, until there are no more."""
+    """Runs another rank: receives steps and computes them, until there are no more."""
     with on(device), torch.inference_mode():
         while (arrays := receive()) is not None:
             batch = batch_of(arrays, device)

@@ -1,5 +1,5 @@
-"""Whether a model can be cut into so many parts. Transformers says how: each model's configuration has a plan, which names a
-style for each kind of layer."""
+"""Decides whether a model can be cut into a number of parts. Transformers' plan in the model's configuration names a style of cutting
+for each kind of layer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from tandem.engine.model.wide.shard import fits
 from tandem.wire.errors import ConfigurationError
 
-WHOLE = {"replicate", "replicated_with_grad_allreduce"}  # on every rank
-OUTPUTS = {"colwise"}  # each rank computes some of the outputs, and the next layer wants no others
-GATHERED = {"colwise_gather_output", "colwise_rep"}  # the same, and every rank gets all of them
-INPUTS = {"rowwise", "moe_tp_experts"}  # each rank has some of the inputs, and the results are added up
-SPLIT = {"rowwise_split_input", "rowwise_rep"}  # the same, and each rank is given all inputs
-VOCABULARY = {"embedding_rowwise"}  # each rank knows the vectors of some tokens
-PACKED = {"packed_colwise", "packed_rowwise"}  # of parameters alone: two matrices in one, each cut
-EXPERTS = {"grouped_gemm"}  # of parameters alone: each rank has some experts, whole
+WHOLE = {"replicate", "replicated_with_grad_allreduce"}  # every rank has the whole layer
+OUTPUTS = {"colwise"}  # each rank computes some of the outputs, and the next layer needs no others
+GATHERED = {"colwise_gather_output", "colwise_rep"}  # the same, and every rank gets all outputs
+INPUTS = {"rowwise", "moe_tp_experts"}  # each rank has some of the inputs, and the results are summed
+SPLIT = {"rowwise_split_input", "rowwise_rep"}  # the same, but each rank gets all inputs
+VOCABULARY = {"embedding_rowwise"}  # each rank has the embeddings of some tokens
+PACKED = {"packed_colwise", "packed_rowwise"}  # for parameters only: two matrices in one, each is cut
+EXPERTS = {"grouped_gemm"}  # for parameters only: each rank has some whole experts
 KNOWN = WHOLE | OUTPUTS | GATHERED | INPUTS | SPLIT | VOCABULARY | PACKED | EXPERTS
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
@@ -26,7 +26,7 @@ _SETTING = "pools.<pool>.tensor_parallel"
 
 
 def overrides(name: str, config: Any, size: int) -> dict[str, str]:
-    """What is to differ from the model's own plan. Raises ConfigurationError for a model that cannot be cut so."""
+    """Changes to the model's own plan. Raises a ConfigurationError for a model that cannot be cut into `size` parts."""
     text = config.get_text_config()
     plan: dict[str, str] = dict(getattr(text, "base_model_tp_plan", None) or {})
     if not (INPUTS | SPLIT) & set(plan.values()):
@@ -59,7 +59,7 @@ def overrides(name: str, config: Any, size: int) -> dict[str, str]:
 
 
 def _of_experts(text: Any, plan: Mapping[str, str], size: int) -> dict[str, str]:
-    """Where the model has a plan for its experts and they can be shared equally, each rank has some of them, whole; otherwise some of each."""
+    """Each rank gets some whole experts if the model has a plan for that and they can be shared equally; otherwise a part of each."""
     experts = dict(getattr(text, "base_model_ep_plan", None) or {})
     kept = {key: style for key, style in experts.items() if style in EXPERTS}
     others = set(experts.values()) - EXPERTS

@@ -1,5 +1,5 @@
-"""Which rank of a node this is, which heads of keys and values it keeps, and what it may ask of the others. The node
-decides how it reaches them."""
+"""This process's rank in its node, the KV heads that it keeps, and the collectives that it may use. The node implements the
+collectives."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ import torch
 
 
 class Collectives(Protocol):
-    """Every rank calls the same ones in the same order, with tensors of one shape. A rank that is missing makes them raise."""
+    """Every rank must call the same collectives in the same order, with tensors of one shape. They raise if a rank is gone."""
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """In place, over all ranks."""
+        """Sums the tensor over all ranks, in place."""
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[ranks, *tensor's shape], the same on every rank."""
+        """Returns all ranks' tensors, [ranks, *shape], on every rank."""
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """In place, rank 0's."""
+        """Overwrites the tensor with rank 0's."""
         ...
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """To one other, which must receive it."""
+        """Sends the tensor to one other rank, which must call `receive`."""
         ...
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """In place, from one other."""
+        """Overwrites the tensor with one that another rank sends."""
         ...
 
 
 class Lead(Protocol):
-    """How rank 0 reaches the others between two collectives."""
+    """How rank 0 sends steps to the other ranks, between two collectives."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """Sends the arrays to every other rank, in order. Copies them."""
+        """Sends copies of the arrays to every other rank, in order."""
         ...
 
     def cause_of(self, error: Exception) -> Exception:
-        """The end of the rank that made a collective raise; else the error itself."""
+        """The error of the rank whose end made a collective raise; the error itself if no rank has ended."""
         ...
 
 
 @dataclasses.dataclass(slots=True)
 class StageLink:
-    """Whether stages pass on what their layers make: in a step, and not while each tries its own part."""
+    """Switches whether stages pass hidden states on: on in a step, off while each stage probes its own part."""
 
     is_on: bool = False
 
@@ -62,23 +62,24 @@ class StageLink:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """The ranks of a stage follow one another, and so do the stages: of four ranks in two stages, 0 and 1 have the first layers."""
+    """One rank among the ranks of a model. A stage's ranks are consecutive, and stages are in order: of four ranks in two stages, 0 and 1
+    have the first layers."""
 
     rank: int
     size: int
     collectives: Collectives
-    lead: Lead | None = None  # rank 0's
-    device: str = "cpu"  # where collectives take their tensors
-    # A descriptor of memory in which the ranks keep one KV cache, each its heads of every block; None: each has a cache of its own.
+    lead: Lead | None = None  # only on rank 0
+    device: str = "cpu"  # the device of the collectives' tensors
+    # A descriptor of memory in which all ranks keep one KV cache, each its heads of every block. None: each has its own cache.
     kv_memory: int | None = None
     stages: int = 1
-    # Those of one stage among themselves; None: there is one stage.
+    # The collectives among the ranks of one stage; None with one stage.
     within_stage: Collectives | None = None
     link: StageLink = dataclasses.field(default_factory=StageLink)
 
     @property
     def width(self) -> int:
-        """Ranks of a stage."""
+        """The number of ranks in a stage."""
         return self.size // self.stages
 
     @property
@@ -90,7 +91,7 @@ class Shard:
         return self.stage == self.stages - 1
 
     def of_stage(self) -> Shard:
-        """Among the ranks of its stage, which have parts of the same layers."""
+        """This rank's place among the ranks of its stage, which have parts of the same layers."""
         if self.stages == 1:
             return self
         collectives = self.within_stage or self.collectives
@@ -105,7 +106,7 @@ class Shard:
         )
 
     def tell_all(self, told: bytes) -> list[bytes]:
-        """What every rank tells, by rank."""
+        """Exchanges bytes: returns every rank's `told`, by rank. A collective."""
         lengths = self.collectives.gather(torch.tensor([len(told)], device=self.device)).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
@@ -113,17 +114,17 @@ class Shard:
         return [row[:length].tobytes() for row, length in zip(gathered, lengths, strict=True)]
 
     def least(self, number: int) -> int:
-        """The smallest value that any rank has."""
+        """The smallest of all ranks' numbers. A collective."""
         return int(self.collectives.gather(torch.tensor([number], device=self.device)).min())
 
     def total(self, number: int) -> int:
-        """The sum of the values that all ranks have."""
+        """The sum of all ranks' numbers. A collective."""
         return int(self.collectives.gather(torch.tensor([number], device=self.device)).sum())
 
 
 def heads_of_rank(total: int, rank: int, size: int) -> range:
-    """An equal share, in order; where there are fewer heads than ranks, the one that the rank's queries ask for, which other
-    ranks keep, too."""
+    """A rank's share of the KV heads. With fewer heads than ranks it is the one head that the rank's queries read, which other ranks keep,
+    too."""
     if total >= size:
         share = total // size
         return range(rank * share, (rank + 1) * share)
@@ -132,12 +133,12 @@ def heads_of_rank(total: int, rank: int, size: int) -> range:
 
 
 def fits(query_heads: int, kv_heads: int, size: int) -> bool:
-    """Whether every rank gets as many queries as any other, and all the heads that they ask for."""
+    """Whether every rank gets the same number of query heads, and all KV heads that they read."""
     return query_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def exchange_logits(logits: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """On every rank at a step's end: the last stage's logits, on rank 0. Something comes of a step that makes none, too: with it rank 0
+    """Sends the last stage's logits to rank 0; all ranks call it at a step's end. A step without logits sends a dummy, by which rank 0
     knows that every layer has written its keys and values."""
     source = (shard.stages - 1) * shard.width
     if shard.rank not in (0, source):

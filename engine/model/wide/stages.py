@@ -1,9 +1,9 @@
-"""Pipeline stages: the ranks of a stage hold some of the layers, one after another, and pass what these make of a step to the next stage.
+"""Pipeline parallel: each stage has some consecutive layers, and passes its hidden states to the next stage.
 
-The first stage has the embedding, the last one the final norm and the head; its first rank gives rank 0 the logits. Every other layer of the
-model is taken out before its weights are read, and an empty one stands in its place, so the model's own code runs as it is. The empty layer
-before a stage's first one receives what came of the stage before, and a stage's last layer sends. Nothing else passes: whether a model's
-layers need more is tried by `check_stage` before it serves.
+The first stage has the embedding; the last one has the final norm and the head, and its first rank sends the logits to rank 0. Layers of
+other stages are replaced by empty ones before any weights are read, so the model's own code runs unchanged. The empty layer before a
+stage's first one receives hidden states, and a stage's last layer sends them. Nothing else is passed; `check_stage` tries before the
+model serves whether its layers need more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def layers_of_stage(total: int, stage: int, stages: int) -> range:
-    """Equal shares, in order; where that is not possible, the middle ones have one more: the ends have the embedding and the head."""
+    """A stage's layers: equal shares in order. If they cannot be equal, the middle stages have one more, because the ends have the
+    embedding and the head."""
     each, more = divmod(total, stages)
     order = sorted(range(stages), key=lambda number: (number in (0, stages - 1), number))
     sizes = [each + (order.index(number) < more) for number in range(stages)]
@@ -36,8 +37,8 @@ def layers_of_stage(total: int, stage: int, stages: int) -> range:
 
 
 def class_of_stage(source: ModelSource, shard: Shard) -> tuple[type[PreTrainedModel], Any]:
-    """A class that makes this stage's part of the model, and the configuration to make it with. Raises ConfigurationError for a model that
-    cannot be cut so."""
+    """Returns a class that makes this stage's part of the model, and the configuration for it. Raises a ConfigurationError for a model that
+    cannot be cut into stages."""
     config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     text = config.get_text_config()
     _refuse(source.name, text, shard.stages)
@@ -50,7 +51,7 @@ def class_of_stage(source: ModelSource, shard: Shard) -> tuple[type[PreTrainedMo
             if not text.tie_word_embeddings:
                 _take_out_ends(self, shard)
 
-    # Transformers looks for some things by these.
+    # Transformers looks some things up by these names.
     OneStage.__name__, OneStage.__module__ = whole.__name__, whole.__module__
     return OneStage, config
 
@@ -70,13 +71,14 @@ def _refuse(name: str, text: Any, stages: int) -> None:
 
 
 def finish_stage(model: PreTrainedModel, shard: Shard) -> None:
-    """After loading. A matrix that is both embedding and head could not be taken out before."""
+    """Call it after loading. If embedding and head are one matrix, it removes the one that another stage has, which was not possible
+    earlier."""
     if model.config.get_text_config().tie_word_embeddings:
         _take_out_ends(model, shard)
 
 
 def is_elsewhere(key: str, model: PreTrainedModel, shard: Shard) -> bool:
-    """Whether a checkpoint's key belongs to a part of the model that another stage has."""
+    """Whether a checkpoint's key belongs to another stage's part of the model."""
     found = _LAYER.search(key)
     if found is not None:
         total = model.config.get_text_config().num_hidden_layers
@@ -86,9 +88,9 @@ def is_elsewhere(key: str, model: PreTrainedModel, shard: Shard) -> bool:
 
 
 def check_stage(model: PreTrainedModel, forward: Callable[[], None], shard: Shard) -> None:
-    """Whether the model's layers follow one another and pass on their hidden states alone. `forward` is a pass of the model, by itself.
+    """Checks that the model's layers run one after another and pass on only hidden states. `forward` runs the model on this rank alone.
 
-    All ranks call it, and all raise ConfigurationError if one found that it is otherwise.
+    All ranks call it, and all raise a ConfigurationError if one of them finds otherwise.
     """
     problem = _problem_of(model, forward, shard)
     for rank, told in enumerate(shard.tell_all(problem.encode())):
@@ -100,8 +102,8 @@ def check_stage(model: PreTrainedModel, forward: Callable[[], None], shard: Shar
 
 
 def _problem_of(model: PreTrainedModel, forward: Callable[[], None], shard: Shard) -> str:
-    """What another stage's part makes is no number in this pass, but for the hidden states that this stage receives. So what the
-    stage makes is a number only if it reads nothing else of the others."""
+    """Runs the model with NaN from all other stages' parts, except for the hidden states that this stage receives. If the stage's result
+    has NaN, it reads something else of another stage. Returns the problem, or ""."""
     layers = _layers_of(model)
     own = layers_of_stage(len(layers), shard.stage, shard.stages)
     order: list[int] = []
@@ -128,7 +130,7 @@ def _problem_of(model: PreTrainedModel, forward: Callable[[], None], shard: Shar
         hooks.append(embedding.register_forward_hook(spoil))
     try:
         forward()
-    except Exception as error:  # a model's own code, which misses what another stage has
+    except Exception as error:  # the model's own code may need something that another stage has
         lines = str(error).strip().splitlines()
         return f"its part of stage {shard.stage} does not run by itself ({lines[0] if lines else type(error).__name__})"
     finally:
@@ -162,7 +164,7 @@ def _take_out_layers(model: PreTrainedModel, shard: Shard) -> None:
 
 
 def elsewhere(model: PreTrainedModel) -> set[int]:
-    """The layers that other stages have."""
+    """The numbers of the layers that other stages have."""
     found: set[int] = set()
     for module in model.base_model.modules():
         if isinstance(module, nn.ModuleList):
@@ -171,7 +173,8 @@ def elsewhere(model: PreTrainedModel) -> set[int]:
 
 
 class _Sends:
-    """After a stage's last layer, before the model's code does anything to what it made: the next stage's does that, too."""
+    """Sends the hidden states right after a stage's last layer, before the model's code changes them, because the next stage's code changes
+    them in the same way."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -199,11 +202,11 @@ def _take_out_ends(model: PreTrainedModel, shard: Shard) -> None:
 
 
 class EmptyPart(nn.Module):
-    """Stands where another stage has a part of the model."""
+    """Replaces a part of the model that another stage has."""
 
 
 class _EmptyLayer(EmptyPart):
-    """Another stage's. Models read a layer's kind from it."""
+    """Replaces another stage's layer. It keeps the layer's type, which models read from it."""
 
     def __init__(self, other: nn.Module, shard: Shard, *, receives: bool) -> None:
         super().__init__()
@@ -222,7 +225,7 @@ class _EmptyLayer(EmptyPart):
 
 
 class _EmptyEmbedding(EmptyPart):
-    """What comes of it nothing reads, but for the checks of the stage by itself: those need different tokens to differ."""
+    """Replaces the embedding. In a step its result is not read. Probing reads it, and needs different rows for different tokens."""
 
     def __init__(self, size: int, dtype: torch.dtype, shard: Shard) -> None:
         super().__init__()
@@ -240,7 +243,7 @@ class _EmptyEmbedding(EmptyPart):
 
 
 class _EmptyHead(EmptyPart):
-    """As wide as the head, and as different as its rows are."""
+    """Replaces the head. Its result is as wide as the head's, and differs between rows as its input does."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -252,7 +255,7 @@ class _EmptyHead(EmptyPart):
 
 
 def layers_of_all(own: Sequence[AttentionLayer], shard: Shard) -> tuple[AttentionLayer, ...]:
-    """Each layer as its own stage found it: all ranks lay out one cache."""
+    """All layers, each as its own stage found it, because all ranks plan one cache. A collective."""
     found: dict[int, AttentionLayer] = {layer.index: layer for layer in own}
     for encoded in shard.tell_all(msgspec.msgpack.encode(list(own))):
         for layer in msgspec.msgpack.decode(encoded, type=list[AttentionLayer]):
@@ -267,7 +270,7 @@ def layers_of_all(own: Sequence[AttentionLayer], shard: Shard) -> tuple[Attentio
 
 
 def heads_of_all(own: HeadShare | None, shard: Shard) -> HeadShare | None:
-    """This rank's, where the ranks of each stage share all heads as those of any other do; None where they do not."""
+    """This rank's heads, if the ranks of every stage share the heads in the same way; otherwise None. A collective."""
     told = shard.tell_all(msgspec.msgpack.encode(own))
     heads = [msgspec.msgpack.decode(encoded, type=HeadShare | None) for encoded in told]
     alike = all(heads[rank] == heads[rank % shard.width] for rank in range(shard.size))
@@ -275,7 +278,7 @@ def heads_of_all(own: HeadShare | None, shard: Shard) -> HeadShare | None:
 
 
 def meet(shard: Shard, device: torch.device) -> None:
-    """Each pair of ranks that passes something on in a step does so once before: NCCL connects two ranks when they first do, by a file
+    """Sends once between each pair of ranks that communicates in a step. NCCL connects two ranks at their first message, through a file
     that is gone when the node serves."""
     token = torch.zeros(1, device=device)
     if shard.stage > 0:
