@@ -1,4 +1,4 @@
-"""A model for runs that are about everything but the model: random weights, little to compute, much KV for each token."""
+"""Makes a model for tests that are not about the model: random weights, little to compute, much KV for each token."""
 
 from __future__ import annotations
 
