@@ -88,9 +88,9 @@ class FaultCluster:
             "model": {"path": str(self._model), "served_name": "model", "dtype": "float32"},
             "cache": {"memory_bytes": "384MiB"},
             "pools": {"prefill": {"nodes": None}, "decode": {"nodes": None}},
-            # Every prompt goes to a prefill node, however short: that is what is tested here.
+            # Send every prompt to a prefill node, however short, because these tests are about transfers.
             "router": {"host": self.router.address, "port": HTTP_PORT, "local_prefill": "never"},
-            # One node is killed again and again: a supervisor takes it for one that cannot live.
+            # Tests kill one node again and again; a short backoff makes its supervisor restart it soon each time.
             "timeouts": {"restart_backoff_max_s": 0.5},
             "debug": True,
         }

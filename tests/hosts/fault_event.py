@@ -1,4 +1,4 @@
-"""One fault, done to a cluster in the middle of requests of every phase, and what came of each of them."""
+"""Injects one fault into a cluster that has requests in every phase, and judges each request's answer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from stalls import Stalls
 
 LOAD = Path(__file__).with_name("fault_load.py")
 LONGEST_GAP_S = 3.0
-_BEGIN_S = 40.0  # for the requests that a fault is to meet to have come that far
-_OVER_S = 150.0  # for the last answer, once the fault is over
+_BEGIN_S = 40.0  # how long requests may take to reach the phase in which the fault shall meet them
+_OVER_S = 150.0  # how long the last answer may take after the fault's end
 _SHORT, _LONG = 40, 600
 _STREAM, _ANSWER = 250, 24
-_LONGS = 6  # in one scene: before, while and after the fault
-_SETTLED_S = 0.3  # between the fault's beginning and the requests that come meanwhile
+_LONGS = 6  # long prompts in one scene: before, during and after the fault
+_SETTLED_S = 0.3  # from the fault's beginning to the requests of phase `during`
 
 
 class Phase(enum.StrEnum):
@@ -161,12 +161,12 @@ class Run:
     requests: int
     right: int = 0
     typed_errors: int = 0
-    faults: list[str] = field(default_factory=list)  # what must not be, a sentence each
-    errors: list[str] = field(default_factory=list)  # what the typed errors said
+    faults: list[str] = field(default_factory=list)  # violations, a sentence each
+    errors: list[str] = field(default_factory=list)  # the messages of typed errors
     longest_gap_s: float = 0.0
-    over_s: float = 0.0  # of a gap, what neither the quiet run nor the machine's stalls explain
+    over_s: float = 0.0  # the part of a gap that neither the quiet run nor the machine's stalls explain
     stalled_s: float = 0.0
-    mended_s: float = 0.0  # from the fault's end to every block free
+    mended_s: float = 0.0  # from the fault's end until every block is free
     dropped_packets: int = 0
 
     @property

@@ -35,7 +35,7 @@ def wait_for_count(pool: str, count: int, within_s: float) -> int:
 
 
 def run_in_pool(pool: str, count: int, within_s: float) -> list[str]:
-    """The tasks wait for each other, so none of them can take the place of another."""
+    """Runs `count` tasks that wait for each other, so each takes a place of its own; returns where they ran."""
 
     @ray.remote(num_cpus=0)
     class Meeting:
