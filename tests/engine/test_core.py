@@ -1,4 +1,4 @@
-"""One step's order, and what it says of the next."""
+"""The order of the parts of a step, and what its result says about the next step."""
 
 from __future__ import annotations
 

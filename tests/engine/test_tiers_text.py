@@ -1,4 +1,4 @@
-"""Real models with tiers of their cache: the same text as without, whatever is preempted, given up and loaded."""
+"""Real models with cache tiers give the same text as without, whatever is preempted, evicted and loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A burst of prompts at a real prefill node and a real decode node: those that wait in line are computed once."""
+"""A burst of prompts at a real prefill node and a real decode node: prompts that wait are computed only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt goes in and an answer comes out, through the whole house."""
+"""A prompt goes in and an answer comes out, through all of Tandem's processes."""
 
 from __future__ import annotations
 

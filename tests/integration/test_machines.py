@@ -1,4 +1,4 @@
-"""A node whose ranks are on two machines, here two groups of processes: what it computes, and that it ends as one, whatever ends any of them."""
+"""A node with ranks on two machines (here two groups of processes): its answers, and that all its processes end together."""
 
 from __future__ import annotations
 

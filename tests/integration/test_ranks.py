@@ -1,4 +1,4 @@
-"""The processes of a wide node: what they compute, and that they end as one, whatever ends any of them."""
+"""The processes of a wide node: what they compute, and that they all end together, whichever ends first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another configuration and another content of the model, while clients ask all the time."""
+"""A new configuration, and a new content of the model, while clients stream."""
 
 from __future__ import annotations
 

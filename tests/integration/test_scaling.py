@@ -1,4 +1,4 @@
-"""Pools that change while they serve: the answers stay what they were."""
+"""Pools grow and shrink while they serve, and the answers stay the same."""
 
 from __future__ import annotations
 

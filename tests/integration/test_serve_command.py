@@ -1,4 +1,4 @@
-"""`tandem serve` as its user runs it: ready, answering, mended, drained, and nothing left behind however it ends."""
+"""`tandem serve` as a user runs it: it gets ready, answers, replaces failed processes, drains, and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Nodes that read each other's tiers in host memory, over NIXL: a prefix that another node has, and a request that another goes on
-with."""
+"""Nodes read each other's host-memory tiers over NIXL: for a prefix that another node has, and to continue another node's request."""
 
 from __future__ import annotations
 

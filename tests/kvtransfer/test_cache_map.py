@@ -1,4 +1,4 @@
-"""The mapping between pools of different shapes, beside a plain copy token by token."""
+"""The mapping between pools of different shapes, compared with a plain copy token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way blocks go is said, and a GPU's memory on the slow way is warned of; what UCX needs for the fast one."""
+"""The log says which way blocks take, and warns if a GPU's memory takes the slow one; and the settings that UCX needs for the fast one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a process has ended: only what is certain counts."""
+"""Whether a process has ended: only proof counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tier in host memory: its copies, and what it refuses."""
+"""The host-memory tier: its copies, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tier has, and what it gives up: random operations against the plain rules."""
+"""What a tier holds and what it evicts: random operations, compared with the plain rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tier has of a prefix: what all groups of layers have, and no more."""
+"""A tier has as much of a prefix as all groups of layers have, and no more."""
 
 from __future__ import annotations
 

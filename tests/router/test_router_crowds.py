@@ -1,4 +1,4 @@
-"""Crowds that behave badly: what they cost is bounded, and all other answers are right."""
+"""Many misbehaving clients at once: their cost is bounded, and all other answers are right."""
 
 from __future__ import annotations
 

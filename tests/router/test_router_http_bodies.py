@@ -1,4 +1,4 @@
-"""What all bodies take together while they are read."""
+"""All bodies together take bounded memory while they are read."""
 
 from __future__ import annotations
 

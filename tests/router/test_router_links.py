@@ -1,4 +1,4 @@
-"""What the router concludes from what a node has acknowledged."""
+"""What the router concludes from a node's acknowledgements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools that scale by themselves: against simulated loads, and each rule alone."""
+"""The autoscaler, against simulated loads, and each of its rules alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes back: nodes that were left out, and a controller that was killed."""
+"""Nodes that were left out start again, and a controller continues after it was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller's process, asked by several commands, without Ray."""
+"""The controller's process, without Ray, with several commands that call it."""
 
 from __future__ import annotations
 

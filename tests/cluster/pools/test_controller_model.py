@@ -1,5 +1,5 @@
-"""Whatever is asked of the controller, and whatever happens to machines, nodes and itself, in any order: when nothing
-happens any more, the cluster is what it should be."""
+"""Random sequences of commands and of failures of machines, nodes and the controller: when nothing more happens, the
+cluster reaches its wanted state."""
 
 from __future__ import annotations
 

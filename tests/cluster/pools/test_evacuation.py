@@ -1,4 +1,4 @@
-"""A machine that is about to go is emptied: its nodes drain, others take their places elsewhere, nothing new comes to it."""
+"""A machine that is about to leave is emptied: its nodes drain, others start elsewhere, and nothing new starts there."""
 
 from __future__ import annotations
 

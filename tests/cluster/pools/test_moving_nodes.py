@@ -1,4 +1,4 @@
-"""Nodes move to machines that have what their pool needs now."""
+"""Nodes move to machines that have the resources which their pool needs now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deployment serves one content: one commit of what its name stands for, and no node with other weights."""
+"""A deployment serves one content: its model's name is resolved to one commit, and no node has other weights."""
 
 from __future__ import annotations
 

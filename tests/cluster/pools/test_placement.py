@@ -1,4 +1,4 @@
-"""Cores, devices and memory, shared out so that no two nodes tread on each other."""
+"""Placement divides cores, devices and memory so that no two nodes share any."""
 
 from __future__ import annotations
 

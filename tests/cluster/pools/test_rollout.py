@@ -1,4 +1,4 @@
-"""Another configuration while the cluster serves: nodes are replaced one by one, or all of it is taken back."""
+"""A new configuration while the cluster serves: nodes are replaced one by one, or the whole change is rolled back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers are replaced one by one when they read something different, or all of it is taken back."""
+"""Routers whose configuration changes are replaced one by one, or the whole change is rolled back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starts or loads takes as long as it takes, while it says something new; `timeouts.start_s` counts its silence."""
+"""A start or load may take any time while it reports progress; `timeouts.start_s` limits only the time without any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Silence towards the controller ends nothing that serves: routers vouch for nodes, clients and nodes for routers."""
+"""A process that serves is not ended because the controller cannot reach it: routers vouch for nodes, and clients and nodes
+for routers."""
 
 from __future__ import annotations
 

@@ -185,9 +185,8 @@ def run(model_type: str, *, cut: bool = True) -> Outcome:
             rng = random.Random(model_type)
             prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
             expected = [answer.tokens for answer in tiny.reference(Path(folder), prompts, NUM_TOKENS)]
-        except (
-            Exception
-        ) as error:  # transformers raises all kinds of errors for sizes that do not fit together
+        # transformers raises all kinds of errors for sizes that do not fit together.
+        except Exception as error:
             return Outcome(model_type, "not built", f"{type(error).__name__}: {_line(error)}")
         try:
             return _serve(model_type, Path(folder), prompts, expected, cut)

@@ -1,4 +1,4 @@
-"""A model whose layers are cut into stages says what the whole one says."""
+"""A model cut into pipeline stages gives the whole model's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that several ranks share says what the whole one says, however the work is cut up, shared or lost."""
+"""A model shared by several ranks gives the whole model's answers, in whatever chunks and batches it runs."""
 
 from __future__ import annotations
 

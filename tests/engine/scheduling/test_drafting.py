@@ -1,4 +1,4 @@
-"""Guessing stops where it does not pay, goes on where it does, and never costs more than its allowance."""
+"""Drafting stops where it does not pay, goes on where it does, and never costs more than its allowance."""
 
 from __future__ import annotations
 

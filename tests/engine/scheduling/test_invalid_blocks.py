@@ -1,4 +1,4 @@
-"""Blocks that turn out wrong after they were used: everything that was read from them is undone."""
+"""Blocks are found to be wrong after requests have read them: everything computed from them is undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beside decodes prompts get as many tokens as fit into a step of the length that was asked for."""
+"""Beside decodes, prompts get as many tokens as fit into a step of the wanted length."""
 
 from __future__ import annotations
 
