@@ -1,4 +1,4 @@
-"""What other programs read: decoded with vLLM's own classes where it is installed, and else with classes of the same shape."""
+"""The published KV events, decoded with vLLM's own classes if vLLM is installed, and otherwise with classes of the same shape."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def subscribers_classes() -> type:
 
 
 class Subscriber:
-    """As vLLM's example is."""
+    """A subscriber like vLLM's example."""
 
     def __init__(self, publisher: KVEventPublisher, topic: bytes) -> None:
         self.context = zmq.Context()
@@ -154,7 +154,10 @@ def test_a_second_node_of_the_machine_takes_the_next_port(publisher: KVEventPubl
         other.close()
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "ipc:///x", "tcp://host:5557", "tcp://1.2.3.4"])  # fmt: skip
+# Fmt: skip
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "ipc:///x", "tcp://host:5557", "tcp://1.2.3.4"]
+)
 def test_it_is_bound_to_a_named_address(endpoint: str) -> None:
     with pytest.raises(ConfigurationError, match=r"cache\.events\.endpoint must be tcp://ADDRESS:PORT"):
         EventsConfig(endpoint=endpoint)
