@@ -26,7 +26,7 @@ def invalid(*blocks: int) -> ConnectorOutput:
 
 
 def book_garbage(driver: Driver, step, transfers):
-    """The step runs on wrong KV; requests that read it get nothing for it."""
+    """Books a step that ran on wrong KV; requests that read it must get no token."""
     driver.model.tolerant = True
     updates = driver.finish(step, transfers)
     driver.model.tolerant = False
