@@ -191,27 +191,8 @@ class Lab:
     def laptop_command(self, *words: str) -> list[str]:
         setup = f"mkdir -p /tmp/ray; mount --bind {self.folder}/laptop/ray /tmp/ray\n"
         setup += private_home(self.laptop_home, self.folder / "laptop")
-        return [
-            "ip",
-            "netns",
-            "exec",
-            f"{_PREFIX}_cli",
-            "unshare",
-            "--mount",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            # Fmt: skip
-            "--mount-proc",
-            "env",
-            *self.environment(),
-            f"TMPDIR={self.folder}/laptop/tmp",
-            "sh",
-            "-ec",
-            f'{setup}\nexec "$@"',
-            "sh",
-            *words,
-        ]
+        return ["ip", "netns", "exec", f"{_PREFIX}_cli", "unshare", "--mount", "--pid", "--fork", "--kill-child",
+                "--mount-proc", "env", *self.environment(), f"TMPDIR={self.folder}/laptop/tmp", "sh", "-ec", f'{setup}\nexec "$@"', "sh", *words]  # fmt: skip
 
     def on_laptop(self, *words: str, timeout_s: float = 60.0) -> str:
         """Runs a command on the operator's machine, which reaches the hosts and is not one of them."""

@@ -154,10 +154,7 @@ def test_a_second_node_of_the_machine_takes_the_next_port(publisher: KVEventPubl
         other.close()
 
 
-# Fmt: skip
-@pytest.mark.parametrize(
-    "endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "ipc:///x", "tcp://host:5557", "tcp://1.2.3.4"]
-)
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "ipc:///x", "tcp://host:5557", "tcp://1.2.3.4"])  # fmt: skip
 def test_it_is_bound_to_a_named_address(endpoint: str) -> None:
     with pytest.raises(ConfigurationError, match=r"cache\.events\.endpoint must be tcp://ADDRESS:PORT"):
         EventsConfig(endpoint=endpoint)
