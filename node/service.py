@@ -99,8 +99,7 @@ class NodeService:
         news: Callable[[Callable[[str, CacheNews], None]], CacheNewsDesk] | None = None,
         encoders: EncoderDesk | None = None,
     ) -> None:
-        """`news` builds the desk that tells routers what is cached, from the function that sends to one router; None: tell them nothing.
-        `encoders`: None if the model reads no images."""
+        """`news` builds the desk that tells routers what is cached; None: tell nothing. `encoders`: None if the model reads no images."""
         self._config = config
         self._epoch = epoch
         self._rules = rules
@@ -241,8 +240,7 @@ class NodeService:
         return self._quiet.wait(timeout_s) and self._condition.state is not NodeState.FAILED
 
     def reset_cache(self, timeout_s: float) -> bool:
-        """Drops all cached KV, so that no later request reuses it. Returns False if the running step takes longer than `timeout_s`; the
-        cache is then dropped after that step."""
+        """Drops all cached KV. Returns False if the running step takes longer than `timeout_s`; the cache is dropped after that step."""
         self._mailbox.put(reset := ResetCache(threading.Event()))
         return reset.done.wait(timeout_s)
 
@@ -375,8 +373,7 @@ class NodeService:
         failed = self._condition.fail(error)
         self._quiet.set()  # a drain must not wait for a failed node
         if isinstance(failed, NodeLost):
-            # Routers retry requests that end with NodeLost. Tell them first that this node has failed, or they retry here.
-            self._routers.tell_all_status()
+            self._routers.tell_all_status()  # first, so that no router retries these requests here
         self._kept.end_all(failed)
         failure = failed.to_wire()
         for live in self._live:
