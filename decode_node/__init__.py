@@ -1,1 +1,2 @@
-"""The consumer, in node.py: reserves blocks, waits for KV, decodes, streams tokens. Without a transfer it does both halves."""
+"""The decode node (node.py), the consumer: reserves blocks, waits for the KV, decodes and streams tokens. It computes the prompt itself
+if a request has no transfer."""

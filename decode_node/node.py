@@ -1,4 +1,4 @@
-"""A decode node: which requests it takes, how its part of a request ends. An aggregated node is one that is never told of a transfer."""
+"""A decode node, and its rules. An aggregated node is a decode node whose requests never have a transfer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DecodeNode(Node):
 
 
 class DecodeRules:
-    """With a transfer it waits for the prompt's KV; without one it reads the prompt itself."""
+    """A request with a transfer waits for the prompt's KV; for a request without one this node computes the prompt itself."""
 
     def __init__(self, role: Role) -> None:
         self.role = role

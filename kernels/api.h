@@ -51,13 +51,13 @@ struct tandem_batch {
   const int64_t* block_table_strides;   // per group
   const int64_t* logit_rows;
   int32_t num_logit_rows;
-  // Rows that are not their token's embedding, and what they are: [num_given_rows, hidden].
+  // The rows that replace their tokens' embeddings, and their values: [num_given_rows, hidden].
   const int64_t* given_rows;
   const float* given;
   int32_t num_given_rows;
 };
 
-// Where a model's matrices and vectors go.
+// Which matrix or vector of the model is loaded.
 enum tandem_linear { TANDEM_QKV, TANDEM_O, TANDEM_GATE_UP, TANDEM_DOWN, TANDEM_HEAD };
 enum tandem_vector { TANDEM_INPUT_NORM, TANDEM_POST_NORM, TANDEM_Q_NORM, TANDEM_K_NORM, TANDEM_FINAL_NORM };
 
@@ -112,11 +112,12 @@ struct tandem_attention_kind {
   float scale;
 };
 
-// What adapters add to some columns of a product: up · (down · x), with the matrices of each row's slot, of the operations' own dtype.
+// What adapters add to some columns of a product: up · (down · x). Each row uses the matrices of its own slot. The matrices have the
+// operations' dtype.
 struct tandem_update {
   const void* down;  // [slots * rank, inputs]
-  // [slots, vectors, rank, lanes], zero-padded: its columns in vectors of tandem_lanes(). In bfloat16 two of a rank lie side by side:
-  // [slots, vectors, rank / 2, lanes, 2], and an odd rank is padded.
+  // [slots, vectors, rank, lanes], zero-padded: the columns in vectors of tandem_lanes(). In bfloat16 two rows of the rank lie side by
+  // side, [slots, vectors, rank / 2, lanes, 2], and an odd rank is padded.
   const void* up;
   int32_t inputs;
   int32_t vectors;
@@ -147,28 +148,28 @@ struct tandem_model;
 TANDEM_API tandem_model* tandem_create(const tandem_spec*, const int32_t* cores, int32_t threads, const char* limit);
 TANDEM_API void tandem_destroy(tandem_model*);
 
-// Copies. Parts lie one below the other; gate_up takes two, gate and up. Biases may be null.
+// Copies the weights. The matrix is its parts one below the other; gate_up takes two parts, gate and up. Biases may be null.
 TANDEM_API int tandem_load_linear(tandem_model*, int32_t which, int32_t layer, const tandem_part* weights,
                                   const tandem_part* biases, int32_t count);
 TANDEM_API int tandem_load_vector(tandem_model*, int32_t which, int32_t layer, const tandem_part*);
-// Keeps the pointer: [vocab, hidden].
+// Keeps the pointer to the embedding, [vocab, hidden], and does not copy it.
 TANDEM_API int tandem_use_embedding(tandem_model*, const tandem_part*);
 TANDEM_API int tandem_set_rotary(tandem_model*, const float* inverse_frequencies, int32_t count, float scaling);
 TANDEM_API int tandem_use_cache(tandem_model*, const tandem_cache*);
 
-// One step: begin, layers 0 .. n in ascending ranges, logits. What the batch points to must stay until then.
+// One step: begin, then all layers in ascending ranges, then logits. The batch's arrays must stay valid until the last call.
 TANDEM_API int tandem_begin(tandem_model*, const tandem_batch*);
 TANDEM_API int tandem_run_layers(tandem_model*, int32_t first, int32_t last);
 TANDEM_API int tandem_logits(tandem_model*, float* out, int64_t stride);
-// Of a step whose logit rows are more than those whose logits are wanted: the logits of some, and what the head reads of some.
-// Both name their rows by their places among the logit rows.
+// For a step with many logit rows: the logits of some of them, and the hidden states that the head reads for some of them. `places` are
+// indexes into the logit rows.
 TANDEM_API int tandem_logits_of(tandem_model*, const int64_t* places, int32_t count, float* out, int64_t stride);
 TANDEM_API int tandem_hidden_of(tandem_model*, const int64_t* places, int32_t count, float* out, int64_t stride);
 
-// Adds up nanoseconds per phase from now on, if `on`; `out` (TANDEM_TIME_COUNT numbers) gets what was added so far.
+// Begins (`on`) or ends the counting of nanoseconds per phase. `out` (TANDEM_TIME_COUNT numbers) gets the sums so far.
 TANDEM_API int tandem_profile(tandem_model*, int32_t on, int64_t* out);
 
-// The pieces of a forward pass, one call each: see operations.h. Those that add something return its number.
+// The parts of a forward pass, one call each: see operations.h. A function that adds something returns its number.
 struct tandem_operations;
 
 TANDEM_API tandem_operations* tandem_operations_create(int32_t dtype, const int32_t* cores, int32_t threads,
@@ -182,14 +183,14 @@ TANDEM_API int tandem_add_linear(tandem_operations*, const tandem_part* weights,
 TANDEM_API int tandem_add_norm(tandem_operations*, const tandem_part* weight, float offset, float eps);
 TANDEM_API int tandem_add_attention(tandem_operations*, const tandem_attention_kind*);
 TANDEM_API int tandem_operations_use_cache(tandem_operations*, const tandem_cache*);
-// Updates may be null. Those of a gated product are one for what makes the gate, and one for what follows it.
+// Updates may be null. A gated product has its own updates for gate_up and for down.
 TANDEM_API int tandem_linear_rows(tandem_operations*, int32_t matrix, const tandem_rows* x, const tandem_rows* out,
                                   const tandem_updates*);
 TANDEM_API int tandem_gated_rows(tandem_operations*, int32_t gate_up, int32_t down, int32_t activation,
                                  const tandem_rows* x, const tandem_rows* out, const tandem_updates* of_gate_up,
                                  const tandem_updates* of_down);
 TANDEM_API int tandem_norm_rows(tandem_operations*, int32_t norm, const tandem_rows* x, const tandem_rows* out);
-// What adapters add to one matrix's rows alone: out += up · (down · x), by its only update.
+// Adds only what adapters add to a matrix's product: out += up · (down · x), by its one update.
 TANDEM_API int tandem_update_rows(tandem_operations*, const tandem_updates*, const tandem_rows* x,
                                   const tandem_rows* out);
 TANDEM_API int tandem_operations_begin(tandem_operations*, const tandem_batch*);

@@ -29,8 +29,8 @@ struct AttentionScratch {
 
 size_t attention_scratch(int) { return sizeof(AttentionScratch); }
 
-// Two vectors rounded to bfloat16 (halves up), as 32 elements in the given order: element 2 i + 1 of a vector is
-// its number i, 32 + 2 i + 1 that of the second. Cheaper than the conversion instruction with a permutation.
+// Rounds two vectors to bfloat16 (halves up) and returns the 32 elements in the given order: in `order`, 2 i + 1 stands for number i
+// of the first vector, and 32 + 2 i + 1 for number i of the second. Cheaper than the conversion instruction and a permutation.
 TANDEM_INLINE __m512i narrow(__m512 x, __m512 y, const uint16_t* order) {
   const __m512i half = _mm512_set1_epi32(0x8000);
   return _mm512_permutex2var_epi16(_mm512_add_epi32(_mm512_castps_si512(x), half), _mm512_load_si512(order),
@@ -70,7 +70,7 @@ TANDEM_INLINE void transpose(__m512i r[16]) {
   }
 }
 
-// Q as tiles along head_dim, a row for each lane. TRANSPOSED: tile rows are pairs along head_dim, columns are lanes.
+// Packs Q into tiles along head_dim, a row for each lane. TRANSPOSED: tile rows are pairs along head_dim, columns are lanes.
 template <bool TRANSPOSED>
 inline void pack_queries(const Attention& a, const Tile& tile, char* out) {
   const int d = a.cache.head_dim;
@@ -117,8 +117,8 @@ TANDEM_INLINE __m512i load_row(const uint16_t* row, int from, int left) {
   return row ? _mm512_maskz_loadu_epi16(mask, row + from) : _mm512_setzero_si512();
 }
 
-// K as tiles, those along head_dim of 16 keys after each other: as the rows lie (those of different cache blocks have
-// addresses so alike that they push each other out of the first-level cache), or transposed, as pack_queries does.
+// Packs K into tiles: for each 16 keys, the tiles along head_dim one after another, plain or transposed as in pack_queries. Packing plain
+// rows pays too, because rows in different cache blocks have addresses so alike that they evict each other from the first-level cache.
 // Runs `between()` for every tile.
 template <bool WHOLE, bool TRANSPOSED, typename F>
 inline void pack_keys(const Rows& rows, int d, char* out, F&& between) {
@@ -135,7 +135,7 @@ inline void pack_keys(const Rows& rows, int d, char* out, F&& between) {
   }
 }
 
-// 16 of 32 columns of two rows, the first 16 or the others, as pairs.
+// Interleaves 16 columns of two rows into pairs: the first 16 of 32 columns, or (`half` 1) the last 16.
 TANDEM_INLINE __m512i interleave(__m512i even, __m512i odd, int half) {
   alignas(64) static const uint16_t kOrder[2][32] = {
       {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
@@ -145,8 +145,8 @@ TANDEM_INLINE __m512i interleave(__m512i even, __m512i odd, int half) {
   return _mm512_permutex2var_epi16(even, _mm512_load_si512(kOrder[half]), odd);
 }
 
-// V's columns [begin, end) as tiles, 32 keys by 16 columns: pairs of keys interleaved (the right-hand operand), or
-// transposed (the left-hand one). Runs `between()` twice for every 16 columns.
+// Packs V's columns [begin, end) into tiles of 32 keys by 16 columns: pairs of keys interleaved (the right-hand operand), or
+// transposed (the left-hand operand). Runs `between()` twice for every 16 columns.
 template <bool WHOLE, bool TRANSPOSED, typename F>
 inline void pack_values(const Rows& rows, int begin, int end, char* out, F&& between) {
   for (int from = begin; from < end; from += 32) {
@@ -170,7 +170,7 @@ TANDEM_INLINE void shift_rows(Rows& rows, int64_t distance) {
     if (rows.at[i]) rows.at[i] += distance;
 }
 
-// The 32-key steps of a block that hold any of some keys.
+// The steps of 32 keys in a block that contain any key of a range.
 struct Steps {
   int first, begin, end;  // the block's first key; which of its keys are meant
   int from, to;           // steps

@@ -57,7 +57,8 @@ struct Weighted {
   float* values;
 };
 
-// Merging two softmaxes scales each by its weight. Elementwise, so that every layout gets the same bits.
+// Computes the factors `a` and `b` by which two softmaxes are scaled when they are merged. It works elementwise, so that every layout
+// gets the same bits.
 TANDEM_INLINE void merge_weights(vf& highest, vf next, vf& a, vf& b) {
   const vf merged = vmax(highest, next);
   const vf base = select(merged == splat(-INFINITY), vf{}, merged);
@@ -101,7 +102,7 @@ TANDEM_INLINE Weighted partial(const Attention& a, const AttentionTask& task, in
   return {p, p + lanes, p + 2 * lanes};
 }
 
-// One block of a split request is done. The thread that finishes the last one merges all, in order.
+// Marks one block of a split request as done. The thread that finishes the last block merges all blocks, in order.
 inline void finish_block(const Attention& a, const AttentionTask& task, const Tile& tile) {
   if (__atomic_sub_fetch(&a.pending[task.pending], 1, __ATOMIC_ACQ_REL) != 0) return;
   __atomic_store_n(&a.pending[task.pending], task.blocks, __ATOMIC_RELAXED);  // for the next layer

@@ -1,5 +1,5 @@
-// Matrix products by AMX tiles, 32 rows by a panel. What a product's rows still need when their sums are complete is
-// done between the tile instructions of the next rows.
+// Matrix products by AMX tiles, 32 rows by a panel. When the sums of some rows are complete, the rest of their work (see
+// finish_product) runs between the tile instructions of the next rows.
 #pragma once
 
 #include "rows.h"
@@ -13,16 +13,16 @@ constexpr int kRowsPerBlock = 32;
 constexpr int kRowBytesPerTask = 5 << 18;  // of a task's activations: they stay in the second-level cache
 constexpr int kStepsToSettle = 2;          // after these, sums that were stored can be loaded without waiting
 
-// Rows whose sums are complete, and what makes a product of them: a few rows at a time, between the tile instructions
-// of the next block, which leave the vector units idle. Never passed on: so that the compiler keeps it in registers.
+// Finishes rows whose sums are complete, a few at a time, between the tile instructions of the next block, which leave the vector
+// units idle. Its address must never escape, so that the compiler keeps it in registers.
 class Finisher {
  public:
   TANDEM_INLINE Finisher(const Gemm& g, float* space) : g_(g), space_(space), free_(space) {}
 
-  // Where a block's sums go, while those of the one before may still wait: rows of kPanel floats.
+  // The space for the next block's sums, in rows of kPanel floats. The previous block's sums may still wait in the other space.
   TANDEM_INLINE float* sums() const { return free_; }
 
-  // The block in sums() is complete. The one before must have been finished.
+  // Call it when the block in sums() is complete. The previous block must be finished by then.
   TANDEM_INLINE void add(int row, int rows, int panel) {
     waiting_ = free_;
     free_ = free_ == space_ ? space_ + kBlock : space_;
@@ -50,7 +50,7 @@ class Finisher {
   int row_ = 0, left_ = 0, column_ = 0;
 };
 
-// How many rows to finish in a step, so that 32 are finished in all of them.
+// How many rows to finish in each step, so that all steps together finish 32.
 TANDEM_INLINE int rows_per_step(int tiles) {
   return tiles > kStepsToSettle ? (31 + tiles - kStepsToSettle) / (tiles - kStepsToSettle) : 32;
 }

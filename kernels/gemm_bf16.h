@@ -24,8 +24,8 @@ TANDEM_INLINE void multiply_panel(const Gemm& g, int row_begin, int row_end, int
   const bool compact = g.w.outliers >= 0;
   const char* stored = static_cast<const char*>(g.w.panels) + panel * g.w.panel_bytes;
   const char *plain = compact ? g.scratch : stored, *ahead = stored + g.w.panel_bytes;
-  // Many rows leave time to fetch the whole next panel meanwhile. Between few, so much would keep the activations,
-  // which come from the second-level cache, waiting for it.
+  // Many rows leave time to fetch the whole next panel meanwhile. With few rows, so many fetches would delay the activations, which
+  // come from the second-level cache.
   const bool far = row_end - row_begin > kRowsToFetchFar;
   const int64_t lines = g.w.panel_bytes / 64, times = static_cast<int64_t>(blocks) * tiles;
   const int share = far ? static_cast<int>((lines + times - 1) / times) : kLinesToFetchNear;

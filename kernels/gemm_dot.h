@@ -11,7 +11,7 @@ namespace {
 constexpr int kRowsPerBlock = 8;
 constexpr int kRowBytesPerTask = 1 << 19;  // of a task's activations: they stay in the second-level cache
 
-// Where a block's sums go. Its rows are finished at once: other instructions find room beside these anyway.
+// Holds a block's sums and finishes its rows at once: the processor overlaps this with other instructions anyway.
 class Finisher {
  public:
   TANDEM_INLINE Finisher(const Gemm& g, float* space) : g_(g), space_(space) {}
@@ -40,7 +40,7 @@ TANDEM_INLINE void multiply_few(const char* x, int tiles, Stream& weights, Updat
   }
 }
 
-// What a product will be added to, far apart in memory: it would be waited for when the sums are complete.
+// Fetches the rows that a product will be added to. They lie far apart in memory, and the additions would wait for them.
 TANDEM_INLINE void fetch_results(const Gemm& g, int row, int rows, int panel) {
   if (g.kind != GemmOut::add) return;
   for (int r = 0; r < rows; r++) {

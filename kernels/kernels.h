@@ -150,7 +150,7 @@ struct Kernels {
   Dtype dtype;  // of weights, and of the cache
   int (*padded_columns)(int n);
   int (*panels)(int n);
-  // Of a panel, compact with room for so many outliers, or plain (-1).
+  // The size of a panel that is compact with room for `outliers` outliers, or plain (-1).
   int64_t (*panel_bytes)(int k, int outliers);
   // How many outliers a compact panel would have. Null in a unit that has none. With `interleave` the columns of
   // two parts of equal size alternate in steps of this unit (silu_mul); otherwise the parts lie one below the other.
@@ -170,14 +170,14 @@ struct Kernels {
   void (*norm_row)(float* x, const float* weight, int n, float eps);  // in place
   void (*rotary)(const Rotary&, int begin, int end);
   int lanes;  // of a vector
-  // out[j] = x · row j, of `n` rows of k elements, `stride` elements apart; all of this dtype. As many from `next` on, unless it is
-  // null, will soon be read, and are fetched meanwhile.
+  // out[j] = x · row j, for `n` rows of k elements that lie `stride` elements apart; all of this dtype. Also fetches the `n` rows that
+  // begin at `next`, unless it is null.
   void (*dot_rows)(const void* x, const void* rows, const void* next, int64_t stride, int n, int k, void* out);
   // Adds the columns [begin, end) of what an update adds to a row; `begin` is a multiple of `lanes`.
   void (*add_update)(const Update&, int row, int begin, int end, float* out);
   size_t (*attention_scratch)(int head_dim);
   int64_t (*partial_floats)(int head_dim, int lanes);
-  // `next` is a split task that will soon run, or null: its K and V are worth fetching.
+  // `next` is a split task that will soon run, or null. The kernel fetches its K and V meanwhile.
   void (*attention)(const Attention&, const AttentionTask&, const AttentionTask* next);
   void (*enter)();  // a thread begins to run kernels; leave() when it has finished
   void (*leave)();

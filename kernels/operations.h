@@ -1,6 +1,6 @@
-// The pieces of a forward pass, one call each: for models whose structure another library runs. What takes the time
-// is ours all the same: products with packed weights, gated activations, norms, rotary embedding with the cache write, and
-// attention over the paged cache.
+// The parts of a forward pass, one call each, for models whose structure another library runs. These calls do the work that takes the
+// time: products with packed weights, gated activations, norms, rotary embedding with the cache write, and attention over the paged
+// cache.
 #pragma once
 
 #include <stdint.h>
@@ -39,7 +39,7 @@ class Operations {
   int lanes() const { return kernels_->lanes; }
   int64_t meetings() const { return team_.meetings(); }
 
-  // What the batch points to must stay until the last `attend` of the step.
+  // The batch's arrays must stay valid until the last `attend` of the step.
   void begin(const tandem_batch& batch);
   void attend(int kind, int slot, const tandem_heads& q, const tandem_heads& k, const tandem_heads& v,
               const tandem_rotary_rows* rotary, const tandem_rows& out);
@@ -61,9 +61,9 @@ class Operations {
 
   const Linear& matrix(int index) const;
   void take(int thread, const tandem_rows& x, int k, void* activation, Updates& updates);
-  // A row in the dtype of the matrices, where it lies or in the thread's scratch.
+  // Returns a row in the dtype of the matrices: in place if it has this dtype, else a copy in the thread's scratch.
   const void* in_own_dtype(int thread, const tandem_rows& x, int64_t row) const;
-  // A thread's share of `count` tasks and of the updates' first halves, for which read(row) gives a row. Ends at a barrier.
+  // Runs a thread's share of `count` tasks and of the updates' first halves, for which read(row) returns a row. Ends at a barrier.
   template <typename Work, typename Read>
   void divide_with(int thread, int count, Updates& updates, Work&& work, Read&& read);
   void give(int thread, const float* from, int64_t stride, const tandem_rows& out);

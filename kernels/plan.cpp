@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kTasksPerThread = 6;  // so that threads finish together
 
-// Of one request and KV head.
+// The query tiles of one request and KV head.
 struct Tiles {
   int begin = 0, end = 0;
   bool split = false;  // the only tile is cut along its keys instead

@@ -82,7 +82,7 @@ void Team::await_change(std::atomic<int>& value, int old) {
   }
 #if defined(__linux__)
   const timespec moment{kSleepNanoseconds / 1'000'000'000, kSleepNanoseconds % 1'000'000'000};
-  // Counted before it looks, as change() looks for sleepers after it has changed the value: one of the two sees the other.
+  // Count this sleeper before reading the value; change() reads the count after changing the value. So one of the two sees the other.
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   while (value.load(std::memory_order_seq_cst) == old) syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, old, &moment, nullptr, 0);
   sleepers_.fetch_sub(1, std::memory_order_relaxed);
@@ -91,7 +91,7 @@ void Team::await_change(std::atomic<int>& value, int old) {
 #endif
 }
 
-// Counts on, and wakes those that wait for it.
+// Advances the value, and wakes the threads that wait for it.
 void Team::change(std::atomic<int>& value) {
   value.store(next(value.load(std::memory_order_relaxed)), std::memory_order_seq_cst);
 #if defined(__linux__)

@@ -27,7 +27,7 @@ class Team {
   // Every thread runs work(thread). Returns when all have finished. `work` must not throw.
   void run(const std::function<void(int)>& work);
 
-  // Within run(): waits for all threads, then makes the task counters new.
+  // Within run(): waits for all threads, then resets the task counters.
   void barrier();
 
   // Within run(): calls f(task) for this thread's share of [0, count) in order, then for what others have left.

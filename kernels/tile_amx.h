@@ -7,7 +7,7 @@
 
 #define TILE_LOAD(t, p, stride) \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
-// Of what passes through: it shall not push out of the first-level cache what is used again.
+// Loads data that is used once, with a hint not to evict data from the first-level cache that is used again.
 #define TILE_LOAD_ONCE(t, p, stride) \
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
 #define TILE_STORE(t, p, stride) \

@@ -62,7 +62,7 @@ void dot_rows(const void* row, const void* rows, const void* next, int64_t strid
   }
 }
 
-// What an update adds to W columns that lie together.
+// Computes what an update adds to W adjacent columns.
 TANDEM_INLINE vf expanded(const float* low, const float* up, int rank) {
   vf total = {};
   for (int j = 0; j < rank; j++, up += W) total += splat(low[j]) * load(up);
@@ -83,12 +83,12 @@ TANDEM_INLINE vf expanded(const uint16_t* low, const uint16_t* up, int rank) {
   return total;
 }
 
-// Where an update's matrix has an element, counted from its slot's beginning.
+// The offset of an element of an update's matrix, from the beginning of its slot.
 TANDEM_INLINE int64_t up_at(int column, int j, int rank, int pair) {
   return static_cast<int64_t>(column / W * W) * rank + j / pair * pair * W + column % W * pair + j % pair;
 }
 
-// Columns [at, at + W) of what an update adds to a row; zero where it has none.
+// Computes what an update adds to columns [at, at + W) of a row; zero for columns that it does not have.
 template <typename T>
 TANDEM_INLINE vf updated(const Update& u, int row, int at) {
   const int64_t slot = u.slots[row];
@@ -96,7 +96,7 @@ TANDEM_INLINE vf updated(const Update& u, int row, int at) {
   const T* up = static_cast<const T*>(u.up) + slot * u.slot_stride;
   const T* low = static_cast<const T*>(u.low) + static_cast<int64_t>(row) * u.rank;
   if (at % W == 0 && at >= u.begin && at + W <= u.end) return expanded(low, up + static_cast<int64_t>(at) * u.rank, u.rank);
-  // Columns that the product's vectors cut in another way, or the last of a part.
+  // The columns do not match the update's vectors, or are the last of a part: compute them one by one.
   float lanes[W] = {};
   for (int lane = max_int(0, u.begin - at); lane < min_int(W, u.end - at); lane++)
     for (int j = 0; j < u.rank; j++)
@@ -115,13 +115,13 @@ void add_update(const Update& u, int row, int begin, int end, float* out) {
   }
 }
 
-// Which of an update's columns belongs to the first of W packed columns from `column` on; too high where none does.
+// The update's column at packed column `column`, the first of W columns. The update may have only some of these columns, or none.
 TANDEM_INLINE int own_column(const Update& u, int column) {
   if (u.half < 0) return column - u.first + u.begin;
   return column / W % 2 == u.half ? column / (2 * W) * W - u.first + u.begin : u.end;
 }
 
-// Rows of a product, as in finish_product: adds what its updates add.
+// Adds a product's updates to its rows; the arguments are those of finish_product.
 __attribute__((noinline)) void add_updates(const Gemm& g, int row0, int rows, int n0, float* block, int stride) {
   for (int i = 0; i < g.num_updates; i++) {
     const Update& u = g.updates[i];
@@ -136,7 +136,7 @@ __attribute__((noinline)) void add_updates(const Gemm& g, int row0, int rows, in
   }
 }
 
-// Fetches what updates will add to a block of a product, a little with each of its steps.
+// Fetches the matrices of the updates of a block, a little with each step of the block's product.
 class UpdatesAhead {
  public:
   TANDEM_INLINE UpdatesAhead(const Gemm& g, int row0, int rows, int n0, int steps) {

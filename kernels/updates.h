@@ -14,8 +14,8 @@ namespace tandem {
 
 class Updates {
  public:
-  // Checks what was given, which may be null: there are none. `halves`: the product's columns are two parts that alternate.
-  // Throws std::invalid_argument.
+  // Checks the updates; null: there are none. `halves`: the product's columns are two parts that alternate. Throws
+  // std::invalid_argument.
   void prepare(const tandem_updates* given, const Kernels& kernels, int inputs, int outputs, bool halves, int64_t rows);
 
   void give(Gemm& gemm) const {
@@ -24,15 +24,15 @@ class Updates {
   }
   const std::vector<Update>& all() const { return updates_; }
 
-  // Tasks of the first half. `rows`: of which row each next one is, so that a thread reads a row once.
+  // The tasks of the first half. Those of one row follow each other, so that a thread reads a row once.
   int tasks() const { return static_cast<int>(rows_ * static_cast<int64_t>(downs_.size())) * kParts; }
   int64_t row_of(int task) const { return task / kParts / static_cast<int64_t>(downs_.size()); }
   bool is_void(int task) const { return slots_[row_of(task)] < 0; }
-  // `row`: in the dtype of the matrices.
+  // Runs one task. `row` must have the dtype of the matrices.
   void shrink(int task, const void* row);
 
  private:
-  // A row is divided, so that one alone keeps several threads busy. What comes out depends on no part.
+  // A row's task is divided by rank, so that a single row keeps several threads busy. The division does not change the results.
   static constexpr int kParts = 4;
 
   struct Down {

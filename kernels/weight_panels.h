@@ -88,13 +88,13 @@ class PlainStream {
 
 class CompactStream {
  public:
-  // The panel has `pairs` pairs; `room` of them are expanded into `space` before the first is overwritten.
+  // The panel has `pairs` pairs of tiles. They are expanded into `space`, a ring with room for `room` pairs.
   CompactStream(const char* panel, int outliers, int pairs, char* space, int room, bool fetches)
       : expander_(panel, outliers), space_(space), room_(room), left_(pairs - 1), lines_(fetches ? kFetch : 0) {
     expander_.expand(space_);
   }
 
-  // One pair ahead, so that a tile load need not wait for stores that have just been made.
+  // Expands one pair ahead, so that a tile load does not wait for the stores of its own pair.
   TANDEM_INLINE const char* next() {
     for (int i = 0; i < lines_; i++) __builtin_prefetch(expander_.position() + 2 * kPair + i * 64, 0, 2);
     const char* pair = space_ + slot_ * kPair;
@@ -111,7 +111,7 @@ class CompactStream {
   int room_, left_, lines_, slot_ = 0;
 };
 
-// A panel that lies plain in a cache. In between, `lines` lines are fetched of what comes next.
+// Reads a panel that lies plain in a cache. With each pair it fetches `lines` lines from `ahead` on.
 class CachedStream {
  public:
   CachedStream(const char* panel, const char* ahead, int lines) : at_(panel), ahead_(ahead), lines_(lines) {}

@@ -1,4 +1,4 @@
-"""Answers that are made in the background: their tokens stay here, bounded, for any router that asks for them by id."""
+"""Background answers: the node keeps their tokens, up to `answers.kept_bytes`, for any router that asks by answer id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.wire.errors import Cancelled, NodeLost, TandemError, Unavailable, Wi
 from tandem.wire.requests import Follow, KeepAnswer, Submit, TokenChunk
 from tandem.wire.sampling import FinishReason
 
-_ANSWER_BYTES = 1024  # of one answer, besides its note and its tokens
+_ANSWER_BYTES = 1024  # one answer's share of the limit, besides its note and its tokens
 _TOKEN_BYTES = 4
 
 
@@ -26,16 +26,15 @@ class _Answer:
     error: WireError | None = None
     cached_tokens: int | None = None
     ended_at: float | None = None
-    followers: dict[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # request id -> where its router listens
+    # The follower's request id -> the address where its router listens.
+    followers: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def size(self) -> int:
         return _ANSWER_BYTES + len(self.keep.note) + _TOKEN_BYTES * len(self.tokens)
 
     def chunk(self, request_id: str, after: int) -> TokenChunk:
-        """All that is there above `after`, and the end if it has ended."""
+        """The tokens from index `after` on, and the finish reason or error if the answer has ended."""
         return TokenChunk(
             request_id,
             min(after, len(self.tokens)),
@@ -48,7 +47,7 @@ class _Answer:
 
 
 class KeptAnswers:
-    """On the step thread. Answers that are being made are never dropped: a new one is refused."""
+    """Used by the step thread alone. An answer in progress is never dropped to make room; a new answer is refused."""
 
     def __init__(
         self,
@@ -59,16 +58,15 @@ class KeptAnswers:
         self._config = config
         self._send = send
         self._clock = clock
-        self._kept: OrderedDict[str, _Answer] = (
-            OrderedDict()
-        )  # by answer id; those that ended last stand last
-        self._running: dict[str, _Answer] = {}  # by the request that makes it
+        # By answer id. An answer moves to the end when it ends, so the ended answers stand in the order of their ends.
+        self._kept: OrderedDict[str, _Answer] = OrderedDict()
+        self._running: dict[str, _Answer] = {}  # by the id of the request that computes it
         self.followed: dict[str, _Answer] = {}  # by the follower's request id
 
-    # --- the request that makes it
+    # --- the request that computes an answer
 
     def begin(self, submit: Submit) -> None:
-        """Raises Unavailable when there is no room for one more."""
+        """Begins to keep an answer. Raises Unavailable when there is no room for it, or when a later attempt is already here."""
         keep = submit.keep
         assert keep is not None
         before = self._kept.get(keep.answer_id)
@@ -82,7 +80,7 @@ class KeptAnswers:
         self._running[submit.request_id] = answer
 
     def add(self, update: TokenChunk) -> None:
-        """What the request's router is told."""
+        """Keeps a chunk that the request's router gets as well, and sends the new part to the followers. Ignores other requests."""
         answer = self._running.get(update.request_id)
         if answer is None:
             return
@@ -99,7 +97,7 @@ class KeptAnswers:
             self._ended(answer)
 
     def end(self, request_id: str, error: TandemError) -> None:
-        """The request ended without an end of its own."""
+        """Ends a running answer with an error, because its request ended without a last chunk."""
         answer = self._running.get(request_id)
         if answer is not None:
             index = len(answer.tokens)
@@ -118,13 +116,13 @@ class KeptAnswers:
     # --- routers
 
     def recall(self, answer_id: str) -> tuple[KeepAnswer | None, bool]:
-        """And whether it ended before its end."""
+        """Returns what its Submit said of the answer, and whether the answer ended with an error. (None, False) if it is not here."""
         self._expire()
         answer = self._kept.get(answer_id)
         return (answer.keep, answer.error is not None) if answer is not None else (None, False)
 
     def follow(self, message: Follow) -> None:
-        """It is told at once what there is, so also that it is followed."""
+        """Sends the router the tokens so far at once, which also confirms that it follows the answer."""
         self._expire()
         answer = self._kept.get(message.answer_id)
         if answer is None:
@@ -138,18 +136,18 @@ class KeptAnswers:
         self._send(message.reply_to, [chunk])
 
     def request_of(self, answer_id: str) -> str | None:
-        """The request that is making it now."""
+        """The id of the request that computes the answer now; None if it has ended or is not here."""
         answer = self._kept.get(answer_id)
         return answer.request_id if answer is not None and answer.ended_at is None else None
 
     def forget(self, answer_id: str) -> None:
-        """After its request has ended."""
+        """Drops an answer for good; its request must have ended."""
         answer = self._kept.get(answer_id)
         if answer is not None:
             self._drop(answer, Cancelled("the answer was deleted"))
 
     def cancelled(self, request_ids: Iterable[str]) -> None:
-        """The routers want no more of those requests that are followers."""
+        """A router has cancelled these requests: send nothing more to those of them that are followers."""
         self._unfollow(request_ids)
 
     def router_lost(self, reply_to: str) -> None:
@@ -178,7 +176,9 @@ class KeptAnswers:
                 del self._kept[answer.keep.answer_id]
 
     def _make_room(self, wanted: int) -> None:
-        """What answers grow by while they are made comes off those that have ended when the next one begins."""
+        """Drops ended answers, the oldest first, until `wanted` more bytes fit. Raises Unavailable if they do not fit even then.
+
+        An answer in progress grows without asking for room; its growth counts here, when the next answer begins."""
         self._expire()
         size = self.size + wanted
         for answer in list(self._kept.values()):

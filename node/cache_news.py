@@ -1,7 +1,7 @@
-"""Tells routers what this node's prefix cache holds, so that they send prompts where their beginnings lie.
+"""Tells routers what this node's prefix cache holds, so that they send a prompt to a node that has cached its beginning.
 
-The step thread hands over the events of each step; a thread of its own makes of them what routers understand (`wire.requests`), and
-keeps what is cached now, for a router that is new or has missed something.
+The step thread queues the KV events of each step. The `cache-news` thread translates them into the routers' block hashes
+(`wire.requests`) and keeps the set of cached blocks, which it sends whole to a router that is new or has missed a message.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ class _Forget:
 
 
 class NamedBlocks:
-    """What is cached now, by the names that routers use. One of several KV cache groups counts: the others hold the same prompts."""
+    """The blocks that are cached now, by the hashes that routers use. It follows one KV cache group only: the others hold blocks of
+    the same prompts."""
 
     def __init__(self, block_size: int, group: int = 0) -> None:
         self._block_size = block_size
         self._group = group
-        self._names: dict[bytes, int] = {}  # of blocks that are in some medium
+        # Engine's block hash -> router's, for every block in at least one medium
+        self._names: dict[bytes, int] = {}
         self._media: dict[str, set[bytes]] = {DEVICE_MEDIUM: set()}
 
     def apply(self, event: KVEvent) -> list[tuple[str, bool, list[int]]]:
-        """What changed: the medium, whether blocks were stored there, and which."""
+        """Returns the changes: the medium, whether blocks were stored (True) or removed, and the routers' hashes of these blocks."""
         match event:
             case BlockStored():
                 medium = event.medium or DEVICE_MEDIUM
@@ -125,7 +127,7 @@ def _packed(hashes: Sequence[int]) -> bytes:
 
 
 class CacheNewsDesk:
-    """`tell` sends one message to a router, and drops it if the router is not known."""
+    """Owns the `cache-news` thread, which sends each router a numbered stream of CacheNews."""
 
     def __init__(
         self,
@@ -135,13 +137,14 @@ class CacheNewsDesk:
         tell: Callable[[str, CacheNews], None],
         publish: Callable[[Sequence[KVEvent]], None] | None = None,
     ) -> None:
-        """`cached`: what routers are told of; None: nothing. `publish`: for others."""
+        """`cached`: the blocks that routers are told of; None: tell routers nothing. `tell` sends one message to a router, and drops it
+        if the router is not known. `publish` gets every event, for other programs. Both are called in the `cache-news` thread."""
         self._node_id = node_id
         self._epoch = epoch
         self._tell = tell
         self._publish = publish
         self._cached = cached
-        self._numbers: dict[str, int] = {}  # of the next message to each router
+        self._numbers: dict[str, int] = {}  # router's address -> the number of the next message to it
         self._inbox: queue.SimpleQueue[Sequence[KVEvent] | _Begin | _Forget | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cache-news", daemon=True)
 
@@ -159,14 +162,14 @@ class CacheNewsDesk:
         self._inbox.put(events)
 
     def begin(self, reply_to: str) -> None:
-        """The router is new here, or has missed something."""
+        """Sends the router a list of everything: it is new here, or has missed a message."""
         if self._cached is not None:
             self._inbox.put(_Begin(reply_to))
 
     def forget(self, reply_to: str) -> None:
         self._inbox.put(_Forget(reply_to))
 
-    # --- its own
+    # --- the cache-news thread
 
     def _run(self) -> None:
         while True:
@@ -174,13 +177,13 @@ class CacheNewsDesk:
                 if not self.turn():
                     return
             except Exception:
-                # What is known here may be wrong now: routers that ask get nothing more than what is right.
+                # The routers may have missed the changes of this turn: send each the whole list again.
                 logger.exception("telling routers of the cache failed; they are told all of it again")
                 for reply_to in list(self._numbers):
                     self._inbox.put(_Begin(reply_to))
 
     def turn(self) -> bool:
-        """Waits for something, and handles all that is there. False: it is to end."""
+        """Waits for the first item and handles everything that is queued. Returns False when the thread must end."""
         changes: list[tuple[str, bool, list[int]]] = []
         item = self._inbox.get()
         while True:
@@ -226,7 +229,7 @@ class CacheNewsDesk:
 
 
 def _merged(changes: list[tuple[str, bool, list[int]]]) -> list[CacheChange]:
-    """Neighbours of one kind as one."""
+    """Joins consecutive changes of the same medium and kind into one."""
     merged: list[tuple[str, bool, list[int]]] = []
     for medium, is_stored, hashes in changes:
         if merged and merged[-1][:2] == (medium, is_stored):

@@ -1,4 +1,4 @@
-"""What one node is told when it starts. Built by the cluster, sent to the node's process as msgspec bytes."""
+"""One node's configuration. The cluster builds it and sends it to the node's process as msgspec bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.wire.settings import AtLeastOne, Seconds, about
 
 
 class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a node waits for others."""
+    """How long a node waits for other processes."""
 
     status_period_s: Annotated[Seconds, about("between a node's reports of itself to routers")] = 0.25
     router_silence_s: Annotated[
@@ -38,7 +38,7 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnswersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Answers that are made in the background, and kept by the node that decodes them."""
+    """Limits on background answers, which the node that decodes them keeps."""
 
     kept_bytes: Annotated[
         AtLeastOne,
@@ -53,29 +53,31 @@ class AnswersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OtherMachine(msgspec.Struct, frozen=True):
-    """One of those, besides the first, that a node's ranks are spread over."""
+    """A machine, besides rank 0's, that runs some of a node's ranks."""
 
     host: str  # its address
-    cores: list[int] = []  # as the node's
-    device: str = "auto"  # of the first rank there
+    cores: list[int] = []  # as `NodeConfig.cores`
+    device: str = "auto"  # the device of the first rank there
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_id: str
     role: Role
-    host: str = "127.0.0.1"  # the address that routers and peers reach this node at
+    host: str = "127.0.0.1"  # the address where routers and peers reach this node
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig | None = None  # None: this node neither sends nor receives KV
     timeouts: NodeTimeouts = NodeTimeouts()
     answers: AnswersConfig = AnswersConfig()
     logs: LogsConfig = LogsConfig()
-    tensor_parallel: AtLeastOne = 1  # ranks, which share each layer between them
-    pipeline_parallel: AtLeastOne = 1  # stages, which share the layers between them
-    env: dict[
-        str, str
-    ] = {}  # of its process, which has it before it loads a library; here so that another one is seen
-    cores: list[int] = []  # bind what computes to these, unless a quota counts; empty: wherever it may run
-    others: list[OtherMachine] = []  # each has as many of the ranks as the first one
+    tensor_parallel: AtLeastOne = 1  # ranks per stage: each computes a part of every layer of the stage
+    pipeline_parallel: AtLeastOne = 1  # stages: each computes some of the layers
+    # The environment of the node's process, set before it loads a library. It stands here so that a change of it makes another
+    # configuration, which a controller notices.
+    env: dict[str, str] = {}
+    # The cores that the computing threads are bound to. Empty: any core. A CPU quota (control group) overrides this.
+    cores: list[int] = []
+    # The machines besides rank 0's; each runs as many ranks as rank 0's machine.
+    others: list[OtherMachine] = []
 
     @property
     def machines(self) -> int:
@@ -87,7 +89,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def refused_with_ranks(engine: EngineConfig, stages: int) -> Iterator[str]:
-    """What does not go together with several ranks yet, each in words that follow "but"."""
+    """Yields each setting that a node with several ranks does not support, as a phrase that follows "but"."""
     if stages > 1 and engine.model.hidden_states_folder:
         yield "model.hidden_states_folder asks for layers that other stages compute: leave it out"
     if engine.scheduler.max_loras:
@@ -97,7 +99,8 @@ def refused_with_ranks(engine: EngineConfig, stages: int) -> Iterator[str]:
 
 
 def refused_with_caches_apart(config: NodeConfig) -> Iterator[str]:
-    """What would find rank 0's KV alone where each rank keeps its heads in memory of its own, as on GPUs."""
+    """Yields each setting that would copy rank 0's KV only, and so cannot serve where each rank keeps its heads in its own memory,
+    as on GPUs."""
     for name in ("remote", "mirror"):
         if getattr(config.engine.cache, name):
             yield f"each rank keeps its KV on a GPU of its own, and cache.{name} would copy one rank's: leave it out"

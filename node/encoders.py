@@ -1,8 +1,8 @@
-"""Rows of images that encoder nodes make for this node's prompts: what was asked for, what has come, and when nothing is waited for any more.
+"""Asks encoder nodes for the rows of images in this node's prompts.
 
-The step thread asks and looks at deadlines. Answers come in the inbox's thread, are compared with what was asked for, and go to the step thread,
-whole parts at a time. Where no rows come, for whatever reason, this node encodes the image itself. An encoder node that was gone, or did
-not answer in time, is not asked again for a while: each of its images would wait for nothing.
+The step thread asks and checks the deadlines. The inbox's thread receives the rows, checks them against the question, and delivers
+each part to the step thread once it is complete. If no rows come, for any reason, this node encodes the image itself. An encoder
+node that is gone or late is not asked again for `LEFT_OUT_S`, because each of its images would wait in vain.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tandem.wire.sockets import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 
-LEFT_OUT_S = 10.0  # an encoder node that gave no answer
-LOOK_S = 0.25  # between two looks at whether a node that is waited for still listens
+LEFT_OUT_S = 10.0  # an encoder node that gave no answer is not asked for this long
+LOOK_S = 0.25  # how often to probe whether the encoder nodes that owe rows still listen
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class RowsCame:
-    """Of one part of an image; None: they will not come."""
+    """The rows of one part of an image; None: no rows will come, so encode the part here."""
 
     identifier: str
     rows: PromptEmbeds | None
@@ -40,8 +40,8 @@ class RowsCame:
 class _Question:
     encoder: PeerAddress
     due: float
-    lengths: dict[str, int]  # of the parts that are missing, by identifier
-    pieces: dict[str, list[bytes]]  # of these, what has come
+    lengths: dict[str, int]  # how many rows each incomplete part has, by identifier
+    pieces: dict[str, list[bytes]]  # the rows of these parts that have arrived
 
 
 class EncoderDesk:
@@ -57,16 +57,18 @@ class EncoderDesk:
         deliver: Callable[[RowsCame], None],
         clock: Callable[[], float],
     ) -> None:
-        """`model`: the digest of its content; `dtype` and `width`: of its rows. `deliver` may be called from any thread."""
+        """`model`: the digest of the model's content. `dtype`, `width`: what its rows must have. `deliver` is called from the step thread
+        and from the inbox's thread."""
         self._model, self._dtype, self._width = model, dtype, width
         self._patience_s = patience_s
         self._deliver = deliver
         self._clock = clock
         self._questions: dict[int, _Question] = {}
-        self._left_out: dict[tuple[str, int], float] = {}  # until when, by node and epoch
+        # (node id, epoch) -> the time until which it is not asked
+        self._left_out: dict[tuple[str, int], float] = {}
         self._next_look: float | None = None
         self._lock = threading.Lock()
-        self.fallbacks: Counter[str] = Counter()  # images, by why no rows came
+        self.fallbacks: Counter[str] = Counter()  # images that this node encodes itself, by the reason
         self._probe = ListenerProbe(clock)
         self._outbox = Outbox()
         self._inbox: Inbox[ToAsker] = Inbox(host, ToAsker, self._receive, name=f"{name}-rows")
@@ -76,7 +78,7 @@ class EncoderDesk:
     def ask_for(
         self, parts: Iterable[MediaFeature], encoders: Sequence[PeerAddress], images: Sequence[bytes]
     ) -> None:
-        """Asks for parts of a request's images, each image of its own encoder node."""
+        """Asks for parts of a request's images; `encoders[i]` is asked for the parts of `images[i]`."""
         wanted: defaultdict[int, list[MediaFeature]] = defaultdict(list)
         for part in parts:
             wanted[part.image].append(part)
@@ -85,7 +87,7 @@ class EncoderDesk:
             self.ask(encoders[image], digest, images[image], of_image)
 
     def ask(self, encoder: PeerAddress, digest: str, file: bytes, parts: Sequence[MediaFeature]) -> None:
-        """For each part a RowsCame follows, at once or by the deadline."""
+        """Asks one encoder node for parts of one image. Each part gets exactly one RowsCame, by the deadline."""
         now = self._clock()
         question = secrets.randbits(62)
         with self._lock:
@@ -118,9 +120,9 @@ class EncoderDesk:
             self._end(question, "gone")
 
     def look(self, now: float) -> None:
-        """Gives up what is late, and what nothing listens for any more."""
+        """Gives up the questions that are late, and those to encoder nodes that no longer listen."""
         if self._next_look is None:
-            return  # as between nearly all steps: nothing is asked
+            return  # the usual case: no question is open
         with self._lock:
             late = [number for number, one in self._questions.items() if one.due <= now]
             looks = self._next_look is not None and self._next_look <= now
@@ -184,7 +186,7 @@ class EncoderDesk:
         with self._lock:
             question = self._questions.get(message.question)
             if question is None:
-                return  # it was late
+                return  # the question was given up before
             is_right = self._take(question, message)
             if is_right:
                 whole = self._whole(question, message.identifier)
@@ -196,7 +198,7 @@ class EncoderDesk:
             self._deliver(RowsCame(message.identifier, whole))
 
     def _take(self, question: _Question, message: EncodedRows) -> bool:
-        """Whether they are rows of this model and the next ones of a part that was asked for."""
+        """Keeps the rows if they are this model's and the next rows of a part in question; returns False if they are not."""
         rows, length = message.rows, question.lengths.get(message.identifier)
         if (
             length is None
@@ -216,7 +218,7 @@ class EncoderDesk:
         return sum(map(len, pieces)) // (self._width * TYPES[self._dtype])
 
     def _whole(self, question: _Question, identifier: str) -> PromptEmbeds | None:
-        """The part's rows, once all of them are here."""
+        """Returns the part's rows and closes the part if it is complete, else None."""
         if self._count(question.pieces[identifier]) < question.lengths[identifier]:
             return None
         del question.lengths[identifier]

@@ -1,6 +1,6 @@
-"""A node as the process that holds it sees it: started once, asked from many threads, msgspec bytes in and out.
+"""The methods by which a process runs its node: msgspec bytes in and out, callable from many threads.
 
-Whatever runs the process (a Ray actor, a test) calls these methods and adds nothing.
+A Ray actor (or a test) forwards each call to `NodeHost` and adds no logic.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ logger = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.Encoder().encode
 
-_REST_S = 1.0  # for the step thread to say that nothing is left
-_SWITCH_S = (
-    0.001  # a handover passes through several threads: each waits so long for one that computes in Python
-)
+_REST_S = 1.0  # how long the step thread may take to report that nothing is left
+# CPython's switch interval. A handover passes through several threads, and each waits up to this long for the thread that runs Python.
+_SWITCH_S = 0.001
 
 
 class HostedNode(Protocol):
-    """What a process holds: a node with an engine (node.node.Node), or one that encodes images."""
+    """The node in a process: one with an engine (`node.node.Node`), or an encoder node."""
 
     @property
     def config(self) -> NodeConfig: ...
@@ -62,10 +61,10 @@ class HostedNode(Protocol):
 
 
 FindModel = Callable[[str, Report], str]
-"""From a model's name to a folder on this machine; says what it is doing. Fetches what is missing."""
+"""Returns the folder of a model on this machine, by the model's name. Fetches missing files and reports its progress."""
 
 FindAdapter = Callable[[str, str, Report], str]
-"""The same for an adapter: its name, where it is, and whom to tell."""
+"""Returns the folder of an adapter on this machine. Its arguments: the adapter's name, its source, and the progress callback."""
 
 
 class NodeHost:
@@ -86,7 +85,7 @@ class NodeHost:
         self._find_adapter = find_adapter
         self._adapters = settings.engine.model.adapters
         if settings.engine.model.threads:
-            # Before anything loads OpenMP, which reads it once.
+            # OpenMP reads this once, when it is loaded, so set it before any library loads OpenMP.
             os.environ["OMP_NUM_THREADS"] = str(settings.engine.model.threads)
         self._make_node = make_node
         self._node = make_node(settings)
@@ -101,12 +100,12 @@ class NodeHost:
         return public_key()
 
     def configuration(self) -> bytes:
-        """What it was made with, for a controller that comes back and asks whether this is the node that it wants."""
+        """The bytes of the NodeConfig. A controller that has restarted compares them with the configuration that it wants."""
         return self._config
 
     def start(self, keepers: Sequence[str] = ()) -> bytes:
-        """The node's NodeInfo. Blocks while the model loads; asked again, it answers what it answered before. `keepers`: of its ranks on
-        other machines, where each is reached."""
+        """Starts the node and returns its NodeInfo. Blocks while the model loads; a second call returns the same NodeInfo. `keepers`: the
+        endpoints of the keepers of its ranks on other machines."""
         with self._starting:
             if self._info is None:
                 self._info = self._begin(lambda: self._first_start(keepers))
@@ -131,8 +130,8 @@ class NodeHost:
         return {name: self._find_adapter(name, where, self._report) for name, where in adapters.items()}
 
     def change_role(self, config: bytes) -> bytes:
-        """The same weights as another node, with an epoch and addresses of its own: its NodeInfo. Raises Unavailable
-        when the node that it was has not come to rest."""
+        """Goes on as another node with the loaded weights, and returns that node's NodeInfo: it has a new epoch and new addresses.
+        Raises Unavailable if the old node still has work after `_REST_S`."""
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
         with self._starting:
             if not self._node.drain(_REST_S):
@@ -151,31 +150,31 @@ class NodeHost:
     def _begin(self, start: Callable[[], NodeInfo]) -> NodeInfo:
         try:
             info = start()
-            # What loading left is here to stay. A collection that walked over it would stop a step for a tenth of a
-            # second.
+            # The objects that loading created stay for good. Freeze them: a collection that walks over them stops a step for a
+            # tenth of a second.
             gc.collect()
             gc.freeze()
             return info
         except TandemError:
             raise
         except Exception as error:
-            # Not every exception survives the way to another process; its text does.
+            # Not every exception can be sent to another process; its text can.
             logger.exception("the node did not start")
             raise InternalError(f"{type(error).__name__}: {error}") from None
 
     def progress_after(self, seen: int, timeout_s: float) -> tuple[int, str, float]:
-        """The latest step of what loads, and its number; waits for one that is newer than `seen`."""
+        """Waits up to `timeout_s` for progress newer than number `seen`. Returns its number, what is being done, and the share done."""
         return self._progress.after(seen, timeout_s)
 
     def admit(self, keys: list[str]) -> None:
-        """The public keys of all processes that may speak to this one, every time."""
+        """Admits exactly these public keys: each call names all processes that may speak to this one."""
         admit(keys)
 
     def status(self) -> bytes:
         return _encode(self._node.status())
 
     def routers_heard(self) -> list[str]:
-        """Where the routers listen that it heard lately: for a controller that one of them does not answer."""
+        """The addresses of the routers that this node has heard lately. A controller asks this when a router does not answer it."""
         return self._node.routers_heard()
 
     def drain(self, timeout_s: float) -> bool:
@@ -185,8 +184,9 @@ class NodeHost:
         return self._node.reset_cache(timeout_s)
 
     def set_adapters(self, wanted: dict[str, str], timeout_s: float) -> dict[str, str]:
-        """All adapters that new requests may name: where each is. What is here from the same place stays as it is. Answers with the
-        digests, by name. Raises ConfigurationError for one that cannot be served, and nothing has changed then."""
+        """Replaces the adapters that new requests may name; `wanted`: each adapter's source, by name. An adapter that is already served
+        from the same source stays loaded. Returns the digests by name. Raises ConfigurationError, and changes nothing, if one cannot
+        be served."""
         with self._starting:
             new = {name: where for name, where in wanted.items() if self._adapters.get(name) != where}
             digests = self._node.set_adapters(
@@ -196,12 +196,12 @@ class NodeHost:
             return digests
 
     def log_page(self, seen: tuple[str, int] | None, last: int, most: int) -> bytes:
-        """A LogPage of this process's log: the lines after one that was seen, or the last ones."""
+        """Returns a LogPage of this process's log: at most `most` lines after position `seen`, or the `last` lines if `seen` is None."""
         return _encode(recent_page(LogPosition(*seen) if seen is not None else None, last, most))
 
     def finish(self) -> None:
-        """The process was told to end: takes nothing new, and returns when everything under way has ended, or `drain_s` is over. Then
-        routers go on elsewhere with the rest."""
+        """Ends the node because its process was told to end. Refuses new requests and waits up to `timeouts.drain_s` for the running
+        ones; routers continue the rest on other nodes."""
         if not self._node.drain(self._node.config.timeouts.drain_s):
             logger.warning("the node ends before its requests have: the rest goes on elsewhere")
         self.stop()
@@ -212,6 +212,6 @@ class NodeHost:
         self._progress.end()
 
     def hold(self, timeout_s: float) -> bool:
-        """Whether the node has been stopped; waits so long for it. A call that waits ends at once when the process dies.
-        (Not for ever: one who asked and died himself would keep a thread.)"""
+        """Waits up to `timeout_s` for the node to be stopped, and returns whether it was. The caller's call fails at once if this process
+        dies. The wait is bounded because a caller that dies would leave its thread waiting here."""
         return self._stopped.wait(timeout_s)

@@ -1,8 +1,7 @@
 """The thread that steps the engine, and the mailbox that feeds it.
 
-The loop steps while there is something to do and sleeps on its mailbox otherwise; it polls nothing but a connector that
-asked to be asked again. What comes in between two steps (requests, cancellations, a connector's wake) is taken up
-before the next one.
+The loop steps while there is work and sleeps on its mailbox otherwise. It polls only one thing: a connector that has asked to be
+asked again. It handles everything that arrives during a step (requests, cancellations, a connector's wake) before the next step.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ItemT = TypeVar("ItemT", contravariant=True)
 
 
 class Mailbox(Generic[T]):
-    """Many threads put, one takes. `wake` makes a waiting taker return without an item."""
+    """A queue with many writing threads and one reading thread. `wake` makes a waiting `take` return without an item."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
@@ -46,7 +45,7 @@ class Mailbox(Generic[T]):
         self._queue.put(None)
 
     def take(self, wait_s: float) -> list[T]:
-        """Everything that is there; when nothing is, waits up to `wait_s` for the first."""
+        """Returns all queued items. If there are none, waits up to `wait_s` for the first one; may return an empty list."""
         items: list[T] = []
         try:
             first = self._queue.get(timeout=wait_s) if wait_s > 0 else self._queue.get_nowait()
@@ -60,14 +59,14 @@ class Mailbox(Generic[T]):
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class RouterLost:
-    """A router has been silent for too long, or does not read: its requests no longer have an owner."""
+    """A router has been silent for too long, does not read, or was replaced: its requests no longer have an owner."""
 
     reply_to: str
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class ListRequests:
-    """Tell the router what it has here, now that its messages up to `position` are acted on."""
+    """Tell the router which of its requests this node holds. Its messages up to `position` precede this item in the mailbox."""
 
     reply_to: str
     position: Position
@@ -75,7 +74,7 @@ class ListRequests:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class Drain:
-    """Refuse what is new from now on."""
+    """The node drains: end the checks and pins that would keep blocks. The node's state already refuses new requests."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -87,7 +86,7 @@ class ResetCache:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class SetAdapters:
-    """Serve these adapters, and those that are served under the names `kept`; no others."""
+    """Serve the adapters in `read` and the served ones whose names are in `kept`, and no others."""
 
     read: list[Adapter]
     kept: frozenset[str]
@@ -96,7 +95,7 @@ class SetAdapters:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class RanksLost:
-    """The node's other ranks have been ended, all of them."""
+    """All other ranks of the node have been ended."""
 
     why: str
 
@@ -115,37 +114,37 @@ Item = (
 
 
 class LoopHost(Protocol[ItemT]):
-    """What the loop does not know: what an item means, and who wants to hear of a step's results."""
+    """The part that the loop does not know: what an item means, and where a step's results go. All calls come from the step thread."""
 
     def handle(self, item: ItemT) -> None:
-        """An item from the mailbox, in the step thread, between two steps."""
+        """Handles an item from the mailbox, between two steps."""
         ...
 
     def publish(self, updates: list[TokenChunk]) -> None: ...
 
     def before_step(self, now: float) -> None:
-        """Called once per turn of the loop, before the step: deadlines and the like."""
+        """Called once per turn of the loop, before the step, to enforce deadlines."""
         ...
 
     def after_step(self, progressed: bool) -> None:
-        """Called once per turn, after its results are published; the loop sleeps next when not `progressed`."""
+        """Called once per turn, after its results are published. If not `progressed`, the loop sleeps next."""
         ...
 
     def seconds_until_due(self, now: float) -> float | None:
-        """When `before_step` next has something to do, if nothing arrives; None: never."""
+        """Seconds until `before_step` next has something to do if no item arrives; None: never."""
         ...
 
     def failed(self, error: BaseException) -> None:
-        """The loop has ended because of `error`. Called once, from the step thread, last of all."""
+        """The loop has ended because of `error`. This is its last call."""
         ...
 
 
 class EngineLoop(Generic[T]):
-    """Owns the step thread. An exception out of a step ends it: the engine's state is unknown then, and an
+    """Owns the step thread. An exception out of a step ends the thread: the engine's state is unknown then, and an
     unknown state must not answer a request. The host fails every request, and the node is replaced."""
 
     _IDLE_WAIT_S = 3600.0
-    # A connector that could not say yet is asked this often, unless it wakes the loop before.
+    # A connector that could not answer yet is asked again after this time, unless it wakes the loop earlier.
     _ASK_AGAIN_S = 0.005
     _LONG_STEP_S = 20.0
 
@@ -157,7 +156,7 @@ class EngineLoop(Generic[T]):
         clock: Callable[[], float] = time.monotonic,
         cores: Sequence[int] = (),
     ) -> None:
-        """`cores`: where its thread is to run; empty: anywhere."""
+        """`cores`: the cores that the step thread is bound to; empty: any core."""
         self._cores = cores
         self._engine = engine
         self._mailbox = mailbox
@@ -165,7 +164,8 @@ class EngineLoop(Generic[T]):
         self._clock = clock
         self._stopping = threading.Event()
         self._step_started: float | None = None
-        self._told_of: float | None = None  # the step that the log has been told of
+        # The start of the step that the log has already reported as too long
+        self._told_of: float | None = None
         self.steps = 0
         self.step_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
@@ -174,7 +174,7 @@ class EngineLoop(Generic[T]):
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """True when the thread has ended. A step under way is finished first."""
+        """Lets a running step finish, and waits up to `timeout_s`. Returns True when the thread has ended."""
         self._stopping.set()
         self._mailbox.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -191,7 +191,7 @@ class EngineLoop(Generic[T]):
         return 0.0 if started is None else max(0.0, self._clock() - started)
 
     def watch_step(self) -> None:
-        """Says once of a step that takes very long where it is. Called from another thread, again and again."""
+        """Logs the stack of a step that has run for `_LONG_STEP_S`, once per step. Called periodically from another thread."""
         started = self._step_started
         if started is None or started == self._told_of or self._clock() - started < self._LONG_STEP_S:
             return
@@ -225,7 +225,7 @@ class EngineLoop(Generic[T]):
         return longest if due is None else min(max(due, 0.001), longest)
 
     def _turn(self) -> float:
-        """How long the loop may sleep before its next turn."""
+        """Runs one step and returns how long the loop may sleep before its next turn."""
         started = self._clock()
         self._host.before_step(started)
         self._step_started = started

@@ -1,7 +1,7 @@
 """A node: one engine with its model, its connector and its service, from start to stop.
 
-Prefill and decode nodes are this, with rules of their own. What an engine may not know (sockets, which
-connectors exist) is handed in.
+Prefill and decode nodes are subclasses that pass in their rules. The caller also passes in the parts that this package may not
+choose: how to open the channel to routers, and how to make a connector.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-"""What is being done, and how much of it is done (0 to 1)."""
+"""Called with what is being done, and the share of it that is done (0 to 1)."""
 
 
 class NodeChannel(RouterLine, Protocol):
-    """Where routers reach this node, and how it answers. `wire.lines.NumberedChannel` is one."""
+    """The socket where routers reach this node, and the lines by which it answers. `wire.lines.NumberedChannel` implements it."""
 
     @property
     def endpoint(self) -> str: ...
@@ -73,14 +73,14 @@ MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerCon
 
 
 class Node:
-    """`start` blocks while the model loads; everything else may be called in the meantime, from other threads."""
+    """`start` blocks while the model loads; other threads may call the other methods meanwhile."""
 
     def __init__(
         self, config: NodeConfig, rules: RoleRules, open_channel: OpenChannel, make_connector: MakeConnector
     ) -> None:
         if core_quota() is not None:
-            # How many threads compute matters then, and not where: other containers of the machine count its cores from
-            # the same end.
+            # Under a CPU quota only the number of threads matters. Do not bind them: the other containers of this machine would
+            # bind theirs to the same cores, because each counts them from the first.
             config = msgspec.structs.replace(config, cores=[])
         self._whole = config
         self.config = _of_first_rank(config) if config.ranks > 1 else config
@@ -93,8 +93,9 @@ class Node:
         self._service: NodeService | None = None
         self._publisher: KVEventPublisher | None = None
         self._trace_file: TraceFile | None = None
-        self._ranks: Ranks | None = None  # the other ones, where there are any
-        self.caches_apart = False  # on CPUs, too, each rank keeps the KV of its heads in memory of its own: set before `start`
+        self._ranks: Ranks | None = None  # the node's other ranks; None: it has one rank
+        # Each rank keeps the KV of its heads in its own memory, on CPUs too (on GPUs it always does). Set it before `start`.
+        self.caches_apart = False
 
     def start(
         self,
@@ -106,9 +107,10 @@ class Node:
         draft_folder: str | None = None,
         keepers: Sequence[str] = (),
     ) -> NodeInfo:
-        """With the `runner` that another node of this process has released, nothing is loaded. `model_folder`: where
-        the model is on this machine, if that is not what the configuration says; `adapters`: the same of each adapter; `draft_folder`: of the draft
-        model. `keepers`: of its ranks on the configuration's `others`, the endpoints."""
+        """Loads the model and begins to serve. With a `runner`, which another node of this process has released, it loads nothing.
+
+        `model_folder`, `adapters` and `draft_folder` say where the model, each adapter and the draft model are on this machine, in the
+        place of the configuration's paths. `keepers`: the endpoints of the rank keepers on the configuration's `others`."""
         config = self.config
         mailbox: Mailbox[Item] = Mailbox()
         if runner is None:
@@ -219,7 +221,7 @@ class Node:
         cache = self.config.engine.cache
         if scheduler.block_hasher is None or not (cache.tell_routers or cache.events.endpoint):
             return None
-        # What routers are told of begins at a prompt's first token: a window's blocks do not.
+        # Routers name blocks by all tokens from a prompt's first one on. A sliding window's group does not keep those blocks.
         whole = next((i for i, group in enumerate(info.groups) if group.keeps_every_token), None)
         cached = None
         if cache.tell_routers and whole is not None:
@@ -246,7 +248,7 @@ class Node:
         )
 
     def _tiers(self, runner: ModelRunner) -> list[TierConfig]:
-        """As configured, if this machine has the memory."""
+        """The configured tiers. Raises ConfigurationError if this machine lacks the memory for them."""
         cache = self.config.engine.cache
         if cache.tiers and runner.info.state_blocks and not cache.checkpoint_tokens:
             raise ConfigurationError(
@@ -254,7 +256,7 @@ class Node:
                 "cache.checkpoint_tokens: 0 it keeps none: set it to 256, its default, or leave cache.tiers empty"
             )
         wanted = cache.host_bytes_of_tiers
-        # A KV cache in host memory takes it only when it is used.
+        # A KV cache in host memory takes its pages only when they are first written, so free memory does not show it yet.
         kv_cache = runner.kv_cache.nbytes if wanted and runner.kv_cache.device.type == "cpu" else 0
         if wanted and wanted + kv_cache > (free := free_memory()):
             raise ConfigurationError(
@@ -272,13 +274,13 @@ class Node:
         draft_folder: str | None,
         keepers: Sequence[str],
     ) -> ModelRunner:
-        # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
+        # Imported here because the cluster imports this module too, and must not load torch.
         from tandem.engine.model.loading import load_runner
         from tandem.engine.model.prefault import PageMaker
 
         config = self.config
-        # The model's threads, which loading makes, stay on this node's cores, and so will the thread that steps. All
-        # the others only get in their way there: a token that leaves need not stop the next one's forward pass.
+        # The model's threads, which are created while it loads, inherit this binding to the node's cores; the step thread binds
+        # itself later. The other threads run anywhere, so that sending a token does not interrupt the next forward pass.
         helpers = threads_here() if config.cores else []
         anywhere = os.sched_getaffinity(0) if config.cores else set()
         bind(helpers, config.cores)
@@ -344,7 +346,7 @@ class Node:
                 )
             ranks.await_ready()
         except Exception as error:
-            # What this rank ran into may be another one's end.
+            # Another rank's end may have caused this rank's error: raise the cause.
             cause = ranks.cause_of(error)
             ranks.stop()
             if cause is error:
@@ -383,14 +385,15 @@ class Node:
         return self._service.drain(timeout_s) if self._service is not None else True
 
     def reset_cache(self, timeout_s: float) -> bool:
-        """As `NodeService.reset_cache`. A node that has not started has nothing cached."""
+        """As `NodeService.reset_cache`. True for a node that has not started: its cache is empty."""
         return self._service.reset_cache(timeout_s) if self._service is not None else True
 
     def set_adapters(
         self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
     ) -> dict[str, str]:
-        """The adapters of new requests: those in `folders`, by name, and of those that are served the ones with the names `kept`. Answers
-        with the digests of all, by name. Raises ConfigurationError, and nothing has changed then."""
+        """Serves the adapters in `folders` (by name) and the served ones named in `kept` to new requests. Returns the digests of all, by
+        name. Raises ConfigurationError, and changes nothing, if an adapter cannot be served; raises Unavailable if the node has not
+        started or its step takes longer than `timeout_s`."""
         if self._service is None or self._engine is None:
             raise Unavailable(f"{self.config.node_id} has not started")
         slots = self._engine.runner.adapters
@@ -404,7 +407,7 @@ class Node:
         return dict(slots.served)
 
     def stop(self) -> None:
-        """Idempotent. A request that has not ended gets no answer: drain first."""
+        """Stops the threads and closes everything. Idempotent. A live request gets no answer: drain first."""
         if self._service is not None:
             self._service.stop()
         if self._publisher is not None:
@@ -419,8 +422,8 @@ class Node:
             self._channel.close()
 
     def release(self) -> ModelRunner:
-        """Stops, and gives the loaded model to the node that goes on with it. Only after a drain that was finished: a peer
-        may still write to the blocks of a request that has not ended."""
+        """Stops the node and returns its loaded model, for the node that goes on with it. Call it only after a completed drain: a peer
+        may still write into the blocks of a request that has not ended."""
         if self._service is None or self._engine is None:
             raise Unavailable(f"{self.config.node_id} has not started")
         if self._ranks is not None:
@@ -435,7 +438,7 @@ class Node:
 
 
 def _of_first_rank(config: NodeConfig) -> NodeConfig:
-    """What is left for the node's own process."""
+    """The configuration of rank 0's process: with its share of the node's cores and threads."""
     share = shares_of(config.cores, config.engine.model.threads, config.ranks // config.machines)[0]
     model = msgspec.structs.replace(config.engine.model, threads=share.threads)
     engine = msgspec.structs.replace(config.engine, model=model)
@@ -443,6 +446,6 @@ def _of_first_rank(config: NodeConfig) -> NodeConfig:
 
 
 def _refuse_beside_ranks(config: NodeConfig, reasons: Iterator[str]) -> None:
-    """What rank 0 alone would do, and the others would have to do as well."""
+    """Raises ConfigurationError for the first reason. Each names a setting that rank 0 alone would follow."""
     if (reason := next(reasons, None)) is not None:
         raise ConfigurationError(f"a node of {config.ranks} ranks is asked for, but {reason}")

@@ -1,8 +1,7 @@
-"""Requests of this node: what of one is checked against the model that is here, what the engine is given of it, and those between their Submit
-and their end, with who owns each, how far it was reported and when it is overdue.
+"""Checks a Submit against the loaded model, converts it for the engine, and keeps the live requests: owner, tokens reported, deadline.
 
-A router has checked a request by its own copy of the model's folder, which may be another one. What passed unseen would stop a step for all of its
-requests, or be another answer.
+The router has checked the request against its own copy of the model's folder, which may differ from this node's. A wrong request that
+passes here fails a step for all its requests, or gets a wrong answer.
 """
 
 from __future__ import annotations
@@ -27,20 +26,22 @@ from tandem.wire.sampling import FinishReason, SamplingParams
 if TYPE_CHECKING:
     from tandem.engine.model.lora.slots import AdapterSlots
 
-_INFINITE_BFLOAT16 = 0x7F80  # the exponent of what is infinite, or no number
+_INFINITE_BFLOAT16 = 0x7F80  # the exponent bits of a bfloat16 that is infinite or NaN
 _SPARE_DEADLINES = 100
 
 
 class RoleRules(Protocol):
+    """The rules by which nodes of different roles differ."""
+
     @property
     def role(self) -> Role: ...
 
     def sampling_for(self, submit: Submit) -> SamplingParams:
-        """What this node is to sample of the request. Raises InvalidRequest for one that is not its business."""
+        """The sampling parameters for this node's part of the request. Raises InvalidRequest for a request that this role cannot take."""
         ...
 
     def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
-        """How an update's finish reason reads to the router."""
+        """The finish reason that the router gets for an update."""
         ...
 
 
@@ -51,7 +52,7 @@ def request_of(
     eos_token_ids: frozenset[int],
     block_hasher: BlockHasher | None,
 ) -> Request:
-    """What the engine is given of it. `sampling`: what this node is to sample."""
+    """Makes the engine's Request. `sampling`: the parameters for this node's part of the request."""
     return Request(
         submit.request_id,
         submit.prompt_token_ids,
@@ -77,7 +78,7 @@ def request_of(
 def check_submit(
     submit: Submit, info: ModelInfo, *, adapters: AdapterSlots | None, writes_hidden_states: bool
 ) -> None:
-    """Raises InvalidRequest, or AdapterMissing. `adapters`: None where none are served."""
+    """Raises InvalidRequest or AdapterMissing if this node cannot run the request. `adapters`: None if this node serves none."""
     _check_vocabulary(submit, info)
     _check_adapter(submit, adapters)
     if submit.sampling.hidden_states is not None and not writes_hidden_states:
@@ -93,7 +94,7 @@ def check_submit(
 
 
 def _check_vocabulary(submit: Submit, info: ModelInfo) -> None:
-    """A token that the model does not know would read memory that is not its own, or stop the whole step."""
+    """A token outside the vocabulary would read foreign memory, or fail the whole step."""
     vocabulary = info.vocab_size
     for tokens, name in ((submit.prompt_token_ids, "prompt"), (submit.output_token_ids, "output")):
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
@@ -104,7 +105,7 @@ def _check_vocabulary(submit: Submit, info: ModelInfo) -> None:
 
 
 def _check_adapter(submit: Submit, adapters: AdapterSlots | None) -> None:
-    """One that was dropped is still taken for a request that goes on, from another node."""
+    """A loaded adapter that is no longer served still counts, because the request may continue here after it began on another node."""
     if submit.lora is not None and (adapters is None or not adapters.has(submit.lora)):
         raise AdapterMissing(
             f"this node does not have the adapter {name_of(submit.lora)!r} with the weights that the request is for"
@@ -128,7 +129,7 @@ def _check_pooling(submit: Submit, info: ModelInfo) -> None:
 
 
 def _check_images(submit: Submit, info: ModelInfo) -> None:
-    """What a router has found in its own copy of the model's folder may not be what is here."""
+    """The router placed the images by its own copy of the model's folder, which may differ from this node's."""
     rules, prompt = info.images, submit.prompt_token_ids
     if rules is None:
         raise InvalidRequest("this node's model reads no images")
@@ -148,7 +149,7 @@ def _check_images(submit: Submit, info: ModelInfo) -> None:
 
 
 def _check_embeds(submit: Submit, embeds: PromptEmbeds, size: int) -> None:
-    """Rows that do not fit, or that are no numbers, would stop the step, or poison what is found by their name."""
+    """Rows of a wrong size, or with NaN, would fail the step, or poison the cached blocks that later prompts find by these rows' hash."""
     if not size:
         raise InvalidRequest(
             "prompt_embeds: this model takes tokens alone: it reads them again beside their embeddings, or runs on several ranks",
@@ -176,13 +177,13 @@ def _are_numbers(embeds: PromptEmbeds) -> bool:
 
 
 def keeps_here(submit: Submit) -> bool:
-    """A prefill node makes one token of an answer that is decoded elsewhere."""
+    """Whether this node keeps the request's background answer. A prefill node does not if a decode node continues the request."""
     is_sent_away = submit.transfer is not None and submit.transfer.role is TransferRole.PRODUCE
     return submit.keep is not None and not is_sent_away
 
 
 def failed_chunk(submit: Submit, error: WireError) -> TokenChunk:
-    """What a request's router is told of its end with an error."""
+    """The chunk that tells the router that the request has ended with an error."""
     return TokenChunk.failed(submit.request_id, len(submit.output_token_ids), error)
 
 
@@ -190,7 +191,7 @@ def failed_chunk(submit: Submit, error: WireError) -> TokenChunk:
 class LiveRequest:
     submit: Submit
     deadline: float
-    reported: int  # how many output tokens its router has been told of, or told us of
+    reported: int  # output tokens that its router knows: it sent them with the Submit, or this node sent them
 
 
 class LiveRequests:
@@ -220,7 +221,7 @@ class LiveRequests:
         deadline = now + submit.timeout_s
         self._live[submit.request_id] = LiveRequest(submit, deadline, len(submit.output_token_ids))
         heapq.heappush(self._deadlines, (deadline, submit.request_id))
-        # A request that ends leaves its deadline in the heap, half an hour away.
+        # An ended request leaves its deadline in the heap, perhaps half an hour away: rebuild the heap when most are stale.
         if len(self._deadlines) > 2 * len(self._live) + _SPARE_DEADLINES:
             self._deadlines = [(live.deadline, id) for id, live in self._live.items()]
             heapq.heapify(self._deadlines)
@@ -232,7 +233,7 @@ class LiveRequests:
         self._live.clear()
 
     def overdue(self, now: float) -> Iterator[LiveRequest]:
-        """Each once. They are still live."""
+        """Yields each request whose deadline has passed, once. It stays live until `end`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, request_id = heapq.heappop(self._deadlines)
             live = self._live.get(request_id)

@@ -1,17 +1,17 @@
-"""What a prefill node and a decode node share above the loop: requests in, token batches out, an honest status.
+"""The service of a node, the same for every role: it takes requests from routers, and returns token batches and status reports.
 
-Transport-free: messages come in through `receive` and leave through a `RouterLine`. A role differs only in
-which requests it takes and how one of them ends (`RoleRules`).
+It knows no transport: messages arrive through `receive` and leave through a `RouterLine`. A role decides only which requests it
+takes and how they end (`RoleRules`).
 
-Who may end a request, and who hears of it:
+What may end a request, and which message its router gets:
 - the engine (a stop token, the length, a failed transfer): its router gets a chunk with the finish reason;
 - its deadline: its router gets a chunk with error `deadline_exceeded`;
-- its router's Cancel, or the router's silence: no message follows, because none is wanted. A background answer
+- its router's Cancel, or the router's silence: no message, because the router wants none. A background answer
   (`Submit.keep`) goes on when its router is silent: other routers find it by its id;
-- the failure of this node: every router gets an error chunk for every request, then a status that says FAILED.
+- the failure of this node: every router gets an error chunk for each of its requests, then a status that says FAILED.
 
-Messages come in order and none is lost in silence (`wire.lines`). Where some may have been lost for good, the node tells the router
-which of its requests it holds.
+Messages arrive in order, and both ends notice a lost one (`wire.lines`). If messages may be lost for good, the node tells the
+router which of its requests it holds.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _STATS_PERIOD_S = 0.1
 
 
 class NodeService:
-    """The step thread runs everything but `receive` and `status`."""
+    """Requests and answers belong to the step thread. The methods in the section "any thread" put items into its mailbox."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class NodeService:
         news: Callable[[Callable[[str, CacheNews], None]], CacheNewsDesk] | None = None,
         encoders: EncoderDesk | None = None,
     ) -> None:
-        """`news`: tells routers, and others, what is cached; None: nothing does. `encoders`: None where the model reads no images."""
+        """`news` builds the desk that tells routers what is cached; None: tell nothing. `encoders`: None if the model reads no images."""
         self._config = config
         self._epoch = epoch
         self._rules = rules
@@ -112,7 +112,7 @@ class NodeService:
         self._adapters = engine.runner.adapters
         self._encoders = encoders
         self._grammars = grammars
-        self._desk: GrammarDesk | None = None  # from the first request on that follows a grammar
+        self._desk: GrammarDesk | None = None  # created for the first request with a grammar
         self._kept = KeptAnswers(config.answers, self._send_chunks, clock)
         self._live = LiveRequests()
         self._routers = Routers(
@@ -127,9 +127,9 @@ class NodeService:
         self._condition = NodeCondition(config.node_id)
         self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
         self._stats_taken = clock()
-        # When the mailbox was read last, and when it had been read for what the stats count.
+        # When the mailbox was last read; and when it had been read at the time the stats were taken, so how old the stats are.
         self._read_at = self._stats_of = self._stats_taken
-        self._quiet = threading.Event()  # set while nothing is live and no block is held
+        self._quiet = threading.Event()  # set while no request is live and no block is held
         self._quiet.set()
         worker = engine.worker
         self._tracer = Tracer(
@@ -146,7 +146,7 @@ class NodeService:
             self._news.start()
 
     def receive(self, message: ToNode) -> None:
-        """From the inbox's thread."""
+        """Takes a message from a router. Called in the inbox's thread."""
         is_new = self._routers.heard(message.reply_to)
         if isinstance(message, Ping):
             if is_new:
@@ -166,7 +166,7 @@ class NodeService:
             self._mailbox.put(message)
 
     def line_begun(self, reply_to: str) -> None:
-        """A new line with this router has begun: messages may be missing on either side."""
+        """A new line with this router has begun, so messages may be missing on either side: send it the node's full state."""
         if self._routers.heard(reply_to):
             self._routers.tell_status(reply_to)
         self._list_requests(reply_to)
@@ -182,7 +182,7 @@ class NodeService:
         self._mailbox.put(RouterLost(reply_to))
 
     def router_replaced(self, reply_to: str) -> None:
-        """Another incarnation of a router listens there: the requests of the one before have no owner."""
+        """Another incarnation of the router listens at this address: the requests of the previous one have no owner."""
         self._mailbox.put(RouterLost(reply_to))
 
     def _list_requests(self, reply_to: str) -> None:
@@ -230,9 +230,9 @@ class NodeService:
         return self._condition.why
 
     def drain(self, timeout_s: float) -> bool:
-        """Takes nothing new; True when everything under way has ended and every block is free in time."""
+        """Refuses new requests and waits up to `timeout_s`. Returns True when every request has ended and every block is free."""
         self._condition.drain()
-        # The step thread sets it again when it has seen what came before: a request may just be on its way in.
+        # A request may be in the mailbox. The step thread sets the event again after it has handled all that came before.
         self._quiet.clear()
         self._mailbox.put(Drain())
         if self._condition.state is NodeState.FAILED:
@@ -240,13 +240,13 @@ class NodeService:
         return self._quiet.wait(timeout_s) and self._condition.state is not NodeState.FAILED
 
     def reset_cache(self, timeout_s: float) -> bool:
-        """No request that comes from now on begins from KV that is cached now. False: the step under way takes longer."""
+        """Drops all cached KV. Returns False if the running step takes longer than `timeout_s`; the cache is dropped after that step."""
         self._mailbox.put(reset := ResetCache(threading.Event()))
         return reset.done.wait(timeout_s)
 
     def set_adapters(self, read: list[Adapter], kept: frozenset[str], timeout_s: float) -> bool:
-        """New requests find these adapters, and those that are served under the names `kept`. What runs keeps its own. False: the step
-        under way takes longer; it happens all the same."""
+        """Serves the adapters in `read` and the served ones named in `kept` to new requests; running requests keep theirs. Returns False
+        if the running step takes longer than `timeout_s`; the change is then made after that step."""
         self._mailbox.put(change := SetAdapters(read, kept, threading.Event()))
         return change.done.wait(timeout_s)
 
@@ -261,7 +261,7 @@ class NodeService:
         if self._encoders is not None:
             self._encoders.close()
 
-    # --- the step thread (engine.loop.LoopHost)
+    # --- the step thread (node.loop.LoopHost)
 
     def handle(self, item: Item) -> None:
         match item:
@@ -310,7 +310,7 @@ class NodeService:
             case RanksLost():
                 raise NodeLost(item.why)
             case Ping() | Ask() | ListCache():
-                pass  # a turn of the loop follows, and that is all they ask for
+                pass  # `receive` answers these, and puts none of them into the mailbox
 
     def before_step(self, now: float) -> None:
         self._read_at = now
@@ -355,12 +355,12 @@ class NodeService:
     def after_step(self, progressed: bool) -> None:
         if self._news is not None and (events := self._engine.scheduler.take_cache_events()):
             self._news.happened(events)
-        # A snapshot walks over what runs: not for every token, but always before the loop sleeps.
         if self._engine.tracer is not None and not self._tracer.active:
             self._engine.tracer = None
         if not progressed and self._engine.use_idle_time():
-            self._mailbox.wake()  # the loop looks for requests, and comes back
+            self._mailbox.wake()  # do not sleep: look for requests, then continue the idle work
         now = self._clock()
+        # The stats walk over all running requests, so take them at most once per period, but always before the loop sleeps.
         if progressed and now - self._stats_taken < _STATS_PERIOD_S:
             return
         self._stats_taken, self._stats_of = now, self._read_at
@@ -371,9 +371,9 @@ class NodeService:
 
     def failed(self, error: BaseException) -> None:
         failed = self._condition.fail(error)
-        self._quiet.set()  # a drain would wait for nothing
+        self._quiet.set()  # a drain must not wait for a failed node
         if isinstance(failed, NodeLost):
-            self._routers.tell_all_status()  # first, or routers would come back with what they are told has ended
+            self._routers.tell_all_status()  # first, so that no router retries these requests here
         self._kept.end_all(failed)
         failure = failed.to_wire()
         for live in self._live:
@@ -427,7 +427,7 @@ class NodeService:
         self._desk.begin(request.request_id, grammar, now)
 
     def _go_on(self, ready: GrammarReady) -> None:
-        """A request that waited for its grammar runs, or ends if it cannot."""
+        """Wakes a request whose grammar is compiled, or ends it with the error if its grammar failed."""
         if ready.error is None:
             self._engine.scheduler.wake(ready.request_id)
         elif (live := self._live.end(ready.request_id)) is not None:
@@ -444,7 +444,7 @@ class NodeService:
         self._routers.tell_all_status()
 
     def _forget_adapters(self) -> None:
-        """Those that were dropped, when no request uses them any more."""
+        """Forgets the adapters that are no longer served, once no request (and no canary check) uses them."""
         if self._adapters is not None and self._adapters.has_others:
             used = {live.submit.lora for live in self._live if live.submit.lora is not None}
             if (canary := self._engine.canary) is not None and canary.lora is not None:
@@ -461,7 +461,7 @@ class NodeService:
         )
 
     def _end_answer(self, item: EndAnswer) -> None:
-        """Another router than the one that submitted it may ask for this: that one hears of it."""
+        """Ends a background answer. Any router may ask for this; the router that submitted the request is told of its end."""
         request_id = self._kept.request_of(item.answer_id)
         live = self._live.get(request_id) if request_id is not None else None
         if live is not None:
@@ -481,7 +481,7 @@ class NodeService:
         self._end_traces(request_ids)
 
     def _end_traces(self, request_ids: Iterable[str]) -> None:
-        """After their tokens were sent: those must not wait for the trace."""
+        """Called after the requests' tokens are sent, so that tokens never wait for a trace."""
         if self._engine.tracer is not None:
             for request_id in request_ids:
                 self._tracer.ended(request_id, is_held=self._engine.scheduler.holds_blocks_of(request_id))

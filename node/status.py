@@ -1,5 +1,4 @@
-"""What a node reports of itself and to whom: how it is now and what it has done since it started; the routers that hear of it, who of them was
-heard lately, and when one counts as lost."""
+"""A node's state, its counters and its status reports; and the routers that get the reports, with the rule when a router counts as lost."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ _counted = operator.attrgetter(*_COUNTED)
 
 
 class NodeCondition:
-    """READY until it is drained or has failed. FAILED is never left. Used from any thread."""
+    """The node's state: READY until it is drained or fails. A failed node stays FAILED. Used from any thread."""
 
     def __init__(self, node_id: str) -> None:
         self._node_id = node_id
-        self._lock = threading.Lock()  # of every change of the state
+        self._lock = threading.Lock()  # held for every change of the state
         self._failed_as: type[TandemError] = InternalError
         self.state = NodeState.READY
-        self.why: str | None = None  # it failed; None: it has not
+        self.why: str | None = None  # why the node failed; None: it has not failed
 
     def drain(self) -> None:
         with self._lock:
@@ -41,9 +40,9 @@ class NodeCondition:
                 self.state = NodeState.DRAINING
 
     def fail(self, error: BaseException) -> TandemError:
-        """Returns what its requests are told."""
+        """Marks the node as failed and returns the error for its live requests."""
         self.why = f"{type(error).__name__}: {error}"
-        # A rank's end is no request's fault: each goes on elsewhere, however often that happens.
+        # A rank's end is never caused by a request, so each request goes on elsewhere, however often that happens.
         self._failed_as = NodeLost if isinstance(error, NodeLost) else InternalError
         with self._lock:
             self.state = NodeState.FAILED
@@ -51,7 +50,7 @@ class NodeCondition:
 
     @property
     def failure(self) -> TandemError | None:
-        """What a request is told that comes afterwards; None: it has not failed."""
+        """The error for a request that comes after the failure; None: the node has not failed."""
         return self._failure() if self.state is NodeState.FAILED else None
 
     def _failure(self) -> TandemError:
@@ -118,11 +117,11 @@ def node_counters(
     wrong_kv: Mapping[str, int],
     encoder_fallbacks: Mapping[str, int] | None = None,
 ) -> NodeCounters:
-    """`transfer`: None for a node that neither sends nor receives KV. The scheduler's counters are taken by their names."""
+    """`transfer`: None for a node that neither sends nor receives KV. The scheduler's counters are copied by name."""
     moved = transfer if transfer is not None else TransferStats()
     return NodeCounters(
         **dict(zip(_COUNTED, _counted(scheduler), strict=True)),
-        steps=steps,  # those in which something was done
+        steps=steps,  # only steps that made progress
         step_seconds=step_seconds,
         malformed_frames=malformed_frames + moved.malformed_frames,
         line_gaps=line_gaps,
@@ -154,39 +153,40 @@ class RouterLine(Protocol):
     def malformed(self) -> int: ...
     @property
     def died(self) -> str | None:
-        """Why nothing is received any more, although it was not closed."""
+        """Why the line receives nothing any more although it was not closed; None while it receives."""
         ...
 
     @property
     def gaps(self) -> int:
-        """How often messages were missing and asked for again."""
+        """How many times messages were missing and were requested again."""
         ...
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        """Queues a message; raises NodeLost when the router does not read. The first one makes a connection, which is kept."""
+        """Queues a message. Raises NodeLost when the router does not read. The first message opens a connection, which stays open."""
         ...
 
     def received(self, endpoint: str) -> Position:
-        """The router's last message that was delivered."""
+        """The position of the router's last delivered message."""
         ...
 
     def forget(self, endpoint: str) -> None:
-        """Drops the connection, and whatever is queued on it."""
+        """Drops the connection and the messages queued on it."""
         ...
 
 
 class Routers:
-    """Every method may be called from any thread. A router that is silent for too long, or does not read, is lost:
-    `lost` is told once, and the router is a new one when it is heard again. Until then it is told nothing, and no
-    connection to it is kept: what it does not read would pile up."""
+    """The routers that this node has heard lately. Every method may be called from any thread.
+
+    A router that is silent for `silence_s`, or does not read, is lost: `lost` is called once, and the router counts as new when it is
+    heard again. A lost router gets no message and has no connection, because messages that it does not read would pile up."""
 
     def __init__(
         self,
         line: RouterLine,
         status: Callable[[], NodeStatus],
-        lost: Callable[[str], None],  # must not wait
+        lost: Callable[[str], None],  # called under the lock: must not wait
         *,
-        period_s: float,  # between two reports of the status to everyone
+        period_s: float,  # between two status reports to all routers
         silence_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -196,7 +196,7 @@ class Routers:
         self._period_s = period_s
         self._silence_s = silence_s
         self._clock = clock
-        self._heard: dict[str, float] = {}  # by where it listens
+        self._heard: dict[str, float] = {}  # router's address -> when it was last heard
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._report, name="node-status", daemon=True)
@@ -211,12 +211,12 @@ class Routers:
 
     @property
     def known(self) -> list[str]:
-        """Those that were heard lately, by where they listen."""
+        """The addresses of the routers that were heard lately."""
         with self._lock:
             return list(self._heard)
 
     def heard(self, reply_to: str) -> bool:
-        """True when it was not known before."""
+        """Notes that a message of this router has come. Returns True if the router was not known before."""
         with self._lock:
             is_new = reply_to not in self._heard
             self._heard[reply_to] = self._clock()
@@ -240,7 +240,7 @@ class Routers:
             self.tell_status(reply_to)
 
     def report(self) -> None:
-        """Sends the status to every router that is not silent."""
+        """Drops the routers that are silent, and sends the status to the others."""
         for reply_to in self.known:
             self._lose_if_silent(reply_to)
             self.tell_status(reply_to)
@@ -250,7 +250,7 @@ class Routers:
             try:
                 self.report()
             except Exception:
-                # Its routers would give up a node of which they hear nothing, and the controller would not replace it.
+                # This thread must go on: routers give up a node that does not report, and the controller would not replace it.
                 logger.exception("the status was not sent to every router")
 
     def _lose_if_silent(self, reply_to: str) -> None:
@@ -263,7 +263,7 @@ class Routers:
                 self._lose(reply_to)
 
     def _lose(self, reply_to: str) -> None:
-        """Called under the lock, so that `lost` is called before anything that the router says later is acted on."""
+        """Called under the lock, so that `lost` is called before the router can be heard again."""
         del self._heard[reply_to]
         self._line.forget(reply_to)
         self._lost(reply_to)

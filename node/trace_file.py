@@ -1,7 +1,7 @@
-"""Lines of a scheduler trace, written by a thread of their own to a file of bounded size.
+"""Writes the lines of a scheduler trace to a file of bounded size, in a thread of its own.
 
-The file is NODE.jsonl in the folder that `scheduler.trace_folder` names. At half of the allowed bytes it becomes NODE.old.jsonl,
-in the place of the one before. A disk that is full, slow or away ends or thins the trace, and nothing else.
+The file is NODE.jsonl in the folder `scheduler.trace_folder`. When it reaches half of the allowed bytes it is renamed to
+NODE.old.jsonl, which replaces the previous one. A disk that is full, slow or gone may end or thin the trace, but never delays a step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tandem.engine.scheduling.step_trace import RecordsLost
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED = 4096  # lines that the disk may be behind
+MAX_QUEUED = 4096  # lines that may wait for the disk; further lines are dropped and counted
 CLOSE_WITHIN_S = 5.0
 
 
 class TraceFile:
     def __init__(self, folder: Path, node_id: str, max_bytes: int) -> None:
-        """Nothing is opened here: what is wrong with the folder is said in the log."""
+        """Opens no file: the thread does, and logs an error if the folder cannot be written."""
         self._path = folder / f"{node_id}.jsonl"
         self._old = folder / f"{node_id}.old.jsonl"
         self._most = max(max_bytes // 2, 1)
@@ -35,7 +35,7 @@ class TraceFile:
         self._thread.start()
 
     def write(self, line: bytes) -> None:
-        """From the step thread: never waits. The first line is the header, which each further file begins with too."""
+        """Queues a line. Called by the step thread; never waits. The first line is the header, which is repeated in each new file."""
         self._header = self._header or line
         try:
             if self._lost:
@@ -46,7 +46,7 @@ class TraceFile:
             self._lost += 1
 
     def close(self) -> None:
-        """What is queued is written first, if that takes no longer than a disk should."""
+        """Waits up to `CLOSE_WITHIN_S` twice for the queued lines to be written: once for room in the queue, once for the thread."""
         try:
             self._queue.put(None, timeout=CLOSE_WITHIN_S)
         except queue.Full:
@@ -59,7 +59,8 @@ class TraceFile:
             self._write_all()
         except OSError as error:
             logger.error("the scheduler trace ends, because %s cannot be written: %s", self._path, error)
-            while self._queue.get() is not None:  # the step thread goes on as if it were
+            # The step thread goes on writing lines: take and drop them.
+            while self._queue.get() is not None:
                 pass
 
     def _write_all(self) -> None:
@@ -74,7 +75,7 @@ class TraceFile:
                 is_next = True
 
     def _fill(self, file: BinaryIO) -> bool:
-        """True when no further line will come, False when the file is full."""
+        """Writes lines until the file is full (returns False) or the trace is closed (returns True)."""
         while file.tell() < self._most:
             line = self._queue.get()
             if line is None:

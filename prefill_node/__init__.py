@@ -1,1 +1,2 @@
-"""The producer, in node.py: reads prompts, samples the first token, sends KV, frees blocks when the send is confirmed."""
+"""The prefill node (node.py), the producer: computes prompts, samples the first token, sends the KV, and frees the blocks once the
+consumer has confirmed the transfer."""

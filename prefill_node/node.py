@@ -1,4 +1,4 @@
-"""A prefill node: which requests it takes, and how its part of a request ends."""
+"""A prefill node, and its rules: it computes a prompt and one token, and hands the request over to a decode node."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PrefillNode(Node):
 
 
 class PrefillRules:
-    """A request that hands over samples one token here. Whether that token ends it is said the same way on
-    every node: by the length or stop condition of the request as the client wrote it."""
+    """A request with a transfer samples exactly one token here. If that token ends the client's request (by its stop conditions or its
+    own `max_tokens`), the router gets that finish reason; otherwise it gets HANDOFF, and the decode node continues."""
 
     role = Role.PREFILL
 

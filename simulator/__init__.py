@@ -1,18 +1,23 @@
-"""The cluster on a clock that jumps: how it would serve a traffic, and how large it should be, without a machine.
+"""Simulates a cluster on a virtual clock: how it would serve a given traffic, and how large it must be.
 
-Real are the engine's scheduler and block pool, the router from its admission to a request's end, and the autoscaler. What a step,
-a transfer and a request take comes from a file of costs, which was measured on a real node. docs/simulator.md is for its users.
+The product's own scheduler, block pool, router (from admission to a request's end) and autoscaler run here. Only the times are
+simulated: the costs of steps, transfers and requests come from a file that was measured on a real node. docs/simulator.md is for users.
 
-    clock       an event loop whose time jumps
-    costs       what a step takes, interpolated; many alike steps added up
-    traffic     requests from a trace, or by chance
-    node        a node whose engine computes nothing
-    network     KV on its way
-    pools       the nodes by role, as the autoscaler sizes them
-    outcome     when tokens came, and what that adds up to
-    simulation  one run of it all
-    profile     the costs, measured on a cluster that serves; profile_command: `tandem profile`
-    planner     the least of what is enough, by simulations; picture: goodput against cost; plan_command: `tandem plan`
-    what_if     one request in other clusters, for `tandem why`
-    command     `tandem simulate`; options: what it and its like are told; show: what they print
+    clock            an event loop on virtual time
+    costs            the time of a step, interpolated from measurements; many steps with the same requests are added up at once
+    traffic          requests from a trace, or drawn at random
+    node             a node whose engine computes nothing
+    network          the transfers of KV between nodes
+    pools            the nodes by role, and how the autoscaler resizes them
+    outcome          when each answer's tokens came, and the report made of these times
+    simulation       one run
+    profile          measures the costs on a serving cluster
+    planner          searches for the cheapest cluster that keeps the limits
+    picture          draws goodput against cost
+    what_if          one request in other clusters, for `tandem why`
+    options          the options that several commands share
+    show             prints progress and reports
+    command          `tandem simulate`
+    profile_command  `tandem profile`
+    plan_command     `tandem plan`
 """

@@ -1,4 +1,4 @@
-"""An event loop whose time jumps: when nothing is left to do now, it is the time of the next timer at once."""
+"""An event loop on virtual time: when no callback is ready, its clock jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 
 from tandem.wire.errors import InternalError
 
-# Cancelled timers are thrown away together when they are more than this, and more than those that are left.
+# Cancelled timers are removed from the heap when there are more of them than this, and more than live ones.
 _MOST_CANCELLED = 100
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Coroutines, timers and time-outs run on it as on any other loop. There are no sockets, no subprocesses and no threads: what is
-    given to an executor is done at once. The same run is the same again: timers of one moment run in the order in which they were set,
-    which asyncio's own loops leave to the heap that holds them."""
+    """Runs coroutines, timers and time-outs like any other loop, but has no sockets, subprocesses or threads: it runs an executor's
+    work at once, in place. Runs are deterministic: timers due at the same time run in the order in which they were set, an order that
+    asyncio's own loops do not guarantee."""
 
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
         self._timers_set = 0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # a heap; no two have one number
-        self._cancelled = 0  # of these
+        # A heap of (time, unique number, timer)
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._cancelled = 0  # how many timers in the heap are cancelled
         self._failure: BaseException | None = None
         self.set_exception_handler(lambda _, context: self._on_failure(context))
 
@@ -52,9 +53,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._failure = context.get("exception") or InternalError(str(context.get("message")))
 
     def _run_once(self) -> None:
-        """In the place of the base class's, which would ask a selector to sleep until the next timer."""
+        """Replaces the base class's method, which sleeps in a selector until the next timer."""
         if self._failure is not None:
-            raise self._failure  # a callback's: what follows from it would be wrong
+            raise self._failure  # a callback has raised: everything after it would be wrong
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
         timers = self._timers
         if self._cancelled > _MOST_CANCELLED and 2 * self._cancelled > len(timers):
@@ -68,7 +69,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not timers:
                 raise InternalError("the simulation waits for something that never happens")
             self._now = max(self._now, timers[0][0])
-        # Together with those that come before a real clock would show another time, as in the base class.
+        # As in the base class, timers within the clock's resolution run together.
         end = self._now + self._clock_resolution  # type: ignore[attr-defined]
         while timers and timers[0][0] < end:
             timer = heapq.heappop(timers)[2]
@@ -77,7 +78,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self._cancelled -= 1
             else:
                 ready.append(timer)
-        # What these add runs the next time.
+        # Callbacks that these add run in the next call.
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:
@@ -90,10 +91,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self._failure = error
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are none: nothing comes from outside."""
+        """No I/O events exist here."""
 
     def _write_to_self(self) -> None:
-        """There is no other thread that would have to wake it."""
+        """No other thread exists that could have to wake this loop."""
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         done = self.create_future()

@@ -1,8 +1,7 @@
-"""What a node of one kind takes for a step, for a transfer and for a request: measured once, then interpolated.
+"""The times that one kind of node takes for a step, a transfer and a request: measured once, then interpolated.
 
-`tandem profile` writes this as JSON. Between two measured points a cost is a straight line, beyond the last it goes on as the
-last piece did. So the steps in which every running request gets one token cost an arithmetic series, and many of them are
-added up at once.
+`tandem profile` writes them as JSON. Between two measured points a cost is linear, and beyond the last point the last line
+continues. So a run of steps in which each request gets one token costs an arithmetic series, which is added up at once.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ NotNegativeNumber = Annotated[float, Meta(ge=0)]
 
 
 class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a step by two of its measures, on a grid."""
+    """The seconds of a step by its size and its context, on a grid."""
 
-    sizes: list[float]  # tokens of a prompt's chunk, or requests that decode
-    contexts: list[float]  # tokens before them, for each
-    seconds: list[list[float]]  # for each size, one for each context
+    sizes: list[float]  # tokens of a prompt's chunk, or the number of decoding requests
+    contexts: list[float]  # tokens before the chunk, or before each request's next token
+    seconds: list[list[float]]  # a row for each size, with a value for each context
 
     def __post_init__(self) -> None:
         for name, values in (("sizes", self.sizes), ("contexts", self.contexts)):
@@ -51,8 +50,8 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(at_below + share * (self._along(above, context) - at_below), LEAST_STEP_S)
 
     def most(self, size: float, context: float) -> float:
-        """No step of up to such a size after up to such a context takes longer: between the corners of the grid and of what is asked for
-        all is straight."""
+        """The longest time of any step up to this size and context. The table is linear between grid points, so the maximum lies at a
+        grid point or at a bound of the given range."""
         sizes = [1.0, size, *(value for value in self.sizes if 1.0 < value < size)]
         contexts = [0.0, context, *(value for value in self.contexts if value < context)]
         return max(self.at(one, other) for one in sizes for other in contexts)
@@ -63,7 +62,8 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return seconds[below] + share * (seconds[above] - seconds[below])
 
     def piece(self, size: float, context: float) -> tuple[float, float, float]:
-        """Around that context: the seconds at it, what each further token adds, and the context up to which that holds."""
+        """Returns the linear piece that begins at `context`: the seconds there, the seconds that each further token adds, and the context
+        where the piece ends."""
         index = bisect.bisect_right(self.contexts, context)
         end = self.contexts[index] if index < len(self.contexts) - 1 else math.inf
         here = self.at(size, context)
@@ -72,7 +72,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _between(places: Sequence[float], value: float) -> tuple[int, int, float]:
-    """The two places around a value, and how far it is from the first to the second; beyond the ends, the last two."""
+    """The indexes of the two places around a value, and its share of the way between them. Beyond an end: the two places nearest to it."""
     if len(places) == 1:
         return 0, 0, 0.0
     above = min(max(bisect.bisect_right(places, value), 1), len(places) - 1)
@@ -81,20 +81,21 @@ def _between(places: Sequence[float], value: float) -> tuple[int, int, float]:
 
 
 class TransferCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    handover_s: NotNegativeNumber = 0.0  # after the last forward pass, however little is left to send
+    # The fixed time after the last forward pass, however little is left to send
+    handover_s: NotNegativeNumber = 0.0
     bytes_per_s: Positive = 1e10
 
 
 class RequestCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request takes outside of the engines."""
+    """The times that a request takes outside the engines."""
 
-    arrive_s: NotNegativeNumber = 0.0  # from the client to the node's line
-    arrive_per_token_s: NotNegativeNumber = 0.0  # of the prompt: read, tokenized, sent
+    arrive_s: NotNegativeNumber = 0.0  # from the client to the node's queue
+    arrive_per_token_s: NotNegativeNumber = 0.0  # for each prompt token, to read, tokenize and send it
     answer_s: NotNegativeNumber = 0.0  # from the step's end to the client
 
 
 class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At points that were measured and not used: how far the model is from them, as a share."""
+    """The relative error of the costs at measured points that they were not fitted to."""
 
     points: int
     median: float
@@ -102,7 +103,7 @@ class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[float, float]]) -> FitError:
-        """Of (what the model says, what was measured)."""
+        """`pairs`: (predicted, measured)."""
         errors = sorted(abs(said / measured - 1) for said, measured in pairs)
         if not errors:
             return cls(0, 0.0, 0.0)
@@ -110,7 +111,7 @@ class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Width(msgspec.Struct, frozen=True, order=True):
-    """Into how many ranks a node's model is cut."""
+    """How many ranks share a node's model."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -125,20 +126,21 @@ class Width(msgspec.Struct, frozen=True, order=True):
 
 
 class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of node, with one model loaded."""
+    """The costs of one kind of node, with one model loaded."""
 
     name: str
     max_model_len: Annotated[int, Meta(ge=2)]
-    blocks: Annotated[int, Meta(ge=2)]  # of the KV cache
+    blocks: Annotated[int, Meta(ge=2)]  # blocks in its KV cache
     block_size: Annotated[int, Meta(ge=1)]
     kv_bytes_per_token: NotNegativeNumber
     prefill: CostTable
     decode: CostTable
     transfer: TransferCost = TransferCost()
     request: RequestCost = RequestCost()
-    mixed_saved_s: NotNegativeNumber = 0.0  # a step with prompts and decodes is shorter than the two by this
-    start_s: NotNegativeNumber = DEFAULT_START_S  # until a new node of this kind serves
-    tensor_parallel: Annotated[int, Meta(ge=1)] = 1  # of such a node, and so are the stages
+    # How much shorter one step with prompts and decodes is than a step of each.
+    mixed_saved_s: NotNegativeNumber = 0.0
+    start_s: NotNegativeNumber = DEFAULT_START_S  # from a new node's launch until it serves
+    tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     pipeline_parallel: Annotated[int, Meta(ge=1)] = 1
     fit: dict[str, FitError] = {}
 
@@ -149,7 +151,8 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def step_s(
         self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, decode_context: float = 0.0
     ) -> float:
-        """`chunks`: (tokens, tokens before them) of each prompt; `decode_context`: of all that decode, together."""
+        """The seconds of one step. `chunks`: (tokens, tokens before them) of each prompt. `decode_context`: the sum of the contexts of
+        all decoding requests."""
         seconds = 0.0
         if chunks:
             tokens = sum(count for count, _ in chunks)
@@ -165,18 +168,18 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodeRun:
-    """Steps in which the same requests get a token each: when each of them ends, without going through them."""
+    """A run of steps in which the same requests get a token each. Computes when each step ends without walking through the steps."""
 
     __slots__ = ("_context", "_costs", "_firsts", "_growths", "_size", "_starts", "_steps", "steps")
 
     def __init__(self, costs: CostModel, num_decodes: int, decode_context: float, steps: int) -> None:
-        """`decode_context`: of all of them, in the first step."""
+        """`decode_context`: the sum of the requests' contexts in the first step."""
         self._costs = costs.decode
         self._size = num_decodes
         self._context = decode_context / num_decodes
         self.steps = steps
-        # Pieces, made as far as they are asked for: the steps before each, its first step's seconds, what each further one takes
-        # more, and the seconds at its start.
+        # Linear pieces, added on demand. For each: the number of steps before it, the seconds of its first step, the seconds that
+        # each further step takes more, and the time at which it starts.
         self._steps: list[int] = [0]
         self._firsts: list[float] = []
         self._growths: list[float] = []
@@ -195,7 +198,7 @@ class DecodeRun:
         self._starts.append(self._starts[-1] + _series(first, growth, count))
 
     def seconds(self, steps: int) -> float:
-        """What the first `steps` steps take."""
+        """The seconds that the first `steps` steps take together."""
         while self._steps[-1] < steps:
             self._add_piece()
         index = bisect.bisect_left(self._steps, steps, 1) - 1
@@ -205,7 +208,7 @@ class DecodeRun:
         return self._starts[index] + _series(self._firsts[index], self._growths[index], count)
 
     def ended_by(self, seconds: float) -> int:
-        """How many have ended by then."""
+        """How many steps have ended `seconds` after the run began."""
         while self._starts[-1] <= seconds and self._steps[-1] < self.steps:
             self._add_piece()
         index = min(max(bisect.bisect_right(self._starts, seconds) - 1, 0), len(self._firsts) - 1)
@@ -225,7 +228,8 @@ class DecodeRun:
         return steps
 
     def gaps(self, first: int, last: int) -> Iterable[tuple[float, float, int]]:
-        """The steps from `first` to before `last`, in pieces: the seconds of a piece's first and last step, and how many steps it has."""
+        """Yields the steps from `first` to before `last` in linear pieces: the seconds of a piece's first and last step, and its number of
+        steps."""
         while self._steps[-1] < last:
             self._add_piece()
         for index, seconds in enumerate(self._firsts):

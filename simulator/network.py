@@ -1,5 +1,5 @@
-"""KV on its way between nodes. What a chunk has computed travels while the next one is computed; a node sends and receives one
-piece after another, as fast as the costs say."""
+"""Simulates the transfers of KV between nodes. The KV of one chunk travels while the next chunk is computed, and each node sends and
+receives one piece at a time, at the rate that the costs give."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tandem.wire.requests import KVTransferParams, TransferRole
 
 
 class Port:
-    """A node's side of the network: what has become of its transfers, until its engine asks."""
+    """A node's end of the network. It collects the results of the node's transfers until the node takes them."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
@@ -32,7 +32,7 @@ class Port:
         self.under_way = 0
 
     def take(self) -> ConnectorOutput | None:
-        """None: nothing has."""
+        """The results since the last call; None if there are none."""
         output = self.output
         if output.is_empty:
             return None
@@ -44,14 +44,14 @@ class Port:
 class SimulatedTransfer:
     producer: Port | None = None
     consumer: Port | None = None
-    producer_id: str = ""  # the request's, on either side
-    consumer_id: str = ""
+    producer_id: str = ""  # the request's id on the producer
+    consumer_id: str = ""  # the request's id on the consumer
     num_tokens: int = 0
-    wanted_from: int = 0  # the first tokens are in the consumer's own cache
+    wanted_from: int = 0  # the consumer has the tokens before this in its own cache
     sent: int = 0
     computed: int = 0
     first_token: int | None = None
-    arrived_at: float = 0.0  # the last piece
+    arrived_at: float = 0.0  # when the last piece sent so far arrives
 
 
 class Network:
@@ -62,7 +62,7 @@ class Network:
         self.bytes_moved = 0.0
 
     def register(self, name: str, port: Port, request_id: str, num_tokens: int, wanted_from: int) -> None:
-        """The consumer has blocks for it."""
+        """The consumer has allocated blocks for the transfer `name`."""
         transfer = self._transfers.setdefault(name, SimulatedTransfer())
         transfer.consumer, transfer.consumer_id = port, request_id
         transfer.num_tokens, transfer.wanted_from = num_tokens, wanted_from
@@ -73,7 +73,7 @@ class Network:
     def computed(
         self, name: str, port: Port, request_id: str, num_tokens: int, first_token: int | None
     ) -> None:
-        """The producer has computed so many of the tokens; with the first token of the answer it has all of them."""
+        """The producer has computed the first `num_tokens` tokens. `first_token` is the answer's first token once the prompt is complete."""
         transfer = self._transfers.setdefault(name, SimulatedTransfer())
         if transfer.producer is None:
             transfer.producer, transfer.producer_id = port, request_id
@@ -111,7 +111,7 @@ class Network:
         transfer.producer.wake()
 
     def cancel(self, name: str) -> None:
-        """One side's request has ended before the transfer has: neither waits for it any more."""
+        """Ends a transfer because one side's request has ended before it; both sides stop waiting."""
         transfer = self._transfers.pop(name, None)
         if transfer is None:
             return
@@ -126,7 +126,7 @@ class Network:
 
 
 class SimulatedConnector(SchedulerConnector):
-    """The half that plans, of a node in the simulated network. There is no other half: no byte is moved."""
+    """The scheduler half of a connector for the simulated network. It has no worker half, because no bytes are moved."""
 
     def __init__(self, network: Network, port: Port) -> None:
         self._network = network
@@ -185,6 +185,6 @@ class SimulatedConnector(SchedulerConnector):
         return True
 
     def sending(self, request_id: str) -> str | None:
-        """The transfer that the request's KV leaves by."""
+        """The id of the transfer that sends this request's KV, or None."""
         transfer = self._sending.get(request_id)
         return transfer.transfer_id if transfer is not None else None

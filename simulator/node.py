@@ -1,9 +1,8 @@
-"""A node whose engine computes nothing: its scheduler and its blocks are real, a step takes what the costs say.
+"""A simulated node: the product's scheduler and block pool, without a model. A step takes the time that the costs give.
 
-Steps in which every running request gets its next token are taken at once, as far as nothing else happens. When something does
-(a request comes, KV arrives, a router asks how it stands) the node catches up: the steps that are over are booked together, and
-the one under way is planned as it was when it began. So the scheduler is, at every moment at which it is looked at, what it
-would be after single steps.
+A run of steps in which every running request gets its next token is simulated with one timer, as long as nothing else happens. When
+something does (a request comes, KV arrives, a router asks for the status), the node catches up: it books the ended steps together, and
+plans the step under way as of the time when it began. So whenever the scheduler is read, it is as it would be after single steps.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from tandem.wire.requests import (
 )
 from tandem.wire.sampling import FinishReason
 
-# A router hears of an answer's beginning and of its end at once, of what lies between at least this often.
+# A router gets an answer's first and last tokens at once, and the tokens in between at least this often.
 REPORT_S = 5.0
-# A scheduler that could do nothing although it has work is asked again after this time, as in life.
+# When the scheduler has work but planned nothing, the node asks it again after this time, as `node.loop` does.
 ASK_AGAIN_S = 0.005
 
 
 @dataclasses.dataclass(slots=True)
 class NextLook:
-    """When nodes are asked next how they stand. Of a step that ends before then nothing has to be noted."""
+    """The next time at which nodes are asked for their status. A step that ends before then needs no statistics of its beginning."""
 
-    at: float = -math.inf  # it is not known
+    at: float = -math.inf  # unknown: every step needs them
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,7 +74,7 @@ class SimulatedNode:
         *,
         by_steps: bool = False,
     ) -> None:
-        """`by_steps`: every step is taken alone, however alike they are."""
+        """`by_steps`: simulate every step alone, and never a run of steps at once."""
         self.info = info
         self.state = NodeState.READY
         self.born_at = loop.time()
@@ -103,21 +102,22 @@ class SimulatedNode:
         self._hasher = NameHasher(info.block_size)
         self._live: dict[str, _LiveRequest] = {}
         self._inbox: list[Submit | Cancel | TurnEnded] = []
-        self._plan: SchedulerOutput | None = None  # of the step under way
+        self._plan: SchedulerOutput | None = None  # the plan of the step under way
         self._plan_s = 0.0
-        self._run: DecodeRun | None = None  # many steps under way, none of which has been planned
+        self._run: DecodeRun | None = None  # a run of steps under way, none of them planned
         self._run_began = 0.0
         self._plan_began = 0.0
         self._run_taken = 0
-        # As the step under way began; None where it ends before it is asked for.
+        # The statistics at the beginning of the step under way; None if the step ends before the next status.
         self._stats: SchedulerStats | None = None
-        self._counters: NodeCounters | None = None  # of these, if they were asked for
-        self._longest = 1  # tokens of a request that came here, with its whole answer
+        # The counters made of `_stats`; None until a status needs them
+        self._counters: NodeCounters | None = None
+        self._longest = 1  # tokens of the longest request so far, with its whole answer
         self._budget = scheduler.max_num_batched_tokens
         self._most_s: dict[tuple[int, int, bool], float] = {}
         self._timer: asyncio.Handle | None = None
         self._is_turning = False
-        self._status: NodeStatus | None = None  # as long as nothing has happened since
+        self._status: NodeStatus | None = None  # the last status; None when something has changed since
         self._steps = 0
         self._busy_s = 0.0
         self._requests = 0
@@ -133,14 +133,14 @@ class SimulatedNode:
     def _wake(self) -> None:
         self._status = None
         if self._is_turning:
-            return  # it looks again before it rests
+            return  # `_go_on` reads the inbox again before it ends
         if self._run is not None:
             self.catch_up()
         elif self._timer is None:
             self._timer = self._loop.call_soon(self._go_on)
 
     def catch_up(self) -> None:
-        """The scheduler becomes what single steps would have made of it by now."""
+        """Brings the scheduler to the state that it would have now after single steps."""
         run = self._run
         if run is None:
             return
@@ -155,7 +155,7 @@ class SimulatedNode:
             self._begin(plan, began, seconds)
 
     def _take_over_steps(self, run: DecodeRun) -> int:
-        """Books those of the run's steps that have ended; returns how many that is."""
+        """Books the steps of the run that have ended, and returns how many have."""
         over = run.ended_by(self._loop.time() - self._run_began)
         self._take(run, over)
         return over
@@ -174,7 +174,7 @@ class SimulatedNode:
     # --- steps
 
     def _go_on(self, ended: SchedulerOutput | None = None) -> None:
-        """Books the step that has ended, and begins the next, if there is anything to do."""
+        """Books the ended step, if any, and begins the next one if there is work."""
         self._timer, self._is_turning = None, True
         if ended is not None:
             self._end_step(ended)
@@ -183,7 +183,7 @@ class SimulatedNode:
         self._is_turning = False
 
     def _begin_next(self) -> bool:
-        """False when a step is under way, or the node has nothing to do."""
+        """Returns False when a step is under way or the node has nothing to do; True to be called again."""
         inbox, self._inbox = self._inbox, []
         for message in inbox:
             if isinstance(message, Submit):
@@ -209,16 +209,16 @@ class SimulatedNode:
         return progressed or bool(self._inbox)
 
     def _planned(self, ends_by: float) -> SchedulerOutput:
-        """Between two steps a node notes how it stands, which is what it answers to routers during the next."""
+        """Plans a step that ends by `ends_by`, after noting the statistics: a node answers with these during the step."""
         self._stats = self.scheduler.stats() if ends_by >= self._next_look.at else None
         self._counters = None
         return self.scheduler.schedule()
 
     def _longest_step_s(self) -> float:
-        """What is planned next takes no longer."""
+        """An upper bound on the time of the next step."""
         requests = self.scheduler.requests
         reads = any(request.num_tokens - request.num_computed_tokens > 1 for request in requests.values())
-        # Sizes and contexts are rounded up, so that few of them are ever looked up.
+        # Round sizes and contexts up to powers of two, so that `_most_s` has few keys.
         key = (len(requests).bit_length(), self._longest.bit_length(), reads)
         most = self._most_s.get(key)
         if most is None:
@@ -235,7 +235,7 @@ class SimulatedNode:
         run = DecodeRun(self._costs, len(requests), context, steps)
         pin_ends_in = self.scheduler.seconds_until_sweep()
         if pin_ends_in is not None and pin_ends_in < run.seconds(steps - 1):
-            # The step that begins then, or next, is planned with that pin's blocks.
+            # End the run at the first step that begins when the pin has ended: its plan may use the pin's blocks.
             before = run.ended_by(pin_ends_in)
             run.steps = before if before and run.seconds(before) == pin_ends_in else before + 1
         self._run = run
@@ -283,7 +283,7 @@ class SimulatedNode:
         self._book(plan, ModelOutput(sampled))
 
     def _book(self, plan: SchedulerOutput, output: ModelOutput) -> bool:
-        """Whether anything has changed."""
+        """Updates the scheduler with a step's results and publishes them. Returns whether anything has changed."""
         transfers = self._port.take()
         sending = self._sending_of(plan)
         updates = self.scheduler.update_from_output(plan, output, transfers)
@@ -340,7 +340,7 @@ class SimulatedNode:
         )
 
     def _arrival_time(self) -> float:
-        """No two are equal: the schedulers' order would depend on the requests' ids, which are drawn by chance."""
+        """The current time, made unique: with equal times the scheduler would order requests by their ids, which are random."""
         self._last_arrival = max(self._loop.time(), math.nextafter(self._last_arrival, math.inf))
         return self._last_arrival
 
@@ -371,7 +371,7 @@ class SimulatedNode:
 
     @staticmethod
     def _is_handoff(live: _LiveRequest, update: TokenChunk) -> bool:
-        """The decode node begins from a token that the prefill node has sent to the client already."""
+        """Whether this update repeats the first token, which the prefill node has already sent to the client."""
         return update.cached_tokens is not None and live.submit.transfer is not None
 
     @staticmethod
@@ -390,7 +390,7 @@ class SimulatedNode:
         )
 
     def _report_quiet(self) -> None:
-        """Tells routers of answers that were under way for long in steps that were taken at once."""
+        """Reports tokens to routers for answers whose steps were simulated at once, if the last report is older than `REPORT_S`."""
         now = self._loop.time()
         chunks = [
             self._chunk(live, TokenChunk(request_id, live.reported, []), None, now)
@@ -412,12 +412,12 @@ class SimulatedNode:
         )
 
     def held(self) -> dict[str, int]:
-        """The requests that are here, those it has not looked at yet included, and how many tokens of each it has reported."""
+        """The requests that this node holds, including those still in the inbox, and how many tokens of each it has reported."""
         come = {message.request_id: 0 for message in self._inbox if isinstance(message, Submit)}
         return come | {request_id: live.reported for request_id, live in self._live.items()}
 
     def status(self) -> NodeStatus:
-        """As the node answers a router's ping."""
+        """The status that the node sends to routers."""
         if self._run is not None:
             self._take_over_steps(self._run)
         if self._status is not None:
@@ -456,7 +456,7 @@ class SimulatedNode:
         )
         self._most_blocks = max(self._most_blocks, 1 - stats.free_blocks / stats.total_blocks)
         if self._plan is not None:
-            self._status = None  # its step grows older
+            self._status = None  # do not keep it: the age of the step changes
         return status
 
     def load(self) -> NodeLoad:
@@ -478,7 +478,7 @@ class SimulatedNode:
 
 
 def _next_token(request: Request) -> int:
-    """An answer is one token, again and again: no other answer has it, and so no other answer's blocks are taken for its own."""
+    """Every token of an answer is the same, and unique to this answer, so no other request finds its blocks in a prefix cache."""
     if request.num_output_tokens:
         return request.all_token_ids[-1]
     return ANSWERS + (request.sampling.seed or 0)

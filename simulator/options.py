@@ -1,4 +1,4 @@
-"""What the three commands are told."""
+"""The command-line options that the commands of the simulator share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CostsByWidth = Mapping[Role, Mapping[Width, CostModel]]
 def add_costs(
     parser: argparse.ArgumentParser, title: str = "nodes", *, required: bool = True, several: bool = False
 ) -> None:
-    """`several`: of nodes of several widths."""
+    """Adds the options for cost files. `several`: each takes several files, one for each width of node."""
     group = parser.add_argument_group(title)
     more = "; several files: of nodes of several widths, which are compared" if several else ""
     for flag, what, is_required in (
@@ -136,7 +136,7 @@ def traffic_of(options: argparse.Namespace) -> PlayedTraffic:
 
 
 def _recorded(file: Path, limit: int | None) -> Sequence[TraceRow]:
-    """In one of the public formats, or as a node's scheduler has written it."""
+    """Reads a trace in one of the public formats, or a node's scheduler trace."""
     try:
         with file.open("rb") as lines:
             is_of_scheduler = b'"event"' in lines.readline(4096)
@@ -153,7 +153,8 @@ def service_level(text: str) -> ServiceLevel:
 
 
 def slo_of(options: argparse.Namespace, config: TandemConfig) -> tuple[TandemConfig, ServiceLevel]:
-    """What was asked for, which the autoscaler then keeps, or what the settings say."""
+    """Returns the service level from --slo, and the configuration with it, so that the autoscaler keeps it too; without --slo, the one
+    in the settings."""
     asked: ServiceLevel | None = options.slo
     if asked is None:
         return config, ServiceLevel(ttft=config.slo.ttft_s, itl=config.slo.inter_token_s)
@@ -166,7 +167,7 @@ def slo_of(options: argparse.Namespace, config: TandemConfig) -> tuple[TandemCon
 
 
 def money(text: str) -> Mapping[str, float]:
-    """`prefill=2.5,decode=1`: what a node of each role costs in an hour."""
+    """Parses the price of each role's nodes per hour, such as `prefill=2.5,decode=1`."""
     costs: dict[str, float] = {}
     roles = [role.value for role in ENGINE_ROLES]
     for pair in text.split(","):

@@ -1,4 +1,4 @@
-"""When every answer's tokens came, and what that adds up to."""
+"""Records when every answer's tokens came, and makes the report of a simulation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tandem.loadgen.metrics import Distribution, ServiceLevel
 from tandem.simulator.costs import DecodeRun
 from tandem.wire.errors import InternalError
 
-# Gaps between tokens are counted in classes that are this much apart: there are a hundred million of them in an hour.
+# Gaps between tokens are counted in logarithmic classes of this width, because an hour of traffic may have a hundred million gaps.
 _CLASS = math.log(1.002)
-# A request meets its inter-token limit if no more than this share of its gaps is longer.
+# A request keeps its inter-token limit if at most this share of its gaps is longer.
 _SLOW_SHARE = 0.01
 
 
@@ -31,6 +31,8 @@ class AnswerTimes:
 
 
 class GapCounts:
+    """A histogram of the gaps between tokens, in logarithmic classes."""
+
     def __init__(self) -> None:
         self._counts: defaultdict[int, int] = defaultdict(int)
 
@@ -38,7 +40,7 @@ class GapCounts:
         self._counts[_class_of(seconds)] += count
 
     def add_piece(self, first: float, last: float, steps: int, count: int) -> None:
-        """`steps` gaps that grow evenly from `first` to `last`, each `count` times."""
+        """Adds `steps` gaps that grow evenly from `first` to `last`, each `count` times."""
         begin, end = sorted((first, last))
         low, high = _class_of(begin), _class_of(end)
         if low == high or end == begin:
@@ -82,14 +84,14 @@ def _middle(place: int) -> float:
 class NodeLoad(msgspec.Struct, frozen=True):
     node_id: str
     role: str
-    seconds: float  # that it was there
-    busy: float  # share of these in which it computed
+    seconds: float  # how long the node existed
+    busy: float  # the share of this time in which it computed
     requests: int
     prompt_tokens_computed: int
     prompt_tokens_cached: int
     output_tokens: int
     preemptions: int
-    most_blocks: float  # share of its blocks that were taken when they were most, as it told routers
+    most_blocks: float  # the largest share of its blocks in use, among its statuses
 
 
 class SizeChange(msgspec.Struct, frozen=True):
@@ -106,7 +108,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
     failed: int
     seconds: float  # from the first arrival to the last token
     prompt_tokens: int
-    cached_tokens: int  # of these, found where they were wanted
+    cached_tokens: int  # prompt tokens found in the node's prefix cache
     output_tokens: int
     requests_per_s: float
     ttft_ms: Distribution | None
@@ -114,17 +116,17 @@ class SimulationReport(msgspec.Struct, frozen=True):
     tpot_ms: Distribution | None
     e2e_ms: Distribution | None
     slo: str | None
-    attainment: float | None  # share of all requests that were within the service level
+    attainment: float | None  # the share of all requests that kept the service level
     goodput_per_s: float | None
     bytes_moved: float
     nodes: list[NodeLoad]
     node_seconds: dict[str, float]  # by role
     changes: list[SizeChange]
     role_changes: int
-    refusals: dict[str, int]  # by the error's code: the router took them not
-    failures: dict[str, int]
-    misses: dict[str, int]  # by the limit that was not kept, "refused" and "failed"
-    given_up: bool  # ended before its end: too many requests were not within the limits
+    refusals: dict[str, int]  # requests that the router refused, by error code
+    failures: dict[str, int]  # requests that failed later, by error code
+    misses: dict[str, int]  # requests by the limit that they missed, or "refused" or "failed"
+    given_up: bool  # the run was ended early, because too many requests had missed the limits
 
     @property
     def hit_rate(self) -> float:
@@ -132,13 +134,13 @@ class SimulationReport(msgspec.Struct, frozen=True):
 
 
 class AnswerLog:
-    """`answer_s`: what a token takes from the node to the client."""
+    """Collects the times of all answers. `answer_s`: the time that a token takes from the node to the client."""
 
     def __init__(self, slo: ServiceLevel | None, answer_s: float) -> None:
         self._slo = slo
         self._answer_s = answer_s
         self._slow_s = slo.itl if slo is not None and slo.itl is not None else math.inf
-        self.live: dict[str, AnswerTimes] = {}  # by the id that nodes know it by
+        self.live: dict[str, AnswerTimes] = {}  # by the request's id on the nodes
         self.gaps = GapCounts()
         self.ttft, self.tpot, self.e2e = array("d"), array("d"), array("d")
         self.good = 0
@@ -165,8 +167,8 @@ class AnswerLog:
         times.tokens += 1
 
     def on_run(self, request_ids: Iterable[str], began: float, run: DecodeRun, first: int, last: int) -> None:
-        """Each of these requests got a token in each of the run's steps from `first` to before `last`. The first gap may be longer than
-        its step: a token may have come before the steps began."""
+        """Books a token for each of these requests in each step of the run from `first` to before `last`. A request's first gap is counted
+        from its last token, which may lie before the run."""
         listed = [times for request_id in request_ids if (times := self.live.get(request_id)) is not None]
         slow = 0
         for begin, end, count in run.gaps(first + 1, last):
@@ -181,7 +183,7 @@ class AnswerLog:
             times.tokens += last - first
 
     def on_end(self, request_id: str, cached_tokens: int) -> tuple[float, float]:
-        """Its seconds to the first token and to the last."""
+        """Ends an answer. Returns the seconds to its first and to its last token."""
         times = self.live.pop(request_id)
         if times.first_at is None:
             raise InternalError(f"{request_id} has ended and no token of it was seen")
@@ -223,12 +225,12 @@ class AnswerLog:
 
     @property
     def bad(self) -> int:
-        """Requests that are over and were not within the service level."""
+        """How many ended requests have missed the service level."""
         return self.served - self.good + sum(self.refusals.values()) + sum(self.failures.values())
 
 
 def _num_above(limit: float, first: float, last: float, steps: int) -> int:
-    """Of `steps` gaps that grow evenly from `first` to `last`."""
+    """How many of `steps` gaps, which grow evenly from `first` to `last`, are longer than `limit`."""
     low, high = min(first, last), max(first, last)
     if high <= limit:
         return 0

@@ -1,4 +1,4 @@
-"""Goodput against cost, as an SVG of our own: nothing else is needed to draw it or to look at it."""
+"""Draws goodput against cost as an SVG, without any library."""
 
 from __future__ import annotations
 

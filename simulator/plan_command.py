@@ -36,7 +36,7 @@ from tandem.wire.nodes import ENGINE_ROLES, Role
 
 MOST_ROWS = 16
 Configure = Callable[[Mapping[str, str]], TandemConfig]
-"""The settings that were given, with some more."""
+"""Returns the given configuration with these settings, by name, on top."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +151,7 @@ def least_by_width(costs: CostsByWidth, traffic: PlayedTraffic) -> dict[Role, di
 
 
 def least_work(costs: Mapping[Role, CostModel], traffic: PlayedTraffic) -> dict[Role, float]:
-    """Seconds that the traffic takes of nodes of each role at the very least: each text is read once, in the best of batches."""
+    """A lower bound on the seconds that nodes of each role spend on the traffic: each distinct block is computed once, at the best rate."""
     seen: set[int] = set()
     to_read = to_write = 0
     for row in traffic.rows:

@@ -1,7 +1,6 @@
-"""How many nodes of each kind serve a traffic within its limits for the least money, with what settings, and what gives way first.
+"""Searches for the cheapest cluster that serves a traffic within its limits: the number of nodes of each role, and the settings.
 
-Every answer is a simulation's. A size that cannot keep the limits is given up as soon as that is certain, so most of the sizes that
-are tried cost little.
+Each candidate is simulated. A simulation ends as soon as it is certain that its candidate misses the limits, so most of them are short.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tandem.simulator.outcome import SimulationReport
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
-# Settings that may serve a traffic better than the defaults do, one after another on top of what has won so far.
+# Settings that may serve a traffic better than the defaults. They are tried in this order, each on top of those that have helped.
 VARIANTS: tuple[Mapping[str, str], ...] = (
     {"router.policy": "prefix_affinity"},
     {"scheduler.max_num_batched_tokens": "8192"},
@@ -26,9 +25,9 @@ VARIANTS: tuple[Mapping[str, str], ...] = (
     {"scheduler.step_target_ms": "40"},
     {"scheduler.step_target_ms": "160"},
 )
-# So much more of the requests must be within the limits for a setting to be worth changing.
+# A setting is changed only if this share more of the requests keeps the limits.
 WORTH = 0.002
-# The traffic is played so much faster to see what gives way.
+# The speeds at which the traffic is played to find what fails first.
 FASTER = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 _BREAKS = {
@@ -42,7 +41,7 @@ _BREAKS = {
 
 
 class Widths(msgspec.Struct, frozen=True, order=True):
-    """Into how many ranks the nodes of each role are cut."""
+    """The width of the nodes of each role."""
 
     prefill: Width = Width()
     decode: Width = Width()
@@ -66,7 +65,7 @@ class PoolSizes(msgspec.Struct, frozen=True, order=True):
         return msgspec.structs.replace(self, **{role.value: size})
 
     def pools(self, given: PoolsConfig) -> PoolsConfig:
-        """With what each pool sets for itself, and these sizes, which stay."""
+        """The given pools with these sizes and widths; the autoscaler must not change the sizes."""
         prefill, decode, aggregated = (
             msgspec.structs.replace(
                 given.of(role),
@@ -81,7 +80,7 @@ class PoolSizes(msgspec.Struct, frozen=True, order=True):
         return PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated)
 
     def cost(self, money: Mapping[str, float]) -> float:
-        """Of an hour: each of a node's ranks has a device of its own."""
+        """The cost of an hour. Each rank has its own device, and `money` has the price of a device for each role."""
         return math.fsum(
             self.of(role) * self.widths.of(role).ranks * money[role.value] for role in ENGINE_ROLES
         )
@@ -96,19 +95,19 @@ class PoolSizes(msgspec.Struct, frozen=True, order=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One cluster that was simulated."""
+    """One simulated cluster, and its report."""
 
     layout: PoolSizes
     settings: dict[str, str]
-    cost: float  # of an hour
-    attainment: float  # at most this, when it was given up
+    cost: float  # per hour
+    attainment: float  # an upper bound if the trial was given up
     goodput_per_s: float
     given_up: bool
     report: SimulationReport
 
     @property
     def busy(self) -> dict[str, float]:
-        """The share of the time that each role's nodes compute, on average."""
+        """By role: the share of the time in which its nodes compute, on average."""
         shares: dict[str, list[float]] = {}
         for load in self.report.nodes:
             shares.setdefault(load.role, []).append(load.busy)
@@ -123,7 +122,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 Evaluate = Callable[[PoolSizes, Mapping[str, str], float], SimulationReport]
-"""Simulates the layout with these settings, the traffic played so many times as fast."""
+"""Simulates the layout with these settings; the last argument is the speed at which the traffic is played."""
 
 
 class Planner:
@@ -135,8 +134,8 @@ class Planner:
         most_nodes: int,
         least: Mapping[Role, Mapping[Width, int]],
     ) -> None:
-        """`target`: the share of the requests that must be within the limits. `least`: the widths that nodes of each role may have, and
-        for each: fewer nodes than these cannot have the time for the traffic's work."""
+        """`target`: the share of the requests that must keep the limits. `most_nodes`: the most nodes of a role to try. `least`: by role and
+        width, the fewest nodes that have enough time for the traffic's work."""
         self._evaluate = evaluate
         self._money = money
         self._target = target
@@ -164,8 +163,8 @@ class Planner:
     def _of_each_width(
         self, search: Callable[[Widths], Trial | None], roles: Sequence[Role]
     ) -> Iterator[Trial]:
-        """The smallest that is enough of each width, or of each two. Those whose fewest nodes cost more than what is known to be enough
-        are left out."""
+        """Yields the cheapest sufficient cluster of each combination of widths. Skips a combination if even its lower bound costs as much
+        as a sufficient cluster that was already found."""
         cheapest = math.inf
         for chosen in itertools.product(*(self._least[role] for role in roles)):
             widths = Widths(**{role.value: width for role, width in zip(roles, chosen, strict=True)})
@@ -203,7 +202,8 @@ class Planner:
     def _fewest(
         self, layout: PoolSizes, role: Role, settings: Mapping[str, str] | None = None
     ) -> PoolSizes | None:
-        """The layout with as few nodes of the role as are enough: doubled until they are, then halved in between."""
+        """The layout with the fewest nodes of the role that are enough: doubles the number until it is enough, then bisects. None if
+        `most_nodes` are not enough."""
         low = high = self._fewest_of(role, layout.widths)
         while not self._is_enough(self._try(layout.with_size(role, high), settings)):
             if high >= self._most:
@@ -218,7 +218,7 @@ class Planner:
         return layout.with_size(role, high)
 
     def _aggregated(self, widths: Widths) -> Trial | None:
-        """Prompts stand in the way of answers here, so other settings may be enough where the defaults are not."""
+        """Searches with the default settings first. If no size is enough, tries other settings, because prompts delay answers here."""
         for settings in ({}, *VARIANTS):
             found = self._fewest(PoolSizes(widths=widths), Role.AGGREGATED, settings)
             if found is not None:
@@ -226,7 +226,7 @@ class Planner:
         return None
 
     def _separate(self, widths: Widths) -> Trial | None:
-        """First both pools together, in proportion to their work, until they are enough; then each as small as it may be."""
+        """Grows both pools together, in proportion to their work, until they are enough. Then shrinks each pool, the dearer one first."""
         prefill, decode = (self._fewest_of(role, widths) for role in (Role.PREFILL, Role.DECODE))
         layout = PoolSizes(prefill, decode, widths=widths)
         while not self._is_enough(self._try(layout)):
@@ -241,7 +241,7 @@ class Planner:
         return self._try(layout)
 
     def _with_settings(self, trial: Trial) -> Trial:
-        """Settings that serve more of the requests, and then fewer nodes if these are enough with them."""
+        """Keeps each setting that serves more of the requests. Then removes nodes as long as the rest are enough with these settings."""
         for variant in VARIANTS:
             if variant.items() <= trial.settings.items():
                 continue
@@ -257,7 +257,7 @@ class Planner:
                     trial = fewer
         return trial
 
-    # --- in words
+    # --- explanations
 
     def _why_none(self) -> str:
         nearest = max(self._trials.values(), key=lambda trial: trial.attainment)
@@ -324,7 +324,7 @@ def _worst_of(report: SimulationReport) -> str:
 
 
 def least_nodes(seconds_of_work: Mapping[Role, float], seconds: float) -> dict[Role, int]:
-    """So many nodes of each role that their time is as much as the work."""
+    """The fewest nodes of each role whose time covers the work."""
     if seconds <= 0:
         raise ConfigurationError("the traffic must last longer than one moment to plan for it")
     return {role: max(1, math.ceil(work / seconds)) for role, work in seconds_of_work.items()}

@@ -1,4 +1,4 @@
-"""The simulated nodes by role, and the machines that they stand on: how a pool grows and shrinks."""
+"""The pools of simulated nodes and the machines that they run on; pools grow and shrink as the product's autoscaler decides."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SimulatedPools:
         machines: int | None = None,
         by_steps: bool = False,
     ) -> None:
-        """`machines`: how many there are for all pools; None: one for every node that is wanted."""
+        """`machines`: how many machines all pools share; None: always enough for the wanted nodes."""
         self._config = config
         self._costs = costs
         self._network = network
@@ -65,7 +65,7 @@ class SimulatedPools:
         self._on_members = on_members
         self._by_steps = by_steps
         self._machines_left = machines
-        self._free: list[Role] = []  # machines that had a node of this role
+        self._free: list[Role] = []  # one entry per free machine: the role of its last node
         self._count = 0
         self._loop = asyncio.get_running_loop()
         self._pools = {role: _SimulatedPool(role, config.pools.of(role).first_size) for role in ENGINE_ROLES}
@@ -82,7 +82,7 @@ class SimulatedPools:
 
     @property
     def nodes(self) -> list[SimulatedNode]:
-        """All that routers know."""
+        """All nodes that routers know, draining ones included."""
         return list(self.by_id.values())
 
     def statuses(self) -> list[NodeStatus]:
@@ -123,7 +123,7 @@ class SimulatedPools:
         pool.nodes.append(node)
         self.by_id[name] = node
 
-    # --- as the autoscaler asks
+    # --- for the autoscaler
 
     def bounds(self) -> list[PoolBounds]:
         return [
@@ -176,7 +176,7 @@ class SimulatedPools:
         self._on_members()
 
     def retire(self) -> None:
-        """Nodes that are to go and have nothing left to do are gone. To be called now and then."""
+        """Removes the draining nodes that have no work left, and reuses their machines. Must be called periodically."""
         for pool in self._pools.values():
             for node in [node for node in pool.going if node.is_idle]:
                 pool.going.remove(node)
@@ -187,10 +187,10 @@ class SimulatedPools:
         self._fill()
 
     def autoscaler(self, say: Callable[[str], None]) -> Autoscaler | None:
-        """The product's own; None when no pool may change."""
+        """The product's autoscaler for these pools; None if no pool may change its size."""
         if not self.bounds():
             return None
-        # The pools do not know the router's line yet: what waits there is not told.
+        # These pools do not know the router's queue, so the autoscaler is told that nothing waits there.
         return Autoscaler(
             self._config, VirtualClock(), self.statuses, lambda: 0.0, self.bounds, self.resize, say
         )

@@ -1,7 +1,7 @@
-"""What a node's steps, transfers and requests take, measured on a cluster that serves: one node of each role.
+"""Measures the costs of a node's steps, transfers and requests on a serving cluster with one node of each role.
 
-Every figure is read from traces: the nodes themselves say when each step began and ended, and what it held. So this measures any node
-that Tandem runs, on any device, from anywhere, through the router's public API. Nothing else should ask the cluster meanwhile.
+Every figure comes from request traces, in which the nodes report when each step began and ended, and what it computed. So it measures
+any node on any device, from anywhere, through the router's public API. No other client may use the cluster meanwhile.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from tandem.wire.nodes import Role
 from tandem.wire.tracing import TracePhase
 
 REPEATS = 5
-STEPS = 40  # of each measured batch
-MOST_TOKENS = 1024  # of an answer, where a batch's last one begins late
-FEWEST_TOGETHER = 4  # steps of a whole batch that say what one takes
-FEWEST_TOKENS = 32  # of a prompt, in a step that also writes
-BESIDE = 128  # tokens of the answer's prompt beside which others are read
+STEPS = 40  # steps to measure of each batch
+MOST_TOKENS = 1024  # the longest answer to ask for, when a batch's last answer begins late
+FEWEST_TOGETHER = 4  # the fewest steps of a whole batch that make a measurement
+FEWEST_TOKENS = 32  # the fewest prompt tokens in a step with prompts and decodes that count
+BESIDE = 128  # prompt tokens of the answer that is decoded while other prompts are computed
 _TRACE_WITHIN_S = 5.0
 _ASK_AGAIN_S = 0.05
 _ANSWER_S = 600.0
 
 Say = Callable[[str, float], None]
-"""What is being measured, and how much of all is done."""
+"""Called with what is being measured, and the share of the whole profile that is done."""
 
 
 class _ClusterNode(msgspec.Struct):
@@ -54,7 +54,7 @@ class _ClusterNode(msgspec.Struct):
     total_blocks: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    start_s: float = 0.0  # 0: its controller does not know
+    start_s: float = 0.0  # 0: the controller does not know
 
 
 class _RouterFacts(msgspec.Struct):
@@ -72,7 +72,7 @@ class _Completion(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured. At the points `between` it is measured too, and not used: how wrong the costs are there."""
+    """The points to measure. The points named `between` are measured only to find the error of the costs there."""
 
     prompts: tuple[int, ...] = (1, 16, 64, 128, 256, 512, 1024, 2048)
     prompts_between: tuple[int, ...] = (48, 192, 384, 768, 1536)
@@ -87,7 +87,7 @@ QUICK = Grid((1, 64, 512, 1024), (256,), (0, 1024), (1, 4, 16), (8,), (64, 1024)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkStep:
-    """One step of a node, as a request that was in it tells."""
+    """One step of a node, from the trace of a request that was in it."""
 
     began: float
     ended: float
@@ -150,8 +150,10 @@ class ProfileClient:
         stream: bool = False,
         begun: asyncio.Event | None = None,
     ) -> ProfiledRequest | None:
-        """`stream`: as users do, which takes the router's and the client's time for each token, on a node's own machine its own. `begun` is
-        set with the first token, or when there will be none."""
+        """Sends one completion request. Returns its trace, or None if not `traced`.
+
+        `stream`: stream the answer as users do. That costs the router and the client time for each token, and on the node's own machine
+        it takes this time from the node. `begun` is set with the first token, or when no token will come."""
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -184,7 +186,7 @@ class ProfileClient:
         return found
 
     async def _trace(self, name: str) -> TraceRecord:
-        """A prefill node tells of its part a moment after the answer's end."""
+        """Waits up to `_TRACE_WITHIN_S` for the complete trace: a prefill node sends its part a moment after the answer's end."""
         deadline = time.monotonic() + _TRACE_WITHIN_S
         while True:
             found = await self._send("GET", f"/traces/{quote(name, safe='')}")
@@ -198,7 +200,7 @@ class ProfileClient:
     async def _streamed(
         self, path: str, body: dict[str, Any], headers: dict[str, str], begun: asyncio.Event
     ) -> bytes:
-        """Its first event, when all have come."""
+        """Reads the whole stream and returns its first event."""
         first, last = b"", ""
         try:
             async with self._http.stream("POST", path, json=body, headers=headers) as answer:
@@ -240,9 +242,10 @@ class Profiler:
         self._repeats = repeats
         self._rng = random.Random(0)
         self._longest = 0
-        # Prompts are asked again where only what comes after them counts: reading them is most of a profile's time.
+        # Prompts that are used again, and so are cached, where only the tokens after them are measured: computing them would take most
+        # of a profile's time.
         self._beginnings: dict[int, list[int]] = {}  # by length
-        self._batches: dict[int, list[list[int]]] = {}  # the longest so far, by context
+        self._batches: dict[int, list[list[int]]] = {}  # the largest batch so far, by context
         self._arrivals: list[tuple[int, float]] = []  # (prompt tokens, seconds until the first step)
         self._answers: list[float] = []
 
@@ -264,7 +267,8 @@ class Profiler:
         self._longest = min(node.max_model_len for node in nodes)
         blocks = min(node.total_blocks for node in nodes) + 1  # and the null block
         block_size = nodes[0].block_size
-        await self._client.ask(self._prompt(64), 8)  # what is made at the first request
+        # The first request pays for everything that is built on demand
+        await self._client.ask(self._prompt(64), 8)
         room = (blocks - 1) * block_size
         prefill, prefill_fit = await self._measure_prefill()
         decode, decode_fit = await self._measure_decode(room)
@@ -293,7 +297,7 @@ class Profiler:
         )
 
     def _prompt(self, tokens: int) -> list[int]:
-        # Ids that every vocabulary has, and no control tokens among them, which stand at its beginning.
+        # Every vocabulary has these ids, and no control tokens among them: those are at its beginning.
         return [self._rng.randrange(1000, 30_000) for _ in range(tokens)]
 
     # --- reading
@@ -315,8 +319,8 @@ class Profiler:
         return table, FitError.of((table.at(*point), found[point]) for point in between)
 
     async def _read(self, size: int, context: int) -> float:
-        """The step that reads the last `size` tokens of a prompt whose beginning is cached. More than a step may hold
-        is read in several, and stands for their sum."""
+        """The seconds of the step that computes the last `size` tokens of a prompt whose beginning is cached. If they do not fit into
+        one step, the sum of the steps."""
         taken = []
         before = self._beginnings.setdefault(context, self._prompt(context))
         for _ in range(self._repeats):
@@ -357,12 +361,11 @@ class Profiler:
         return table, FitError.of(pairs)
 
     async def _write(self, batch: int, context: int) -> float:
-        """From one step's beginning to the next one's, of those in which the whole batch got a token."""
+        """The median time from one step's beginning to the next one's, of the steps in which the whole batch got a token."""
         prompts = self._batches.setdefault(context, [])
         prompts += [self._prompt(context) for _ in range(batch - len(prompts))]
-        for prompt in prompts[
-            :batch
-        ]:  # cached then, with two tokens by a decode node too: they begin together
+        # Cache the prompts first, so that the answers begin together. Two tokens, so that a decode node caches the prompt too.
+        for prompt in prompts[:batch]:
             await self._client.ask(prompt, 2, traced=False)
         tokens = STEPS + 2 * batch
         while True:
@@ -380,7 +383,7 @@ class Profiler:
             ]
             if len(periods) >= FEWEST_TOGETHER:
                 return statistics.median(periods[:STEPS])
-            # The first had ended before the last began, where prompts come over a slow link.
+            # The first answer ended before the last began, as over a slow link. Try again with longer answers.
             if 2 * tokens > min(MOST_TOKENS, self._longest - context):
                 raise Unavailable(
                     f"{batch} answers of {tokens} tokens were not written together: does another client ask this "
@@ -391,10 +394,11 @@ class Profiler:
     # --- both
 
     async def _measure_mixed(self, prefill: CostTable, decode: CostTable) -> tuple[float, FitError]:
-        """Prompts that come beside a stream, in pieces. What a step takes less than both would apart: weights are read once, say. Steps are
-        measured from one's beginning to the next one's, as those that write are: what lies between two belongs to both."""
+        """Computes prompts in chunks while another answer is decoded, and returns by how much such a step is shorter than a prefill step and
+        a decode step together (it reads the weights only once). A step is measured from its beginning to the next one's, like the
+        decode steps, so that the time between two steps counts in both."""
         self._say("reads prompts beside an answer", 0.92)
-        apart: list[tuple[float, float]] = []  # both apart, and the step
+        apart: list[tuple[float, float]] = []  # (seconds of two separate steps, seconds of the mixed step)
         for size in (256, 512, 1024, 2048):
             if size + 2 > self._longest:
                 continue
@@ -405,7 +409,7 @@ class Profiler:
                 )
             )
             await begun.wait()
-            # The second token's step says when the prompt's last one made room.
+            # Two tokens, because the second token's step shows when the prompt's last step was over.
             asked = await self._client.asked(self._prompt(size), 2)
             await stream
             context = 0
@@ -421,7 +425,7 @@ class Profiler:
     # --- sending
 
     async def _measure_transfer(self) -> tuple[TransferCost, float, FitError]:
-        """From the end of the prompt's last step to the beginning of the answer's next one."""
+        """Measures from the end of the prompt's last step on the prefill node to the beginning of the first step on the decode node."""
         waits: list[tuple[int, float]] = []
         per_token = 0.0
         sizes = [size for size in (256, 512, 1024, 2048) if size + 8 <= self._longest]
@@ -433,7 +437,7 @@ class Profiler:
                 writes = [step for step in asked.steps if not step.reads and step.role == Role.DECODE]
                 moved = [part.transfer for part in asked.record.nodes if part.transfer is not None]
                 if not reads or not writes or not moved:
-                    continue  # the decode node read it itself
+                    continue  # the decode node computed the prompt itself
                 waits.append((reads[-1].tokens, max(0.0, writes[0].began - reads[-1].ended)))
                 per_token = max(per_token, moved[0].num_bytes / size)
         if not waits:
@@ -445,7 +449,7 @@ class Profiler:
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """What does not grow, and what each unit adds, both at least 0: through the medians at each place, by Theil and Sen."""
+    """Fits a line through the medians at each place (Theil–Sen). Returns its value at 0 and its slope, both at least 0."""
     by_place: dict[int, list[float]] = {}
     for place, value in points:
         by_place.setdefault(place, []).append(value)
@@ -461,7 +465,7 @@ def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _never_less(rows: list[list[float]]) -> list[list[float]]:
-    """More work takes no less time: where it was measured so, that was chance."""
+    """Makes the rows and columns ascending. More work never takes less time; a measurement that says so is noise."""
     for i, row in enumerate(rows):
         for j in range(len(row)):
             before = [rows[i - 1][j]] if i else []

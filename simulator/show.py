@@ -1,4 +1,4 @@
-"""A run as it goes on, and what came of it, in a terminal."""
+"""Shows a simulation's progress and its report in a terminal."""
 
 from __future__ import annotations
 

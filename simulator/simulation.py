@@ -1,4 +1,4 @@
-"""One run: the traffic through the product's own router, schedulers and autoscaler, on a clock that jumps."""
+"""One simulation: plays the traffic through the product's own router, schedulers and autoscaler on a virtual clock."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from tandem.wire.sampling import SamplingParams
 
 TENANT = "simulation"
 OnProgress = Callable[[float, float, int], None]
-"""Share of the requests that have come, the simulated seconds, requests under way."""
+"""Called with the share of the requests that have arrived, the simulated seconds, and the number of running requests."""
 OnAnswer = Callable[[int, float, float], None]
-"""Which request of the traffic, its seconds to the first token and to the last."""
+"""Called with a request's index in the traffic, and its seconds to the first and to the last token."""
 PROGRESS_S = 0.2
-# Simulated seconds between two looks at whether the run is worth going on with.
+# After the last arrival: simulated seconds between two checks whether to give the run up.
 LOOK_S = 10.0
 _OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
 class SimulatedLinks:
-    """Where the router's sockets are in life. A message is there at once, none is lost."""
+    """Takes the place of the router's sockets. Messages arrive at once, and none is lost."""
 
     def __init__(self, on_holding: Callable[[Holding], None], on_joined: Callable[[NodeInfo], None]) -> None:
         self.endpoint = "sim://router"
@@ -104,7 +104,7 @@ class SimulationSetup(msgspec.Struct, frozen=True):
     slo: ServiceLevel | None = None
     machines: int | None = None
     by_steps: bool = False
-    # The run may end when it is certain that a smaller share of the requests than this will be within the service level.
+    # Give the run up when it is certain that a smaller share of the requests than this will keep the service level.
     give_up_below: float = 0.0
 
     def check(self) -> None:
@@ -143,8 +143,8 @@ def simulate(
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Next to all that a simulation makes is freed by its count. What the garbage collector would look through, again and again, is what
-    stays: a thousand nodes, their schedulers and the traffic."""
+    """Makes the garbage collector run seldom. Reference counts free nearly everything that a simulation creates, and the collector would
+    walk again and again over what stays: a thousand nodes, their schedulers and the traffic."""
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
     try:
@@ -219,7 +219,7 @@ class _Simulation:
         return self._report()
 
     async def _guard(self, background: list[asyncio.Task[None]]) -> None:
-        """A background task that dies ends the run."""
+        """Ends the run when a background task dies."""
         await asyncio.wait(background, return_when=asyncio.FIRST_COMPLETED)
         for task in background:
             if task.done():
@@ -261,7 +261,7 @@ class _Simulation:
         row = self._setup.traffic.rows[index]
         if delay:
             await asyncio.sleep(delay)
-        # The seed tells the nodes which request it is: an answer's token follows from it.
+        # The seed carries the request's index to the nodes, which make the answer's token from it.
         sampling = SamplingParams(temperature=0.0, max_tokens=row.output_tokens, ignore_eos=True, seed=index)
         spec = SequenceSpec(
             label=f"request {index}",
@@ -308,14 +308,15 @@ class _Simulation:
     async def _heartbeat(self) -> None:
         every = self._config.router.heartbeat.ping_interval
         while True:
-            if not self._is_scaled:  # an autoscaler looks at them, too, when it wants
+            # With an autoscaler the next look is unknown, because it reads the statuses at times of its own.
+            if not self._is_scaled:
                 self._pools.next_look.at = self._loop.time() + every
             await asyncio.sleep(every)
             for node in self._pools.nodes:
                 self._dispatcher.on_status(node.status())
             self._pools.retire()
 
-    # --- what came of it
+    # --- the report
 
     def _report(self) -> SimulationReport:
         outcome, slo = self._outcome, self._setup.slo

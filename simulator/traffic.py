@@ -1,5 +1,5 @@
-"""Who asks what when: a recorded trace, or requests by chance. Prompts are made of the names of their blocks: equal names are
-equal text with equal text before it, so the trace's hash ids are the hashes by which caches and routers know blocks."""
+"""The requests of a simulation: from a recorded trace, or drawn at random. A prompt's tokens are the names of its blocks. A name stands
+for a block's text and all text before it, so the hash ids of a trace serve as the hashes by which caches and routers know blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.loadgen.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
 from tandem.loadgen.workload import Lengths
 from tandem.wire.errors import ConfigurationError
 
-# Tokens of texts that no other request has: after all ids of a trace, prompts and answers apart. A token has 32 bits.
+# The first tokens of unique texts, of prompts and of answers. They lie above all hash ids of a trace; a token has 32 bits.
 OWN_TEXT = 1 << 30
 ANSWERS = 1 << 31
 COPY_SHIFT_S = 60.0
@@ -27,14 +27,14 @@ COPY_SHIFT_S = 60.0
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlayedTraffic:
     rows: Sequence[TraceRow]  # in order of arrival
-    block_tokens: int = MOONCAKE_BLOCK_TOKENS  # that one name of a row's blocks stands for
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS  # how many tokens one name of a row's blocks stands for
 
     @property
     def seconds(self) -> float:
         return self.rows[-1].arrival_s if self.rows else 0.0
 
     def prompt(self, index: int) -> list[int]:
-        """Its tokens: each the name of the block that it lies in."""
+        """The prompt's tokens: each is the name of its block, or, after the named blocks, a token unique to the request."""
         row, size = self.rows[index], self.block_tokens
         tokens = [OWN_TEXT + index] * row.input_tokens
         for start, name in zip(range(0, row.input_tokens, size), row.blocks, strict=False):
@@ -47,13 +47,13 @@ class _SeenRequest:
     came_at: float
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    tokens: int = 0  # when it was last seen
+    tokens: int = 0  # its length when the trace last showed it
     has_ended: bool = False
 
 
 def rows_of_steps(steps: Iterable[TracedStep]) -> list[TraceRow]:
-    """The requests of a node's scheduler trace, by when they came. What was found in its prefix cache is no part of their prompts, for the
-    trace does not say what it was."""
+    """The requests of a node's scheduler trace, by arrival. A prompt is shortened by the tokens that the node found in its prefix cache,
+    because the trace does not say which tokens these were."""
     seen: dict[tuple[int, str], _SeenRequest] = {}
     starts = 0
     header = None
@@ -82,7 +82,7 @@ def rows_of_steps(steps: Iterable[TracedStep]) -> list[TraceRow]:
         TraceRow(
             request.came_at - first,
             max(request.prompt_tokens - request.cached_tokens, 1),
-            # The last token comes after the last look.
+            # The trace last shows a request before its last token.
             max(request.tokens - request.prompt_tokens + request.has_ended, 1),
         )
         for request in admitted
@@ -91,8 +91,7 @@ def rows_of_steps(steps: Iterable[TracedStep]) -> list[TraceRow]:
 
 
 class NameHasher(BlockHasher):
-    """A block's hash is the name of its last token, which stands for all before it, and the block's place. What an answer adds has
-    a name of its own."""
+    """Hashes a block as its last token and its index: the token is the name of the text up to there. An answer's tokens are unique to it."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size, bytes, b"")
@@ -104,7 +103,7 @@ class NameHasher(BlockHasher):
 
 
 class RecordedTraffic(msgspec.Struct, frozen=True):
-    """How a trace is played. `copies` play beside each other, each with prompts of its own, shifted by up to a minute."""
+    """How a trace is played. With `copies`, several copies play at once: each has its own prompts and is shifted by up to a minute."""
 
     speed: Annotated[float, Meta(gt=0)] = 1.0
     scale: Annotated[float, Meta(gt=0)] = 1.0
@@ -144,7 +143,7 @@ class RecordedTraffic(msgspec.Struct, frozen=True):
 
 
 class SyntheticTraffic(msgspec.Struct, frozen=True):
-    """Requests that come by chance. Their first `prefix` tokens are one of `prefixes` texts."""
+    """Requests at random times. Their first `prefix` tokens are one of `prefixes` texts."""
 
     rate: float
     seconds: float

@@ -1,7 +1,7 @@
-"""What would have become of one request in another cluster: for `tandem why`.
+"""Simulates how other clusters would have served one request, for `tandem why`.
 
-The requests that its router remembers are played again, first in a cluster as it was, then in others. How far the first of these is
-from what was measured is the error of all of them.
+It plays the requests that the router remembers again, first in a cluster of the same size, then in others. The difference between the
+first simulation and the measured times is reported as the error of all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
-# Between two of the requests that fill the caches before the traffic begins.
+# Seconds between two of the requests that fill the caches before the traffic begins.
 _WARM_GAP_S = 0.5
 
 
@@ -36,7 +36,7 @@ def compared(
     costs: Mapping[Role, CostModel],
     console: Console,
 ) -> Explanation:
-    """The explanation with other clusters, or with the reason why there are none."""
+    """Returns the explanation with other clusters added, or with a remark why they could not be simulated."""
     try:
         with progress(console, "simulating") as on_progress:
             others = other_clusters(state, why.request_id, config, costs, on_progress)
@@ -54,7 +54,7 @@ def other_clusters(
     costs: Mapping[Role, CostModel],
     on_progress: OnProgress | None = None,
 ) -> OtherClusters:
-    """Raises ConfigurationError with the reason where nothing can be said."""
+    """Raises ConfigurationError with the reason if the request cannot be compared."""
     there = sizes_of(state)
     accounts = remembered(state, request_id)
     place = next(index for index, account in enumerate(accounts) if account.request_id == request_id)
@@ -93,7 +93,8 @@ def other_clusters(
 
 
 def remembered(state: PageState, request_id: str) -> list[RequestAccount]:
-    """The request and all that ran beside it, in the order in which they were asked."""
+    """All requests that the router remembers, in the order in which they were asked. Raises ConfigurationError if the request is not
+    among them, did not end well, or ran beside requests that the router has forgotten."""
     accounts = state.latest
     found = next((account for account in accounts if account.request_id == request_id), None)
     if found is None:
@@ -119,8 +120,8 @@ def is_whole(account: RequestAccount) -> bool:
 def as_traffic(
     accounts: Sequence[RequestAccount], block_size: int, costs: CostModel
 ) -> tuple[PlayedTraffic, int]:
-    """Every account as a request. Requests that fill the caches come first, one for each prefix that was found in a cache; also
-    returns how many those are."""
+    """Makes a request of every account. Before them come requests that fill the caches, one for each prefix that was found in a cache;
+    also returns how many of these there are."""
     warm: list[TraceRow] = []
     prefixes: list[tuple[int, ...]] = []
     at, name = 0.0, 0
@@ -159,7 +160,7 @@ def sizes_of(state: PageState) -> PoolSizes:
 
 
 def alternatives(there: PoolSizes) -> Iterator[tuple[str, PoolSizes]]:
-    """Clusters that cost the same in another layout, or one node more."""
+    """Yields clusters with as many nodes in another layout, and clusters with one node more."""
     total = there.prefill + there.decode + there.aggregated
     if there.prefill and there.decode:
         yield "aggregated", PoolSizes(aggregated=total)
@@ -172,5 +173,5 @@ def alternatives(there: PoolSizes) -> Iterator[tuple[str, PoolSizes]]:
 
 
 def _error(pairs: Iterator[tuple[float, float]]) -> float:
-    """The median error of (simulated, measured) pairs, as a share of what was measured."""
+    """The median relative error of (simulated, measured) pairs."""
     return median(abs(simulated / measured - 1) for simulated, measured in pairs if measured > 0)

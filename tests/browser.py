@@ -1,4 +1,4 @@
-"""Debian's Chromium without a window, driven through its DevTools protocol over a pipe."""
+"""Drives a headless Chromium (Debian's package) through its DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Browser:
         self._rest = b""
         self._number = 0
         self._session: str | None = None
-        self.complaints: list[str] = []  # what the page threw, or said as an error
+        self.complaints: list[str] = []  # exceptions and console errors of the page
 
     def open(self, url: str, width: int = 1440, height: int = 1400, dark: bool = False) -> None:
-        """In a new tab; the one before is closed."""
+        """Opens a page in a new tab, and closes the previous tab."""
         if self._session is not None:
             self.call("Page.close")
             self._session = None
@@ -69,7 +69,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def run(self, script: str) -> Any:
-        """The value of an expression, awaited if it is a promise."""
+        """Evaluates an expression in the page and returns its value; awaits a promise."""
         told = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
@@ -111,7 +111,7 @@ class Browser:
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def accessible(self) -> list[tuple[str, str]]:
-        """The role and the name of everything that a screen reader finds."""
+        """The role and name of each element that a screen reader finds."""
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [
             (node["role"]["value"], node.get("name", {}).get("value", ""))

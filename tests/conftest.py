@@ -1,4 +1,4 @@
-"""What every test folder may use."""
+"""Fixtures, options and scheduling that all test folders share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tandem.cluster.models.store import prepare_model
 
-# How long one example takes says how busy the machine is; every test has a limit of its own anyway.
+# hypothesis' deadline would measure how busy the machine is, and each test has a time limit of its own.
 settings.register_profile("tandem", deadline=None)
 settings.load_profile("tandem")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What imports make is there to stay: to look through it for garbage again and again takes longer than torch."""
+    """The objects that imports create stay for good. Collections that walk over them again and again take longer than torch."""
     gc.disable()
     try:
         return (yield)
@@ -69,8 +69,8 @@ SERVED_HERE = {
 
 
 class FileScheduling(LoadScopeScheduling):
-    """Gives whole files to processes, which keep what a file's tests share. One process gets all files that share a Ray, and one all that
-    need to be alone with their `tandem serve`."""
+    """Gives whole files to xdist's processes, because the tests of a file share fixtures. One process gets all files that share a Ray,
+    and one gets all files whose `tandem serve` must be the only one on the machine."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
@@ -84,5 +84,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """SmolLM2-135M-Instruct in bfloat16, as `tandem serve` uses it. Fetched and converted on first use, then cached."""
+    """The folder of SmolLM2-135M-Instruct in bfloat16, as `tandem serve` uses it. Fetched and converted on first use, then cached."""
     return Path(prepare_model("smollm2", lambda what, fraction: print(f"smollm2: {what}")).path)

@@ -1,4 +1,4 @@
-"""How much of a core this process uses while nothing is to be done."""
+"""Measures the share of a core that this process uses while it is idle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 def idle_share(windows: int = 3, seconds: float = 1.0) -> float:
-    """The least of a few. What earlier tests left may end in one of them; what spins, spins in every one."""
+    """The least of several windows. Leftover work of earlier tests ends in one of them; a thread that spins does so in all."""
     return min(_share(seconds) for _ in range(windows))
 
 

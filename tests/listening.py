@@ -1,4 +1,4 @@
-"""Where a process listens, and which ones docs/security.md says do."""
+"""Finds the addresses where a process listens, and reads from docs/security.md which processes may listen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def listening_addresses(pid: int | str = "self") -> set[tuple[str, int]]:
 
 
 def named_in_the_table() -> set[str]:
-    """The beginnings of processes' command lines."""
+    """The processes that docs/security.md names, as beginnings of their command lines."""
     table = PAGE.read_text().partition("## Ports")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}

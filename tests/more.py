@@ -1,4 +1,4 @@
-"""Cases beyond those that show a behaviour: further pairings of widths, blocks and models. `make test-more` runs them."""
+"""Marks further cases of a parametrized test (other widths, block sizes and models), which only `make test-more` runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def more(cases: Iterable[Any]) -> list[Any]:
-    """The cases of a parametrized test, marked. A tuple is one value for each of the test's parameters."""
+    """Returns the cases with the mark. A tuple holds one value for each of the test's parameters."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.more)
         for case in cases

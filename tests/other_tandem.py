@@ -1,5 +1,5 @@
-"""Another version of Tandem, for tests of two versions in one cluster: a later one, made from this one; or any commit of this repository,
-named by TANDEM_OTHER."""
+"""Makes another version of Tandem, for tests with two versions in one cluster: a later one, made from this one, or the commit that the
+environment variable TANDEM_OTHER names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MESSAGES = ("handoff", "images", "lines", "nodes", "pooling", "requests", "sampl
 
 
 def make_other_tandem(place: Path) -> tuple[Path, int]:
-    """Where its package is, and the version of its messages."""
+    """Returns the folder of its package, and the version of its messages."""
     ref = os.environ.get("TANDEM_OTHER", "")
     if not ref:
         return make_later_tandem(place), LATER
@@ -37,7 +37,7 @@ def make_other_tandem(place: Path) -> tuple[Path, int]:
 
 
 def make_later_tandem(place: Path) -> Path:
-    """This one's files, with one field more in every message and in most sections of the settings, and the next version's number."""
+    """Copies this version's files, adds a field to every message and to most sections of the settings, and raises the version by one."""
     shutil.copytree(ROOT / "tandem", place / "tandem", ignore=shutil.ignore_patterns("__pycache__"))
     wire = place / "tandem/wire"
     for name in MESSAGES:

@@ -1,4 +1,5 @@
-"""Image files, and what of a tiny model's folder says how its images are read: as SmolVLM's, with tiles of 16 pixels. No torch."""
+"""Makes image files, and the files of a tiny model's folder that say how it reads images: like SmolVLM, with tiles of 16 pixels.
+Needs no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _SPECIAL = [
     "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 ]
-# As SmolVLM's own: it takes contents as lists of parts, and nothing else.
+# Like SmolVLM's own template, it takes a message's content only as a list of parts.
 CHAT_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
     "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
@@ -38,7 +39,7 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer(special: Sequence[str] = _SPECIAL) -> tokenizers.Tokenizer:
-    """One token for each byte, and the special ones."""
+    """A tokenizer with one token for each byte, and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(models.BPE({piece: place for place, piece in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -64,7 +65,7 @@ PROCESSOR: dict[str, Any] = {
 
 
 def save_words(folder: Path, kind: str = "SmolVLM") -> None:
-    """The tokenizer, the template, and how images are prepared."""
+    """Writes the tokenizer, the chat template and the image processor's settings."""
     tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<end_of_utterance>", "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -73,7 +74,7 @@ def save_words(folder: Path, kind: str = "SmolVLM") -> None:
 
 
 def save_config(folder: Path) -> None:
-    """As much of a config.json as a router reads."""
+    """Writes the part of a config.json that a router reads."""
     config = {
         "model_type": "smolvlm",
         "vision_config": {"patch_size": PATCH},

@@ -1,4 +1,4 @@
-"""A client of /v1/realtime by hand: what it says and hears, event by event."""
+"""A minimal client of /v1/realtime that sends and receives single events."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RealtimeClient:
         self._socket.sendall(self._frames.send(event))
 
     def hear(self, kind: str) -> dict[str, Any]:
-        """The next event of that type; an error ends the wait."""
+        """Waits for the next event of this type and returns it. Fails at once if the server sends an error event."""
         text = ""
         while True:
             event = self.next_event()

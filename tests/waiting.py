@@ -1,4 +1,4 @@
-"""Waits for what other threads do in their own time without telling."""
+"""Waits, with a deadline, for a condition that another thread brings about without an event."""
 
 from __future__ import annotations
 

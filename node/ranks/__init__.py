@@ -1,11 +1,11 @@
 """The processes of a node that is wider than one device.
 
-messages     what rank 0 and another one say to each other while they start, and machines over a link
+messages     the messages between rank 0 and another rank during its start, and between two machines of a node
 memory       shared memory: each step's arrays, and every rank's beat
-link         between rank 0's machine and another one
+link         the connection between rank 0's machine and another machine of the node
 group        torch.distributed between the ranks
-process      another rank, from its start to its end
-processes    one machine's ranks: starts them, watches them, and ends them as one
-supervisor   rank 0's: the ranks of its own machine, and what it knows of the others'
-keeper       another machine's ranks, for rank 0
+process      the main program of a rank other than 0
+processes    starts the ranks of one machine, watches them, and ends them together
+supervisor   rank 0's view of all ranks: it owns those of its machine, and the links to the other machines
+keeper       starts, watches and ends the ranks on another machine, on behalf of rank 0
 """

@@ -1,8 +1,8 @@
-"""torch.distributed between the ranks of one node: gloo on CPUs, NCCL on GPUs. A group of its own, not the process's default one:
-a process may hold several.
+"""torch.distributed between the ranks of one node: gloo on CPUs, NCCL on GPUs. It does not use the process's default group, because a
+process may hold several groups.
 
-Ranks of one machine find each other in a file, and gloo listens on 127.0.0.1: no other machine may reach them. Those of several find
-each other at rank 0's address, and each listens at its machine's own. What comes there is not authenticated.
+Ranks on one machine find each other through a file, and gloo listens on 127.0.0.1, out of reach of other machines. Ranks on several
+machines find each other at rank 0's address, and each listens at its machine's address; torch does not authenticate what arrives there.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch.distributed as dist
 
 from tandem.kvtransfer.nixl.interfaces import addresses
 
-_MEETING = timedelta(seconds=120)  # for all ranks to come
-# A collective waits for the slowest rank's part of a step. One that has ended makes it raise, and the supervisor ends one that hangs.
+_MEETING = timedelta(seconds=120)  # how long a rank waits for all others to join
+# A collective waits for the slowest rank's part of a step. It raises if a rank ends, and the supervisor ends a rank that hangs.
 _LONGEST = timedelta(hours=1)
 _AT_ONCE = timedelta(milliseconds=1)
-_NO_RANK_SENDS = 1 << 20  # a tag
+_NO_RANK_SENDS = 1 << 20  # a message tag that no rank uses
 _OF_MACHINES = "tcp://"
 LOOPBACK = "127.0.0.1"
 
-# torch's stubs know less of groups and stores that are made by hand than torch does.
+# torch's type stubs lack the groups and stores that a program constructs itself.
 torch_groups: Any = dist
 
 
 class MeetingPlace:
-    """Where ranks of several machines find each other, for as long as this lives."""
+    """The store where ranks on several machines find each other. It serves as long as this object lives."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -62,8 +62,8 @@ class GroupCollectives:
         host: str = LOOPBACK,
         name: str = "all",
     ) -> None:
-        """`host`: where this rank listens for the others, on an interface of this machine. `name`: of the group, among those that meet
-        there."""
+        """Joins the group; waits up to `_MEETING` for the other ranks. `host`: the address of this machine where this rank listens for the
+        others. `name` tells this group from others at the same `rendezvous`."""
         store = _store_at(rendezvous, size, name)
         store.set_timeout(_MEETING)
         self._size = size
@@ -101,11 +101,12 @@ class GroupCollectives:
         self._group.recv([tensor], rank, 0).wait()
 
     def abort(self) -> None:
-        """From another thread: what waits in it raises. Gloo notices by itself that a rank of this machine has ended, but not that a
-        machine is lost: no connection ends then. It closes all of them when it waited in vain for something."""
+        """Makes the collectives that wait in this group raise. Called from another thread."""
         if not self._is_gloo:
             self._group.abort()
         elif self._spans_machines:
+            # Gloo notices that a rank on this machine has ended, but not that a machine is lost, because no connection closes
+            # then. A receive that times out makes gloo close all its connections.
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.zeros(1)], 1, _NO_RANK_SENDS).wait(_AT_ONCE)
 
@@ -113,7 +114,7 @@ class GroupCollectives:
 def group_of_stage(
     rank: int, size: int, stages: int, rendezvous: str, device: torch.device, host: str = LOOPBACK
 ) -> GroupCollectives | None:
-    """The ranks of this one's stage among themselves; None where it is alone there, or there is one stage."""
+    """The group of the ranks in this rank's stage. None if the stage has one rank, or the node has one stage."""
     width = size // stages
     if stages == 1 or width == 1:
         return None

@@ -1,8 +1,8 @@
-"""The ranks of a node on another machine than rank 0's: their keeper starts them there, gives them the steps that come, and ends them.
+"""The keeper: the process that starts, watches and ends a node's ranks on a machine other than rank 0's.
 
-It knows no requests. It does what rank 0 says over a link, and rank 0 alone: no other key is admitted. When nothing is heard of rank 0 for
-`_ORPHAN_SILENCES` times `timeouts.nodes.rank_silence_s`, it ends its ranks by itself, because a machine that lost its way to the others is
-never asked to. Its own end is theirs: the kernel kills them with the thread that started them.
+It knows no requests. It obeys rank 0 over a link and admits no other key. If it hears nothing from rank 0 for `_ORPHAN_SILENCES` times
+`timeouts.nodes.rank_silence_s`, it ends its ranks by itself, because no order can reach a machine that is cut off. If the keeper
+dies, the kernel kills its ranks with the thread that started them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tandem.wire.sockets import Inbox, Outbox, admit
 
 logger = logging.getLogger(__name__)
 
-# While rank 0 loads, its process may stand still for as long as libraries take.
+# While rank 0 loads libraries, its process may send nothing for a long time.
 _ORPHAN_SILENCES, _ORPHAN_LOADING_S = 5, 60.0
 
 FindModel = Callable[[str, Report], str]
@@ -57,19 +57,19 @@ FindModel = Callable[[str, Report], str]
 
 class RankKeeper:
     def __init__(self, config: NodeConfig, machine: int, find_model: FindModel | None = None) -> None:
-        """`machine`: which of the node's, from 1 on."""
+        """`machine`: this machine's number within the node; 0 is rank 0's machine."""
         self._config = config
         self._machine = machine
         self._find_model = find_model
         self._place = config.others[machine - 1]
-        self._lead = ""  # rank 0's key
+        self._lead = ""  # rank 0's public key
         self._inbox: Inbox[LetterToMachine] | None = None
         self._outbox = Outbox()
         self._link: SendingEnd | None = None
         self._numbers = Numbers("rank 0")
         self._processes: RankProcesses | None = None
         self._relays: dict[int, Relay] = {}
-        self._heard = False  # since the last look
+        self._heard = False  # whether rank 0 has sent a message since the last `look`
         self._serves = False
         self._silent_ticks = 0
         silence_s = config.timeouts.rank_silence_s
@@ -79,7 +79,7 @@ class RankKeeper:
     # --- any thread
 
     def open(self, lead: str) -> str:
-        """Where rank 0, whose public key this is, reaches it. Asked again, it answers what it answered before."""
+        """Admits rank 0, whose public key is `lead`, and returns the endpoint for it. Idempotent; raises Unavailable for another key."""
         if self._inbox is None:
             self._lead = lead
             admit([lead])
@@ -90,7 +90,7 @@ class RankKeeper:
         return self._inbox.endpoint
 
     def hold(self, timeout_s: float) -> bool:
-        """Whether all is over; waits so long for it."""
+        """Waits up to `timeout_s` for the ranks here to end, and returns whether they have."""
         return self._over.wait(timeout_s)
 
     @property
@@ -98,7 +98,7 @@ class RankKeeper:
         return self._processes.pids if self._processes is not None else []
 
     def stop(self) -> None:
-        """Idempotent. Returns when no rank is left here."""
+        """Ends the ranks here and returns when no process of them is left. Idempotent."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.stop()
@@ -152,12 +152,12 @@ class RankKeeper:
             message.lead,
             lambda number, body: LetterFromMachine(self._machine, number, body),  # type: ignore[arg-type]
         )
-        # How many threads compute matters under a quota, and not where.
+        # Under a CPU quota only the number of threads matters, so do not bind them to cores.
         cores = [] if core_quota() is not None else self._place.cores
         ranks = ranks_on(self._machine, config.machines, config.ranks)
         engine = config.engine
         threads = len(self._place.cores) or engine.model.threads
-        # Where the machine has GPUs, its place names one. To find out would load what ranks alone need.
+        # The configuration names a device on a machine with GPUs. Detecting one here would load libraries that only ranks need.
         device = "cpu" if self._place.device == "auto" else self._place.device
         model = msgspec.structs.replace(engine.model, device=device, threads=threads)
         plan = RankPlan(
@@ -174,7 +174,7 @@ class RankKeeper:
         self._processes.start()
         threading.Thread(target=self._find, args=(self._processes,), name="find-model", daemon=True).start()
 
-    # --- a thread of its own: it may load from the network
+    # --- the find-model thread: it may fetch the model from the network
 
     def _find(self, processes: RankProcesses) -> None:
         try:

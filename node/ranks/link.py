@@ -1,7 +1,6 @@
-"""The link between rank 0's machine and another one of its node: the house's sockets, so encrypted, and each side knows the other's key.
+"""The link between rank 0's machine and another machine of its node, over `wire.sockets`: encrypted, and each side knows the other's key.
 
-A link is whole or over. Its messages are numbered, and one that is missing ends the node: a step that a machine did not get is a step
-that all others wait for.
+Its messages are numbered, and a missing one ends the node: all other machines would wait for the machine that missed a step.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class LetterFromMachine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SendingEnd:
-    """From any thread. `letter` makes one of a number and a message."""
+    """Sends numbered messages to the other machine. Used from any thread. `letter` wraps a number and a message."""
 
     def __init__(
         self, outbox: Outbox, endpoint: str, letter: Callable[[int, ToMachine | FromMachine], msgspec.Struct]
@@ -42,18 +41,18 @@ class SendingEnd:
         self._outbox = outbox
         self._endpoint = endpoint
         self._letter = letter
-        self._lock = threading.Lock()  # what has the lower number leaves first
+        self._lock = threading.Lock()  # messages leave in the order of their numbers
         self._sent = 0
 
     def send(self, body: ToMachine | FromMachine) -> None:
-        """Raises NodeLost when the other machine has not read for long."""
+        """Queues a message. Raises NodeLost when the other machine has not read for long."""
         with self._lock:
             self._sent += 1
             self._outbox.send(self._endpoint, self._letter(self._sent, body))
 
 
 class Numbers:
-    """Of what comes: one after the other."""
+    """Checks that received messages have consecutive numbers; `check` raises NodeLost if one is missing."""
 
     def __init__(self, sender: str) -> None:
         self._sender = sender
@@ -80,8 +79,8 @@ def arrays_of(step: OneStep) -> list[np.ndarray]:
 
 
 class Relay:
-    """Carries the bytes of one rank's line over a link: this end of the line is ours, the other end a rank's, or that of what rank 0
-    moves its KV with. Bytes may be put from one thread while another one passes on what comes."""
+    """Carries the bytes of one rank's line over a link. It owns one end of a socket pair; a rank, or the part of rank 0 that moves KV,
+    has the other end. One thread may call `put` while another calls `pass_on`."""
 
     def __init__(self, rank: int, sock: socket.socket, send: Callable[[LineBytes], None]) -> None:
         sock.setblocking(False)
@@ -112,10 +111,10 @@ class Relay:
             except BlockingIOError:
                 return
             except OSError:
-                self._unsent.clear()  # its reader has ended, which others notice
+                self._unsent.clear()  # the reader has ended; the thread that watches the ranks handles that
 
     def pass_on(self) -> None:
-        """What has come from our end of the line, in one message."""
+        """Sends the bytes that have come on the line over the link, in one message."""
         try:
             data = self._sock.recv(_READ_BYTES)
         except BlockingIOError:
@@ -132,7 +131,7 @@ class Relay:
 
 
 class Bell:
-    """Wakes a thread that polls it, from any other."""
+    """An eventfd by which any thread wakes the thread that polls it."""
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK)

@@ -1,9 +1,9 @@
-"""Memory that all ranks of a node on one machine see. A step's arrays are written once, and every other rank copies them from there.
+"""Memory shared by all ranks of a node on one machine. One process writes a step's arrays once, and each rank copies them.
 
-It has no name: its descriptor is inherited, so nothing of it is left when the last rank has ended. Each number has one writer.
+The memory has no name: ranks inherit its descriptor, so the kernel frees it when the last process ends. Each number has one writer.
 
-    per rank   beat: counts as long as the process runs · taken: the last step that it has copied
-    twice      a step's arrays: while ranks copy one step, rank 0 may write the next
+    per rank   beat: increases as long as the process runs · taken: the last step that the rank has copied
+    twice      a step's arrays: while ranks copy one step, the next may be written
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from tandem.wire.errors import InternalError
 
 _PLACES = 2
-_PLACE_BYTES = 256 << 20  # of addresses: a page takes memory when it is first written
-_LINE = 64  # bytes of one rank, so that two never write to one line of a processor's cache
+_PLACE_BYTES = 256 << 20  # address space only: a page takes memory when it is first written
+_LINE = 64  # bytes per rank, so that two ranks never write to one cache line
 _HEAD = 4096
 _MOST_RANKS = _HEAD // _LINE
 _ALIGNMENT = 16
@@ -31,7 +31,7 @@ _heads = msgspec.msgpack.Decoder(list[tuple[str, list[int]]])
 
 
 def create_memory() -> int:
-    """A descriptor."""
+    """Creates the memory and returns its descriptor, which the caller owns."""
     memory = os.memfd_create("tandem-ranks")
     os.ftruncate(memory, _HEAD + _PLACES * _PLACE_BYTES)
     return memory
@@ -39,20 +39,20 @@ def create_memory() -> int:
 
 class SharedMemory:
     def __init__(self, descriptor: int, ranks: range) -> None:
-        """`ranks`: that read it, by their numbers."""
+        """`ranks`: the numbers of the ranks that read from it."""
         if ranks.stop > _MOST_RANKS:
             raise InternalError(f"a node of {ranks.stop} ranks")
         self._ranks = ranks
         self._map = mmap.mmap(descriptor, _HEAD + _PLACES * _PLACE_BYTES)
         numbers = np.frombuffer(self._map, np.uint64, _HEAD // 8).reshape(_MOST_RANKS, _LINE // 8)
         self._beats, self._taken = numbers[:, 0], numbers[:, 1]
-        self.written = 0  # steps
+        self.written = 0  # number of the last step written
 
     # --- the process that started the ranks
 
     def write(self, arrays: Sequence[np.ndarray], still_wanted: Callable[[], bool]) -> None:
-        """One more step. Waits for ranks that have not copied the last but one, as long as `still_wanted`: with a device they run
-        that far apart only when it is far ahead of one of them."""
+        """Writes the next step. While a rank has not copied the step before the last, whose place this one takes, it waits as long as
+        `still_wanted()` is true; then it gives up and writes nothing. The wait is rare: the writer is seldom two steps ahead of a rank."""
         step = self.written + 1
         while self.behind(step - _PLACES):
             if not still_wanted():
@@ -75,16 +75,16 @@ class SharedMemory:
         self.written = step
 
     def behind(self, step: int) -> list[int]:
-        """The ranks that have not copied the step."""
+        """The ranks that have not copied this step."""
         return [rank for rank in self._ranks if int(self._taken[rank]) < step]
 
     def beat_of(self, rank: int) -> int:
         return int(self._beats[rank])
 
-    # --- another rank
+    # --- a rank other than 0
 
     def read(self, rank: int, step: int) -> list[np.ndarray]:
-        """The arrays of a step that was announced, copied."""
+        """Copies the arrays of an announced step, and marks the step as taken."""
         begin = _place(step)
         length, total = np.frombuffer(self._map, np.int64, 2, begin).tolist()
         copied = bytearray(memoryview(self._map)[begin : begin + total])

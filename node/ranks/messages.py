@@ -1,5 +1,5 @@
-"""What rank 0 and another one say to each other while they start, one message in one packet; and what rank 0's machine and another one
-of its node say to each other, over a link (`node.ranks.link`)."""
+"""Messages between rank 0 and another rank during its start, one per packet; and messages between rank 0's machine and another machine
+of the node, over a link (`node.ranks.link`)."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from tandem.wire.logs import LogsConfig
 
 
 class RankOrders(msgspec.Struct, frozen=True):
-    """The first packet, to another rank."""
+    """The first packet to a rank: everything that it needs to start."""
 
-    name: str  # in logs
+    name: str  # its name in logs
     rank: int
     size: int
     rendezvous: str  # where ranks find each other: a file, or tcp://ADDRESS:PORT
-    host: str  # the address at which this one listens for the others
+    host: str  # the address where this rank listens for the others
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
     logs: LogsConfig
     cores: list[int]
     stages: int = 1
-    kv_memory: int | None = None  # the descriptor of the KV cache that all ranks keep together
-    transfers: int | None = None  # of the line by which rank 0 moves what this rank keeps apart
-    tiers: int | None = None  # and of that by which it has it copied to tiers
+    kv_memory: int | None = None  # the descriptor of the KV cache that all ranks share
+    # The descriptor of the line by which rank 0 orders transfers of this rank's own KV
+    transfers: int | None = None
+    # The descriptor of the line by which rank 0 orders copies of this KV to and from tiers
+    tiers: int | None = None
 
 
 class RankHere(msgspec.Struct, frozen=True, tag=True):
-    """It has loaded its libraries, and looks for the others now."""
+    """The rank has loaded its libraries and joins the other ranks now."""
 
-    device: str  # the kind: cpu or cuda
+    device: str  # cpu or cuda
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True):
-    """How far its load has come, as `wire.progress` has it."""
+    """How far the rank's load has come, in the terms of `wire.progress`."""
 
     what: str
     share: float
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """Its part of the model is loaded: steps may come."""
+    """The rank has loaded its part of the model and takes steps."""
 
 
 class RankRefused(msgspec.Struct, frozen=True, tag=True):
-    """It cannot take part. `operator`: the operator can change that."""
+    """The rank cannot take part. `operator`: whether the operator can correct the cause."""
 
     why: str
     operator: bool
@@ -54,16 +56,16 @@ class RankRefused(msgspec.Struct, frozen=True, tag=True):
 
 FromRank = RankHere | RankProgress | RankReady | RankRefused
 
-MOST_BYTES = 1 << 20  # of a packet
+MOST_BYTES = 1 << 20  # largest packet
 
 # ── to another machine of the node ──
 
 
 class PrepareRanks(msgspec.Struct, frozen=True, tag=True):
-    """The first message: find the model."""
+    """The first message to a machine: find the model."""
 
     lead: str  # rank 0's end of the link: its endpoint
-    machine: int  # this one's number
+    machine: int  # the number of the machine that gets this message
 
 
 class BeginRanks(msgspec.Struct, frozen=True, tag=True):
@@ -71,26 +73,26 @@ class BeginRanks(msgspec.Struct, frozen=True, tag=True):
 
 
 class OneStep(msgspec.Struct, frozen=True, tag=True):
-    """For all ranks there."""
+    """One step's arrays, for all ranks of that machine."""
 
     arrays: list[tuple[str, list[int], bytes]]  # dtype, shape, content
 
 
 class LineBytes(msgspec.Struct, frozen=True, tag=True):
-    """In both directions: of the line by which rank 0 moves what this rank keeps."""
+    """Bytes of the line by which rank 0 orders transfers of this rank's KV. Sent in both directions."""
 
     rank: int
     data: bytes
 
 
 class LeadBeat(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0's process lives. `serves`: all ranks are ready."""
+    """Rank 0's process is alive. `serves`: whether all ranks are ready."""
 
     serves: bool
 
 
 class EndRanks(msgspec.Struct, frozen=True, tag=True):
-    at_once: bool  # else each when it has taken what came before
+    at_once: bool  # True: kill them; False: each ends after the steps that it has already got
 
 
 ToMachine = PrepareRanks | BeginRanks | OneStep | LineBytes | LeadBeat | EndRanks
@@ -99,7 +101,7 @@ ToMachine = PrepareRanks | BeginRanks | OneStep | LineBytes | LeadBeat | EndRank
 
 
 class RanksPrepared(msgspec.Struct, frozen=True, tag=True):
-    """The model is there."""
+    """The machine has the model's files."""
 
 
 class MachineProgress(msgspec.Struct, frozen=True, tag=True):
@@ -113,20 +115,20 @@ class RankSaid(msgspec.Struct, frozen=True, tag=True):
 
 
 class MachineBeat(msgspec.Struct, frozen=True, tag=True):
-    """The process that keeps the machine's ranks lives."""
+    """The machine's keeper is alive."""
 
-    steps: int  # that have come
+    steps: int  # how many steps have arrived there
 
 
 class RanksFailed(msgspec.Struct, frozen=True, tag=True):
-    """Why they are ended: the node ends with them. `operator`: the operator can change that."""
+    """The machine's ranks are being ended for this reason, so the node ends. `operator`: whether the operator can correct the cause."""
 
     why: str
     operator: bool
 
 
 class RanksEnded(msgspec.Struct, frozen=True, tag=True):
-    """No process of them is left."""
+    """No process of the machine's ranks is left."""
 
 
 FromMachine = RanksPrepared | MachineProgress | RankSaid | MachineBeat | LineBytes | RanksFailed | RanksEnded

@@ -1,7 +1,7 @@
-"""Another rank than the first, as a process: `python -m tandem.node.ranks.process`, started by the supervisor alone.
+"""The main program of a rank other than 0: `python -m tandem.node.ranks.process`. Only `node.ranks.processes` starts it.
 
-It ends with the node, whatever ends that: the kernel kills it with the thread that started it, and its lifeline (a pipe that
-rank 0 holds open) ends with rank 0's process. So also a rank that is stopped or waits in a collective is not left over.
+It never outlives its node. The kernel kills it with the thread that started it, and it ends when its lifeline closes: a pipe that the
+process that started it holds open. So no rank is left over, even if it is stopped or waits in a collective.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def main() -> None:
     parent, packets, memory_fd, lifeline = (int(text) for text in sys.argv[1:])
     ctypes.CDLL(None).prctl(_SIGNAL_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
-        return  # it ended before this process asked to end with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the node decides what it means
+        return  # the parent ended before this process asked the kernel to end with it
+    # A terminal sends SIGINT to all processes; the node decides how it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=packets)
     orders = msgspec.msgpack.decode(control.recv(MOST_BYTES), type=RankOrders)
     begin_logging(orders.logs, orders.name)
@@ -120,7 +121,7 @@ def _serve(
 def _begin_transfers(
     orders: RankOrders, runner: TorchRunner, anywhere: Collection[int]
 ) -> list[RankTransfers | RankTiers]:
-    """Their threads carry blocks, and run wherever there is room. What keeps them from answering ends the process, and so the node."""
+    """Starts the threads that move this rank's KV. They may run on any core. An error that stops them ends the process, and so the node."""
     from tandem.engine.model.runner import memory_of
     from tandem.kvtransfer.nixl.rank_thread import RankTransfers
     from tandem.kvtransfer.offload.ranks import RankTiers
@@ -149,12 +150,12 @@ def _tell(control: socket.socket, message: FromRank) -> None:
     try:
         control.send(_encode(message))
     except OSError:
-        os._exit(1)  # rank 0 has ended: there is no one to report to
+        os._exit(1)  # the process that started this rank has ended
 
 
 def _live(memory: SharedMemory, rank: int, lifeline: int) -> None:
     ended = select.poll()
-    ended.register(lifeline, 0)  # its other end closes
+    ended.register(lifeline, 0)  # no event but the hang-up, when the other end closes
     while not ended.poll(BEAT_S * 1000):
         memory.beat(rank)
     os._exit(1)

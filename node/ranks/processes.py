@@ -1,8 +1,9 @@
-"""The processes of a node's other ranks on one machine: one thread starts them, watches them and ends them as one.
+"""Starts, watches and ends the rank processes of one machine, in one thread.
 
-The kernel ends them with that thread. A rank that ends, or is silent, or does not take a step for `silence_s`, ends all of them at once.
-Time for which this thread itself stood still does not count. What belongs to the node as a whole is its owner's: rank 0's supervisor
-(`node.ranks.supervisor`), or on another machine their keeper (`node.ranks.keeper`).
+If one rank ends, is silent, or does not take a step for `silence_s`, the thread ends all of them at once. It counts ticks, not seconds,
+so a time when this process itself stood still does not count. If the thread dies, the kernel kills the ranks. Their `Owner` handles
+everything that concerns the whole node: the supervisor (`node.ranks.supervisor`) on rank 0's machine, the keeper (`node.ranks.keeper`)
+on any other.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-END_S = 2.0  # for a rank to end by itself
-_COMPLAINT_S = 0.1  # between a rank's end and what the others make of it
-_VERDICT_S = 1.0  # from a collective that raises until it is known why
+END_S = 2.0  # how long a rank may take to end by itself
+_COMPLAINT_S = 0.1  # how long a rank's error waits for the end of another rank, which may be its cause
+_VERDICT_S = 1.0  # how long an error waits for the verdict that explains it
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromRank).decode
 
 
 class RankShare(msgspec.Struct, frozen=True):
-    """What of its machine one rank computes with."""
+    """The cores and threads of one rank."""
 
     cores: list[int]
     threads: int
 
 
 def shares_of(cores: Sequence[int], threads: int, size: int) -> list[RankShare]:
-    """Each rank has cores of its own, where there are enough."""
+    """Divides cores and threads among `size` ranks. Each gets its own cores if there are at least as many as ranks; else all share them."""
     each = max(1, (threads or len(cores) or usable_cores()) // size)
     if len(cores) < size:
         return [RankShare(list(cores), each) for _ in range(size)]
@@ -71,39 +72,39 @@ def shares_of(cores: Sequence[int], threads: int, size: int) -> list[RankShare]:
 
 
 def ranks_on(machine: int, machines: int, size: int) -> range:
-    """Each of the machines has as many, in order."""
+    """The ranks on one machine: each machine has equally many, in order."""
     each = size // machines
     return range(machine * each, (machine + 1) * each)
 
 
 @dataclasses.dataclass
 class RankPlan:
-    """Of one machine's ranks."""
+    """How one machine's ranks are to be started."""
 
-    name: str  # of the node
-    ranks: range  # on this machine, rank 0 included
-    size: int  # of the node
-    engine: EngineConfig  # with the device of the first of them
-    shares: Sequence[RankShare]  # one for each
+    name: str  # the node's id
+    ranks: range  # the ranks on this machine, with rank 0 if it is here
+    size: int  # ranks of the whole node
+    engine: EngineConfig  # its device is the device of the first of these ranks
+    shares: Sequence[RankShare]  # one for each of these ranks
     logs: LogsConfig
-    host: str  # at which they listen for the others
+    host: str  # the address where they listen for the other ranks
     stages: int = 1
 
 
 class Owner(Protocol):
-    """Called from the thread that watches."""
+    """What watches over the whole node. Called in the thread that watches the ranks."""
 
     def rank_said(self, rank: int, message: RankHere | RankProgress | RankReady) -> None: ...
     def look(self) -> None:
-        """Every `TICK_S`."""
+        """Called every `TICK_S`."""
         ...
 
     def ending(self, verdict: TandemError | None) -> None:
-        """This machine's ranks are ended now; None: as they were told."""
+        """This machine's ranks are being ended, because of `verdict`; None: because `stop` was called."""
         ...
 
     def ended(self, verdict: TandemError | None) -> None:
-        """No process of them is left."""
+        """No process of this machine's ranks is left."""
         ...
 
 
@@ -117,7 +118,7 @@ class _Rank:
         self.complaint = ""
         self.beat = 0
         self.silent_ticks = 0
-        self.asked = 0  # a step that it had not taken
+        self.asked = 0  # the step that the rank must take for `behind_ticks` to begin again
         self.behind_ticks = 0
 
 
@@ -132,16 +133,18 @@ class RankProcesses:
         self._is_closed = False
         self._watching = False
         self._ranks: list[_Rank] = []
-        self._complaint: tuple[float, TandemError] | None = None  # and when it counts
+        # The time from which it counts, and the error
+        self._complaint: tuple[float, TandemError] | None = None
         self._bell = Bell()
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
         self._memory_fd = create_memory()
         self._others = range(max(1, plan.ranks.start), plan.ranks.stop)
         self.memory = SharedMemory(self._memory_fd, self._others)
-        self.kv_fd: int | None = None  # the KV cache of all ranks, as long as rank 0 makes it
-        # To each, where there is no such cache: what moves its KV is told by this.
+        # The descriptor of the KV cache that all ranks share; None: each keeps its own KV
+        self.kv_fd: int | None = None
+        # By rank, when each keeps its own KV: the sockets by which rank 0 orders transfers of that KV, and copies to and from tiers.
         self.lines: dict[int, socket.socket] = {}
-        self.tier_lines: dict[int, socket.socket] = {}  # the same for what copies it to tiers
+        self.tier_lines: dict[int, socket.socket] = {}
         self.relays: list[Relay] = []
         self._thread = threading.Thread(target=self._run, name="rank-supervisor", daemon=True)
 
@@ -151,17 +154,17 @@ class RankProcesses:
         self._thread.start()
 
     def do(self, task: Callable[[], None]) -> None:
-        """In the thread that watches."""
+        """Runs the task in the thread that watches, soon."""
         self._tasks.append(task)
         self._bell.ring()
 
     def put(self, relay: Relay, data: bytes) -> None:
         relay.put(data)
         if relay.has_unsent:
-            self._bell.ring()  # the rest goes when there is room
+            self._bell.ring()  # the thread that watches sends the rest when the socket has room
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """One step, to all of them."""
+        """Gives all ranks of this machine the next step. Waits while a rank is two steps behind; raises the verdict if one has ended."""
         self.memory.write(arrays, lambda: self.verdict is None)
         for rank in self._ranks:
             try:
@@ -170,13 +173,13 @@ class RankProcesses:
                 raise self.cause_of(error) from error
 
     def watch_beats(self) -> None:
-        """From when all are ready."""
+        """Begins to watch the beats; called when all ranks are ready."""
         for rank in self._ranks:
             rank.beat = self.memory.beat_of(rank.number)
         self._watching = True
 
     def judge(self, verdict: TandemError) -> None:
-        """The first one counts."""
+        """Ends all ranks because of `verdict`. Only the first verdict counts. Callable from any thread."""
         with self.changed:
             if self.verdict is not None or self._stopping:
                 return
@@ -186,6 +189,7 @@ class RankProcesses:
         self._bell.ring()
 
     def cause_of(self, error: Exception) -> Exception:
+        """Waits up to `_VERDICT_S` for a verdict and returns it, because an error here may follow from a rank's end; else returns `error`."""
         with self.changed:
             self.changed.wait_for(lambda: self.verdict is not None, _VERDICT_S)
             return self.verdict or error
@@ -195,7 +199,7 @@ class RankProcesses:
         return [rank.process.pid for rank in self._ranks]
 
     def stop(self) -> None:
-        """Idempotent. Returns when none of them is left."""
+        """Ends the ranks and returns when no process of them is left. Idempotent."""
         with self.changed:
             self._stopping = True
         self._bell.ring()
@@ -223,7 +227,8 @@ class RankProcesses:
             self._end(kept)
 
     def begin(self, rendezvous: str, *, apart: bool) -> None:
-        """`apart`: each has a line by which rank 0 moves its KV, and one for its tiers where there are some."""
+        """Starts the processes. `apart`: each rank keeps its own KV, so it gets a line for its transfers, and one for its tiers if the
+        configuration has any."""
         for number in self._others:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             place = number - self.plan.ranks.start
@@ -250,7 +255,7 @@ class RankProcesses:
                 )
             self._ranks.append(_Rank(number, process, ours))
             orders = self._orders(number, place, rendezvous, transfers, tiers)
-            with contextlib.suppress(OSError):  # it has ended: seen below
+            with contextlib.suppress(OSError):  # the rank has already ended, which `_watch` notices
                 ours.send(_encode(orders))
 
     def _orders(
@@ -320,7 +325,7 @@ class RankProcesses:
         return poll
 
     def _hear(self, rank: _Rank) -> bool:
-        """False when there are no more messages."""
+        """Reads one message of a rank. Returns False when no further message will come."""
         try:
             packet = rank.control.recv(MOST_BYTES)
         except OSError:
@@ -333,7 +338,7 @@ class RankProcesses:
         elif message.operator:
             self.judge(ConfigurationError(message.why))
         else:
-            # A rank that ends makes the collectives of the others raise: the end is the cause, and is seen before this counts.
+            # When a rank ends, the collectives of the others raise. Delay this error, so that the end, its cause, is judged first.
             rank.complaint = f"rank {rank.number}: {message.why}"
             if self._complaint is None:
                 self._complaint = time.monotonic() + _COMPLAINT_S, InternalError(rank.complaint)
@@ -361,7 +366,7 @@ class RankProcesses:
                 )
 
     def _end(self, kept: int) -> None:
-        """With a verdict at once, else by themselves."""
+        """Ends the ranks: kills them if there is a verdict, else lets each end by itself for up to `END_S`."""
         os.close(kept)
         os.close(self._lifeline)
         for rank in self._ranks:
@@ -386,7 +391,7 @@ class RankProcesses:
 
 
 def _line(inherited: list[int], to_close: contextlib.ExitStack) -> tuple[socket.socket, int]:
-    """A new one to a rank: our end, and the descriptor of its own, which the rank inherits."""
+    """Makes a socket pair for a line to a rank. Returns our end, and the descriptor of the other end, which the rank inherits."""
     ours, far = socket.socketpair()
     to_close.enter_context(far)
     inherited.append(far.fileno())
@@ -402,7 +407,8 @@ def _ended(rank: _Rank) -> str:
 
 
 def with_memory_shared(engine: EngineConfig, ranks: int) -> EngineConfig:
-    """For each of so many on one machine, of which each keeps a cache of its own: GPUs have memory of their own, and host memory is shared."""
+    """The configuration of each of `ranks` ranks on one machine that keep their own KV. On CPUs they divide the host memory among
+    themselves; a GPU has its own."""
     if ranks == 1 or engine.model.device.startswith("cuda"):
         return engine
     cache = msgspec.structs.replace(engine.cache, memory_share=engine.cache.share_on("cpu") / ranks)
@@ -410,7 +416,7 @@ def with_memory_shared(engine: EngineConfig, ranks: int) -> EngineConfig:
 
 
 def device_of_rank(device: str, place: int) -> str:
-    """The first rank of a machine has the device that is named, the others those that follow it."""
+    """The device of a machine's rank number `place`, from 0. `device` is the first rank's; the others have the GPUs that follow it."""
     kind, _, first = device.partition(":")
     if kind in ("cpu", "cuda"):
         return kind if kind == "cpu" else f"cuda:{int(first or 0) + place}"
@@ -421,7 +427,7 @@ def device_of_rank(device: str, place: int) -> str:
 
 
 def check_devices(device: str, ranks: range) -> None:
-    """On the machine where these ranks are to be."""
+    """Raises ConfigurationError if this machine has fewer GPUs than `ranks` need. Call it on the machine where they will run."""
     size = len(ranks)
     last = device_of_rank(device, size - 1)
     if last == "cpu":

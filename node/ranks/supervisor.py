@@ -1,11 +1,11 @@
-"""Rank 0's supervisor: starts a node's other ranks, on its own machine and on others, watches them, and ends them as one.
+"""Rank 0's supervisor: starts a node's other ranks on all of its machines, watches them, and ends them together.
 
-The scheduler, the requests and rank 0's part of the model are in the node's own process, so what asks a node anything asks one
-process, and rank 0's KV is where a connector expects it. The others only compute: `send` gives them each step's arrays.
+The node's own process is rank 0: it has the scheduler and the requests, and takes all calls. The other ranks only compute: `send` gives
+them each step's arrays.
 
-The ranks of its own machine are `processes`. Those of another one are started and watched there by a keeper (`node.ranks.keeper`); this
-is rank 0's end of the link to it. What one of them judges is the node's end: what waits in a collective raises, and `lost` is told for
-a node that is at rest. A machine of which nothing is heard for `silence_s`, or which does not get a step for so long, is lost.
+`RankProcesses` watches the ranks of this machine. On each other machine a keeper (`node.ranks.keeper`) does, and this module is rank 0's
+end of the link to it. A failure on any machine ends the node: the collectives that wait raise, and `lost` is called, so that an
+idle node learns of it, too. A machine is lost if it sends nothing, or does not get a step, for `silence_s`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STILL_S = 300.0  # without progress: a machine that does much else takes long to load libraries
+_STILL_S = 300.0  # how long a start may make no progress; a busy machine takes long to load libraries
 
 
 class _Machine:
-    """Another one of the node's, as rank 0 sees it."""
+    """Rank 0's record of another machine of the node."""
 
     def __init__(self, number: int, endpoint: str, ranks: range, outbox: Outbox) -> None:
         self.number = number
@@ -77,10 +77,10 @@ class _Machine:
         self.numbers = Numbers(self.name)
         self.relays: dict[int, Relay] = {}
         self.is_prepared = False
-        self.heard = False  # since the last look
+        self.heard = False  # whether a message has come since the last `look`
         self.silent_ticks = 0
-        self.steps = 0  # that it has
-        self.asked = 0  # a step that it had not
+        self.steps = 0  # how many steps have arrived there
+        self.asked = 0  # the step that must arrive there for `behind_ticks` to begin again
         self.behind_ticks = 0
         self.has_ended = threading.Event()
 
@@ -106,10 +106,10 @@ class Ranks:
         lost: Callable[[str], None],
         report: Report | None = None,
     ) -> None:
-        """`apart`: on CPUs, too, each rank keeps the KV of its heads in memory of its own, as it must on GPUs. `keepers`: of the node's
-        other machines, their endpoints; this one is then reached at `host`. `shares`: of this machine's ranks. `lost` is called once,
-        from another thread, with the reason why the ranks were ended, unless they were stopped; `report`, from there too, with how far
-        the other ranks' loads have come."""
+        """`shares`: the cores and threads of this machine's ranks. `apart`: each rank keeps the KV of its heads in its own memory on CPUs
+        too, as it must on GPUs. `keepers`: the endpoints of the keepers on the other machines, which reach this one at `host`. `lost` is
+        called once, from another thread, with the reason why the ranks were ended, but not after `stop`. `report` is called from other
+        threads with the progress of the other ranks' loads."""
         machines = 1 + len(keepers)
         self._name = name
         self._size = size
@@ -122,13 +122,14 @@ class Ranks:
         self._report = report
         self._progress = LastProgress(time.monotonic)
         self._said: dict[int, set[type[FromRank]]] = {number: set() for number in range(1, size)}
-        self._kinds: dict[int, str] = {}  # of the other ranks' devices
+        self._kinds: dict[int, str] = {}  # rank -> the kind of its device: cpu or cuda
         self._serves = False
         self._is_stopped = False
         self._folder = tempfile.mkdtemp(prefix="tandem-ranks-")
         self._meeting: MeetingPlace | None = None
         self._group: GroupCollectives | None = None
-        self._of_stage: GroupCollectives | None = None  # rank 0's, where a stage has several
+        # The group of rank 0's stage; None if that stage has one rank
+        self._of_stage: GroupCollectives | None = None
         here = ranks_on(0, machines, size)
         plan = RankPlan(name, here, size, engine, shares, logs, host if keepers else "127.0.0.1", stages)
         self._here = RankProcesses(plan, self, silence_s)
@@ -140,7 +141,7 @@ class Ranks:
             self._meet(keepers)
 
     def _meet(self, keepers: Sequence[str]) -> None:
-        """Only their keys are admitted, besides those that the controller names."""
+        """Opens the links to the keepers. Admits their keys besides those that the controller names."""
         accompany(map(key_of, keepers))
         self._outbox = outbox = Outbox()
         for number, endpoint in enumerate(keepers, 1):
@@ -157,7 +158,7 @@ class Ranks:
     # --- the thread that loads and steps
 
     def start(self) -> Shard:
-        """Returns when all ranks have found each other: then each loads its part."""
+        """Starts all ranks. Returns rank 0's Shard when they have found each other; each loads its part next."""
         from tandem.engine.model.checkpoint import choose_device
         from tandem.engine.model.wide.shard import Shard
         from tandem.node.ranks.group import LOOPBACK, GroupCollectives, MeetingPlace, group_of_stage
@@ -188,7 +189,7 @@ class Ranks:
         )
 
     def _prepare(self) -> None:
-        """Returns when each machine has the model: ranks that have found each other do not wait long for one that has not."""
+        """Returns when each machine has the model. It must have it before its ranks start, because ranks wait for each other only briefly."""
         if self._inbox is None:
             return
         for machine in self._machines:
@@ -203,7 +204,7 @@ class Ranks:
                 )
 
     def await_ready(self) -> None:
-        """Returns when every rank has loaded its part: this one has."""
+        """Returns when every other rank has loaded its part. Called after rank 0 has loaded its own."""
         self._wait_for(RankReady)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._here.watch_beats()
@@ -226,21 +227,21 @@ class Ranks:
 
     @property
     def transfer_lines(self) -> list[socket.socket]:
-        """To each of the others, where they keep their heads apart: what moves its KV is told by this."""
+        """The lines to the other ranks by which rank 0 orders transfers of their KV. Empty if all ranks share one KV cache."""
         return [*(self._here.lines[number] for number in sorted(self._here.lines)), *self._far_lines]
 
     @property
     def tier_lines(self) -> list[socket.socket]:
-        """The same for what copies it to tiers."""
+        """The lines to this machine's other ranks by which rank 0 orders copies of their KV to and from tiers."""
         return [self._here.tier_lines[number] for number in sorted(self._here.tier_lines)]
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks on this machine."""
+        """The process ids of the other ranks on this machine."""
         return self._here.pids
 
     def stop(self) -> None:
-        """Idempotent. Returns when no other rank is left, as far as their machines say so."""
+        """Ends all other ranks. Returns when this machine's have ended, and each other machine has said so of its own or is late. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -301,7 +302,7 @@ class Ranks:
                 machine.asked, machine.behind_ticks = written, 1
             else:
                 machine.behind_ticks += 1
-            # Before all are ready a process may stand still while it loads libraries; the wait for it has an end of its own.
+            # Until all are ready, a process may be silent while it loads libraries, and `_wait_until` has its own deadline.
             if self._serves and machine.silent_ticks > self._most_ticks:
                 self._here.judge(NodeLost(f"{machine.name} has said nothing for {seconds:.1f} s"))
             elif machine.behind_ticks > self._most_ticks:
@@ -325,8 +326,8 @@ class Ranks:
 
     def ended(self, verdict: TandemError | None) -> None:
         deadline = time.monotonic() + END_S + TICK_S
-        if verdict is not None:  # who waits for the node need not wait for a machine that is lost
-            self._lost(str(verdict))
+        if verdict is not None:
+            self._lost(str(verdict))  # before the wait: a caller must not wait for a machine that may be lost
         for machine in self._machines:
             if not machine.has_ended.wait(max(0.0, deadline - time.monotonic())):
                 logger.warning("%s does not say that its ranks have ended", machine.name)

@@ -1,4 +1,4 @@
-"""A whole trial of one server, which serves one at a time and turns others away."""
+"""A whole trial against a server that serves one request at a time and refuses others."""
 
 from __future__ import annotations
 

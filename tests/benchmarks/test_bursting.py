@@ -1,4 +1,4 @@
-"""What of a burst was served, turned away and thrown away."""
+"""How much of a burst was served, refused and thrown away."""
 
 from __future__ import annotations
 

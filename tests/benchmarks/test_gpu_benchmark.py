@@ -1,4 +1,4 @@
-"""The GPU's benchmark, where there is none: what it says then, and that it would notice a wrong answer."""
+"""The GPU benchmark on a machine without a GPU: its message, and that it would notice a wrong answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a command started is found and ended, however it hid."""
+"""Every process that a command started is found and ended, however it hides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An experiment that was interrupted goes on, and never mixes with another."""
+"""An interrupted experiment resumes, and never mixes with another one."""
 
 from __future__ import annotations
 

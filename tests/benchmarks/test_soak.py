@@ -1,4 +1,4 @@
-"""The soak must find what it is there to find: failures, wrong answers, growth, and what is not given back."""
+"""The soak test finds failures, wrong answers, growth, and resources that are not given back."""
 
 from __future__ import annotations
 

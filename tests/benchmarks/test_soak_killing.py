@@ -1,4 +1,4 @@
-"""One node at a time, and the next one only when the cluster is whole again with a new node in it."""
+"""The soak test kills one node at a time, and the next one only when the cluster is whole again with a new node."""
 
 from __future__ import annotations
 

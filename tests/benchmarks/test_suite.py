@@ -1,4 +1,4 @@
-"""One table of every part's headlines; a part that fails is said to, and the others still run."""
+"""One table has the headlines of every benchmark; a failed one is named, and the others still run."""
 
 from __future__ import annotations
 

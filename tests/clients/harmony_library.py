@@ -1,8 +1,8 @@
-"""What OpenAI's own library writes and reads in gpt-oss's format: `python harmony_library.py` in the clients' environment.
+"""Writes and reads gpt-oss's format with OpenAI's own library: `python harmony_library.py` in the clients' environment.
 
-Its vocabulary is a download, unless a folder has it: LiteLLM brings the same file, under the name that tiktoken gives it.
-Reads answers from standard input, as lists of [channel, function or null, text], and prints how the library writes each, with
-what it reads in that.
+The library downloads its vocabulary unless a folder has it; LiteLLM's package contains the same file, under the name that tiktoken
+expects. The program reads answers from standard input, as lists of [channel, function or null, text], and prints how the library
+writes each one, and what it reads back from that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What users of other projects' clients write, each unchanged: `python programs.py NAME URL MODEL`, in the clients' own environment.
+"""Programs that use other projects' clients as their users do: `python programs.py NAME URL MODEL`, in the clients' own environment.
 
-The model is small and knows little, so a program asks for what the server enforces: schemas, calls, numbers of tokens, ends.
+The model is small and knows little, so a program checks what the server enforces: schemas, tool calls, numbers of tokens, ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PERSON: dict[str, Any] = {
 }
 # Each of the ten characters may be an escape of six, and there may be spaces.
 LONGEST_PERSON = 500
-# What a model says differs between processors; these programs must not depend on where it ends.
+# The model's answers differ between processors, so these programs must not depend on where an answer ends.
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 
@@ -114,7 +114,7 @@ def openai_embeddings(url: str, model: str) -> None:
 
 
 def openai_extras(url: str, model: str) -> None:
-    """What vLLM's users send besides, in the official client's `extra_body`."""
+    """The further fields that vLLM's users send in the official client's `extra_body`."""
     client = openai_client(url)
 
     def chat(**extra: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What becomes of each setting when a cluster that runs is given another one."""
+"""How a running cluster applies a change of each setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shell offers, and that bash takes the script."""
+"""The shell completions, and that bash accepts the script."""
 
 from __future__ import annotations
 

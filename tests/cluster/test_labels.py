@@ -1,4 +1,4 @@
-"""Which machines a label selector takes, beside Ray's own reading of it."""
+"""The machines that a label selector matches, compared with Ray's own matching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped firewall is one that nftables takes, and opens what the settings open."""
+"""nftables accepts the shipped firewall, which opens the ports that the settings name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One configuration out of four sources, and every mistake in them named at once."""
+"""One configuration is built from four sources, and every mistake in them is reported at once."""
 
 from __future__ import annotations
 

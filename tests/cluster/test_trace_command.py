@@ -1,4 +1,4 @@
-"""`tandem trace`: what a trace adds up to, and how it is shown."""
+"""`tandem trace`: the sums that it makes of a trace, and how it prints them."""
 
 from __future__ import annotations
 

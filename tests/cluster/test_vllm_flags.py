@@ -1,4 +1,4 @@
-"""What people type who come from vLLM or SGLang: taken with its effect, or answered."""
+"""Flags of vLLM and SGLang either take effect or get an answer that says what to use."""
 
 from __future__ import annotations
 

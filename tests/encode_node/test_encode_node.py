@@ -1,4 +1,4 @@
-"""Encoder nodes beside nodes that read prompts, over real sockets: the answers are generate's, whatever becomes of the encoder node."""
+"""Encoder nodes beside prefill nodes, over real sockets: the answers are those of `generate`, even if an encoder node fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An EAGLE head with random weights, as its checkpoints are written, and what it says of a text that it has seen from its first token on."""
+"""Writes checkpoints of EAGLE heads with random weights, and computes their guesses from a whole text, as a reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 LAYERS_READ = [0, 1, 1]  # of a model of two
-_LIKELY = 5  # a token that a model with such a head often says, and the head often guesses
+_LIKELY = 5  # a token that the biased models often sample, and their heads often guess
 
 
 def likely_words(model: Path, folder: Path) -> Path:
@@ -42,7 +42,7 @@ def save_head(model: Path, folder: Path, **changes: Any) -> Path:
 
 
 def save_third_head(model: Path, folder: Path, **changes: Any) -> Path:
-    """Of EAGLE-3, which knows half of the model's tokens."""
+    """Saves an EAGLE-3 head whose vocabulary is half of the model's."""
     config = json.loads((model / "config.json").read_text())
     size, words = config["hidden_size"], config["vocab_size"] // 2
     config |= {"num_hidden_layers": 1, "architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": words}
@@ -72,7 +72,7 @@ def save_third_head(model: Path, folder: Path, **changes: Any) -> Path:
 
 
 class ReferenceThirdHead:
-    """EAGLE-3 all at once, written out."""
+    """EAGLE-3 computed over the whole text at once."""
 
     def __init__(self, model: Path, head: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -84,7 +84,7 @@ class ReferenceThirdHead:
         """`begin`: the first token that it knows."""
         with torch.inference_mode():
             embed = self._model.get_input_embeddings()
-            # Its first is the embeddings, so number i is what layer i is given.
+            # The first hidden state is the embeddings, so number i is the input of layer i.
             inputs = self._model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
             three = torch.cat([inputs[layer][0, begin:] for layer in LAYERS_READ], dim=-1)
             hidden = three @ self._weights["fc.weight"].T
@@ -128,7 +128,7 @@ class ReferenceThirdHead:
 
 
 class ReferenceHead:
-    """EAGLE-1 all at once, with transformers' own layer."""
+    """EAGLE-1 computed over the whole text at once, with transformers' own layer."""
 
     def __init__(self, model: Path, head: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""A model runner without a model: every request's next token is a function of how many it has."""
+"""A model runner without a model: a request's next token is a function of its number of tokens."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class FakeRunner:
         self.tokens: dict[str, int] = {}  # request id -> how many tokens it has
         self.error: Exception | None = None
         self.failing: dict[str, TandemError] = {}  # requests that the model can make nothing of
-        self.preempted: list[str] = []  # as it was told
-        self.pooled: set[str] = set()  # request ids that want a vector
+        self.preempted: list[str] = []  # the requests that the runner was told are preempted
+        self.pooled: set[str] = set()  # the requests that end in a vector
 
     def forget_requests(self) -> None:
         self.tokens.clear()

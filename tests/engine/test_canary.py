@@ -20,7 +20,7 @@ PROMPT = [(7 * i + 3) % 90 + 5 for i in range(200)]
 
 
 class Node:
-    """A real engine over a tiny model. What it computes itself stands for what a peer sent."""
+    """A real engine with a tiny model. KV that it computes itself takes the place of KV from a peer."""
 
     def __init__(self, path: Path, native: bool, share: float = 1.0) -> None:
         self.runner = load(path, native=native)

@@ -1,4 +1,4 @@
-"""One step's order, and what it says of the next."""
+"""The order of the parts of a step, and what its result says about the next step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Mover(WorkerConnector):
 
 
 class OrderedRunner(FakeRunner):
-    """A runner whose steps take until they are asked for; it and its worker_half note what is called when."""
+    """A runner whose steps end when their results are asked for. It and its `worker_half` record the order of all calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class LoadingConnector(Mover):
 
 
 class DeferringConnector(FakeConnector):
-    """Does not know how much is cached until it was asked several times."""
+    """A connector that knows how much is cached only after several questions."""
 
     def __init__(self, times: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A small model that guesses for another: the same tokens as without it, whatever becomes of the requests' blocks; and a model that guesses
-for itself is always right, so nothing of its keys and values is ever another text's."""
+"""A draft model: the tokens are the same as without it, whatever happens to the requests' blocks. And a model that drafts for itself is
+always right, so the draft model's KV is never that of another text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sister(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nearly the same weights: it is right now and then."""
+    """A model with nearly the same weights, whose drafts are sometimes right."""
     path = tmp_path_factory.mktemp("draft") / "sister"
     model = AutoModelForCausalLM.from_pretrained(llama)
     torch.manual_seed(1)
@@ -206,7 +206,7 @@ def driven(model: Path, draft: Path | str, native: bool = True) -> TorchRunner:
 
 
 def run_and_count(driver: Driver, num_tokens: int) -> int:
-    """How many guesses were checked; none is wrong."""
+    """Runs the requests, and returns how many drafts were checked; none may be wrong."""
     checked = driver.num_accepted
     proposed = 0
     while unfinished := [each for each in driver.requests.values() if len(each.output) < num_tokens]:

@@ -1,5 +1,5 @@
-"""An EAGLE head that guesses: the same tokens as without it, whatever becomes of the requests' blocks; and its guesses are those of a head that
-reads all of the text at once, however the text was computed."""
+"""An EAGLE head: the tokens are the same as without it, whatever happens to the requests' blocks; and its drafts are those of a head that
+reads the whole text at once, in whatever chunks the text was computed."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def add(engine: OneEngine, lab: ImageLab, name: str, request_id: str | None = No
 
 
 def run_all(engine: OneEngine, count: int) -> dict[str, list[int]]:
-    """Steps until that many requests have ended. Checks the invariants after each step."""
+    """Steps until `count` requests have ended, and checks the invariants after each step."""
     answers: dict[str, list[int]] = {}
     until, ended = time.monotonic() + 60, 0
     while ended < count:

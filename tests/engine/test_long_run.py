@@ -1,4 +1,4 @@
-"""An engine that has been at work for long holds no more than one that began lately, and one without work rests."""
+"""An engine that has run for long holds no more memory than a new one, and an idle engine rests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Prompts of embeddings: the answers of transformers' `generate(inputs_embeds=...)`, on the native path and on the general one, however the
-prompt is cut, with and without a prefix that is there, after preemptions, elsewhere with the tokens so far, and on both sides of a handover."""
+"""Prompts of embeddings get the answers of transformers' `generate(inputs_embeds=...)`: on the native and on the general path, in any
+chunks, with and without a cached prefix, after preemptions, continued on another node, and across a transfer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Lab:
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "qwen3.5"])
 def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """One that the native library computes, one that transformers does, and one with recurrent states."""
+    """A model that the native library computes, one that transformers computes, and one with recurrent states."""
     path = tiny.save(request.param, tmp_path_factory.mktemp("embeds"))
     draw = torch.Generator().manual_seed(1)
     prompts = {str(length): torch.randn(length, 32, generator=draw) for length in LENGTHS}

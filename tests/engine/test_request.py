@@ -1,4 +1,4 @@
-"""A request: its identity, its tokens, its order among others, its end."""
+"""A request: its identity, its tokens, its place in the queue, and its end."""
 
 from __future__ import annotations
 

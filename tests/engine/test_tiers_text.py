@@ -1,4 +1,4 @@
-"""Real models with tiers of their cache: the same text as without, whatever is preempted, given up and loaded."""
+"""Real models with cache tiers give the same text as without, whatever is preempted, evicted and loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATIENCE_S = 60.0
 
 
 class Conversations:
-    """Several at once, each of a few turns whose prompts repeat what was said before."""
+    """Several conversations at once, each of a few turns; a turn's prompt repeats the conversation so far."""
 
     def __init__(
         self, runner: ModelRunner, tiers: list[TierConfig], *, ahead: bool, blocks: int = BLOCKS
@@ -113,7 +113,7 @@ class Conversations:
 
 @pytest.fixture(scope="module")
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """One for a kind of model, by the native library or by the general path."""
+    """A runner for one kind of model, on the native or on the general path."""
     kind, native = request.param
     model = tiny.save(kind, tmp_path_factory.mktemp("model"))
     config = SchedulerConfig(max_num_seqs=AT_ONCE, max_num_batched_tokens=48, max_model_len=120)
@@ -209,7 +209,7 @@ def test_a_restarted_engine_goes_on_from_its_disk(runner: ModelRunner, sessions:
 
 
 def tear(folder: Path, slot_bytes: int) -> None:
-    """Every fifth chunk has other bytes than its header says."""
+    """Changes bytes in every fifth chunk, so that they do not match the chunk's header."""
     (path,) = folder.iterdir()
     with path.open("r+b") as file:
         for start in range(HEADER_BYTES, path.stat().st_size, 5 * slot_bytes):

@@ -1,4 +1,4 @@
-"""Faults are done to real processes of real deployments: the fixtures are the integration tests' own."""
+"""The fault tests kill and stop real processes of real deployments, with the fixtures of the integration tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process is which node."""
+"""Finds the processes of a run's nodes and routers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ACTORS = {"prefill": "ray::PrefillActor", "decode": "ray::DecodeActor", "router
 
 
 def actors(kind: str) -> list[psutil.Process]:
-    """The processes of this run's actors of a kind, oldest first."""
+    """The processes of this run's Ray actors of one kind, the oldest first."""
     found = []
     for process in psutil.Process(os.getpid()).children(recursive=True):
         try:
@@ -23,7 +23,7 @@ def actors(kind: str) -> list[psutil.Process]:
 
 
 def busiest(kind: str) -> psutil.Process:
-    """The one that computes: of several nodes, the one that a single request went to."""
+    """The process that computes the most: the node that serves a single request."""
     candidates = actors(kind)
     assert candidates, f"no process of kind {kind}"
     for process in candidates:

@@ -1,4 +1,4 @@
-"""`tandem chaos` against a cluster on Ray: the dry run touches nothing, and what is killed and stopped costs no answer."""
+"""`tandem chaos` against a cluster on Ray: the dry run changes nothing, and killing and stopping nodes costs no answer."""
 
 from __future__ import annotations
 

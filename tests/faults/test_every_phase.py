@@ -1,9 +1,9 @@
-"""A node is killed in every phase of a request's life, many times over: nothing is lost and nothing is wrong.
+"""A node is killed in every phase of a request's life, many times: no answer is lost or wrong.
 
-`TANDEM_KILLS=15` makes it thirty in each phase, half of them greedy, half seeded; without it there is one of each. What is
-killed has a healthy peer, and the next fault comes when the pools are whole again. What the answers must be is asked before
-a kill, while the pools are whole; a salt of its own keeps each trial from what the caches know. Recovery, from the kill to
-the next token, is printed at the end.
+`TANDEM_KILLS=15` kills thirty times in each phase, for fifteen greedy and fifteen seeded requests; the default is one of each. A killed
+node has a healthy peer, and the next kill comes when the pools are whole again. The test asks for the right answers before a kill, while
+the pools are whole; each trial has its own salt, so that it finds nothing in the caches. At the end it prints the recovery times, from
+the kill to the next token.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from tests.integration.reference import ExpectedAnswer
 
 KILLS = int(os.environ.get("TANDEM_KILLS", "1"))
 TOKENS = 32
-LONG_PROMPT = 19  # 1,500 tokens: seconds of reading, chunk by chunk
-PROMPT = 17  # 512 tokens, where the fault comes before or after the reading
-QUEUED = 3  # requests at once, so that all but the first wait in the prefill nodes' queues
-SEEDS = 3  # trials take turns with them
+LONG_PROMPT = 19  # 1,500 tokens, which take seconds to compute, chunk by chunk
+PROMPT = 17  # 512 tokens, for faults before or after the prompt is computed
+QUEUED = 3  # requests sent at once, so that all but the first wait in the prefill nodes' queues
+SEEDS = 3  # trials use these in turn
 
 
 class Phase(enum.StrEnum):
-    QUEUED = "queued"  # a prefill node, before it has begun with most of what it has
-    PREFILL = "prefill"  # a prefill node that reads the prompt
-    TRANSFER = "transfer"  # the decode node, while the prompt's KV arrives
-    FIRST_TOKEN = "first_token"  # the prefill node, when the first token is there and the last KV may not be
-    DECODE = "decode"  # the decode node, in the middle of the answer
+    QUEUED = "queued"  # kills a prefill node that has begun few of its requests
+    PREFILL = "prefill"  # kills the prefill node that computes the prompt
+    TRANSFER = "transfer"  # kills the decode node while the prompt's KV arrives
+    # Kills the prefill node after the first token, perhaps before the last KV has left
+    FIRST_TOKEN = "first_token"
+    DECODE = "decode"  # kills the decode node in the middle of the answer
 
 
 VICTIM = {
@@ -64,7 +65,7 @@ recoveries: dict[Phase, list[float]] = {}
 @pytest.fixture(scope="module")
 def server(deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
     config = float32_config(smollm2_path, prefill=2, decode=2)
-    # One node is killed again and again: a supervisor takes it for one that cannot live, and waits before each start.
+    # One node is killed again and again: limit how long its supervisor waits before each start.
     config = replace(config, timeouts=replace(config.timeouts, restart_backoff_max_s=0.5))
     with deploy(config) as running:
         yield running
@@ -83,7 +84,7 @@ def whole(server: RunningDeployment) -> Iterator[None]:
 
 
 class WatchedAnswer:
-    """One streamed answer, and when its events came."""
+    """One streamed answer, with the times of its events."""
 
     def __init__(self, server: RunningDeployment, prompt: list[int], fields: dict[str, Any]) -> None:
         self._server, self._prompt, self._fields = server, prompt, fields
@@ -127,9 +128,8 @@ class WatchedAnswer:
 
 
 def process_of(server: RunningDeployment, role: str, node_id: str | None) -> psutil.Process:
-    """The node of this name; of an answer that has not begun, the one that has something to do. It is who listens
-    where the router says that the node does. In its first long step a node has not counted what it is doing, but it
-    computes."""
+    """The process of the node with this id; for an answer that has not begun, the process of the busy node. It is found by the address
+    where the router says that the node listens. A node in its first long step reports no work yet, but its process computes."""
     if node_id is None and role == "prefill":
         return busiest(role)
     deadline = time.monotonic() + 3
@@ -151,7 +151,7 @@ def process_of(server: RunningDeployment, role: str, node_id: str | None) -> psu
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One with a right answer: greedy, or with a seed."""
+    """A request with one right answer: it is greedy or has a seed."""
 
     prompt: list[int]
     fields: dict[str, Any]
@@ -163,7 +163,7 @@ class Question:
 def questions(
     expected: list[ExpectedAnswer], sampling: dict[str, Any], phase: Phase, trial: int
 ) -> list[Question]:
-    """What is asked at once. Other trials have the same prompts, or with other seeds."""
+    """The requests that a trial sends at once. Other trials have the same prompts, some with other seeds."""
     fields = {**sampling, "seed": trial % SEEDS} if "seed" in sampling else sampling
     length = LONG_PROMPT if phase in (Phase.PREFILL, Phase.TRANSFER) else PROMPT
     prompts = [list(expected[length].prompt) for _ in range(QUEUED if phase is Phase.QUEUED else 1)]
@@ -174,7 +174,8 @@ def questions(
 
 @pytest.fixture(scope="module")
 def in_peace(server: RunningDeployment) -> Callable[[Question], str]:
-    """What the pools say while no node is killed. Each question is asked once: one answer is right, whichever node gives it."""
+    """Returns the right answer to a question, asked while no node is killed. It asks each question once, because the answer does not depend
+    on the node."""
     answers: dict[str, str] = {}
 
     def answer(question: Question) -> str:

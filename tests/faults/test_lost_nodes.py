@@ -17,8 +17,8 @@ from tests.integration.conftest import Deploy, RunningDeployment, float32_config
 from tests.integration.reference import ExpectedAnswer
 
 LONG_ANSWER = 120
-PROMPT = 9  # which of the prompts: 32 tokens
-LONG_PROMPT = 19  # 1,500 tokens
+PROMPT = 9  # the index of a prompt of 32 tokens
+LONG_PROMPT = 19  # the index of a prompt of 1,500 tokens
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def server(deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]) -
 
 
 def until_whole(server: RunningDeployment) -> list[dict[str, Any]]:
-    """Two ready nodes of each role, every block free."""
+    """Waits until two nodes of each role are ready and every block is free."""
     server.until(
         lambda nodes: (
             sorted(node["role"] for node in nodes if node["state"] == "ready" and not node["unusable"])
@@ -49,7 +49,7 @@ def whole(server: RunningDeployment) -> Iterator[None]:
 def stream(
     server: RunningDeployment, prompt: list[int], at_token: int, then: Callable[[], None], **fields: Any
 ) -> str:
-    """The streamed text; `then` is called once, when `at_token` pieces have come."""
+    """Streams an answer and returns its text. Calls `then` once, when `at_token` events have come."""
     body = {
         "model": server.model,
         "prompt": prompt,
@@ -113,7 +113,7 @@ def test_a_decode_node_lost_in_mid_stream_changes_nothing_in_the_text(
 def test_a_prefill_node_lost_while_it_reads_the_prompt_changes_nothing_in_the_text(
     server: RunningDeployment, expected: list[ExpectedAnswer], number: signal.Signals
 ) -> None:
-    # Prompts that no node has cached, so that a prefill node is busy with each for a while.
+    # No node has cached these prompts, so a prefill node is busy with each of them for a while.
     prompt = list(reversed(expected[LONG_PROMPT].prompt))
     prompt[0] = expected[3].prompt[0]
     fault = threading.Timer(0.4, lambda: send(busiest("prefill"), number))

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 CLIENTS = 2
-QUESTIONS = 3  # of each client
+QUESTIONS = 3  # different requests of each client
 
 
 def ready_nodes(url: str) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def wait_for_nodes(url: str, within_s: float, wanted: dict[str, int]) -> Any:
 
 
 def complete(url: str, words: str, tokens: int) -> str:
-    """The text of a streamed completion; anything but a whole one is an error."""
+    """Streams a completion and returns its text. Raises if the answer is not whole."""
     model = (
         httpx.get(f"{url}/v1/models", timeout=30, trust_env=False).raise_for_status().json()["data"][0]["id"]
     )

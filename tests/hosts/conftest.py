@@ -1,4 +1,4 @@
-"""These tests make machines out of network namespaces: root, minutes, one run at a time. `make test-hosts`."""
+"""These tests simulate machines with network namespaces. They need root and minutes, and only one run at a time: `make test-hosts`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))  # for lab and static_cluster, which are no tests
+sys.path.append(str(Path(__file__).parent))  # for the helper modules lab and static_cluster
 
 from lab import Lab
 from static_cluster import StaticCluster
@@ -22,14 +22,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
     if reason := why_impossible():
         pytest.skip(reason)
-    install_absent()  # a machine that could have the tools and has not is a failure, not a reason to skip
+    install_absent()  # missing tools that could be installed are a failure, not a reason to skip
     with Lab(tmp_path_factory.mktemp("hosts"), hosts=6) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
 def cluster(lab: Lab) -> StaticCluster:
-    """A head, two prefill hosts and two decode hosts; one more host is there and not in the file."""
+    """A head, two prefill hosts and two decode hosts; and one more host, which is not in the cluster file."""
     cluster = StaticCluster(lab)
     _, prefill_1, prefill_2, decode_1, decode_2, _ = lab.hosts
     cluster.up(prefill=[prefill_1, prefill_2], decode=[decode_1, decode_2])

@@ -1,7 +1,7 @@
-"""Two prefill hosts, two decode hosts and a router host that serve a model, for faults to be done to.
+"""A cluster for fault tests: two prefill hosts, two decode hosts and a router host that serve a model.
 
-Ray is started by hand, with every port of its own fixed, so that its traffic and Tandem's can be cut separately. Head,
-controller and router are on the router host.
+The test starts Ray with all of Ray's ports fixed, so that Ray's traffic and Tandem's can be cut separately. Head, controller and router
+run on the router host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START_S = 180.0
 MEND_S = 120.0
 _ASK_S = 10.0
 _LOOK_EVERY_S = 0.2
-# A node's word of itself must be younger than the last answer: it reports four times a second.
+# A node's status counts only if it is newer than the last answer; a node reports four times a second.
 _REPORTED_S = 1.0
 HTTP_PORT = 8000
 RATES = {"1gbit": 1e9, "100mbit": 1e8, "10gbit": 1e10}  # bits a second
@@ -39,11 +39,11 @@ _KINDS = {
 
 
 class NotMended(AssertionError):
-    """The cluster is not what it was before the fault, and should be."""
+    """The cluster did not recover from a fault in time."""
 
 
 class FaultCluster:
-    """`with FaultCluster(lab, model) as cluster:`. The lab has five hosts, and needs no sshd."""
+    """Use it as `with FaultCluster(lab, model) as cluster:`. The lab must have five hosts, and needs no sshd."""
 
     def __init__(self, lab: Lab, model: Path, settings: dict[str, Any] | None = None) -> None:
         self.lab = lab
@@ -81,16 +81,16 @@ class FaultCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The hosts' processes end with the hosts."""
+        """Ends nothing on the hosts: their processes end with the lab."""
 
     def _configuration(self) -> dict[str, Any]:
         base: dict[str, Any] = {
             "model": {"path": str(self._model), "served_name": "model", "dtype": "float32"},
             "cache": {"memory_bytes": "384MiB"},
             "pools": {"prefill": {"nodes": None}, "decode": {"nodes": None}},
-            # Every prompt goes to a prefill node, however short: that is what is tested here.
+            # Send every prompt to a prefill node, however short, because these tests are about transfers.
             "router": {"host": self.router.address, "port": HTTP_PORT, "local_prefill": "never"},
-            # One node is killed again and again: a supervisor takes it for one that cannot live.
+            # Tests kill one node again and again; a short backoff makes its supervisor restart it soon each time.
             "timeouts": {"restart_backoff_max_s": 0.5},
             "debug": True,
         }
@@ -106,10 +106,10 @@ class FaultCluster:
         ports += [f"--min-worker-port={first + 100}", f"--max-worker-port={CONTROL_PORTS[1]}"]
         environment = (
             "RAY_AUTH_MODE=token",
-            # Nodes wait this long for a control store that is away or cut off.
+            # Nodes wait this long for a control store that is down or cut off.
             "RAY_gcs_rpc_server_reconnect_timeout_s=600",
         )
-        # Each host takes this machine's cores for its own, so it is shown one.
+        # Each host would count all of this machine's cores as its own, so it is told that it has one.
         cores = sorted(os.sched_getaffinity(0))
         core = str(cores[self.hosts.index(host) % len(cores)])
         host.run(
@@ -118,11 +118,11 @@ class FaultCluster:
         )  # fmt: skip
 
     def tandem(self, *words: str, timeout_s: float = 120.0) -> str:
-        """A command, typed on the router host."""
+        """Runs a `tandem` command on the router host."""
         return self.router.run("env", "RAY_AUTH_MODE=token", *TANDEM, *words, timeout_s=timeout_s)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """As the router sees them. Raises OSError while it does not answer."""
+        """The nodes that the router knows. Raises OSError while the router does not answer."""
         script = (
             "import sys, urllib.request as u;"
             f"sys.stdout.write(u.build_opener(u.ProxyHandler({{}})).open(sys.argv[1], timeout={_ASK_S}).read().decode())"
@@ -134,11 +134,11 @@ class FaultCluster:
         return list(json.loads(said)["nodes"])
 
     def until_whole(self, within_s: float = MEND_S) -> float:
-        """Two ready nodes of each role. How long that took."""
+        """Waits until two nodes of each role are ready, and returns how long that took."""
         return self._until(is_whole, "two ready nodes of each role", within_s)
 
     def until_quiet(self, within_s: float = MEND_S) -> float:
-        """Besides, every block is free and nothing is under way or in quarantine. How long that took."""
+        """Also waits until every block is free and nothing is in transfer or quarantine. Returns how long that took."""
         return self._until(
             lambda nodes: is_whole(nodes) and all(not left_on(node) for node in nodes),
             "every block free and nothing under way",
@@ -161,29 +161,29 @@ class FaultCluster:
             time.sleep(_LOOK_EVERY_S)  # the router announces no changes
 
     def apply(self, settings: dict[str, Any], timeout_s: float) -> str:
-        """These in place of what was set besides before."""
+        """Applies these settings in the place of the previous ones."""
         self._settings = settings
         file = self.lab.folder / "tandem.yaml"
         file.write_text(yaml.safe_dump(self._configuration()), encoding="utf-8")
         return self.tandem("apply", str(file), timeout_s=timeout_s)
 
     def limit_links(self, rate: str | None = None) -> None:
-        """Limits every host but the router's to this rate; without one, to the rate before."""
+        """Limits the links of all hosts but the router's to this rate; None: to the previous rate."""
         self._rate = rate or self._rate
         for host in [*self.prefill, *self.decode]:
             limit(host, self._rate)
 
     def dropped_packets(self) -> int:
-        """What the rules that are in force have met: a cut that nothing ran into proves nothing."""
+        """How many packets the current rules have dropped. A cut that dropped none proves nothing."""
         return sum(dropped_packets(host) for host in self.hosts)
 
     def processes(self, host: Host, kind: str) -> list[int]:
-        """As the host numbers them."""
+        """The ids of processes of one kind, in the host's numbering."""
         said = host.run("sh", "-c", f"pgrep -f '^{_KINDS[kind]}' || true")
         return [int(word) for word in said.split()]
 
     def serving(self) -> dict[str, list[int]]:
-        """What serves, by kind, as this machine numbers it."""
+        """The processes that serve, by kind, in this machine's numbering."""
         found: dict[str, list[int]] = {"router": [], "prefill": [], "decode": []}
         for host in self.hosts:
             for pid in host.processes_outside():
@@ -194,8 +194,7 @@ class FaultCluster:
         return found
 
     def without_ray(self) -> list[str]:
-        """Hosts that Ray has taken for dead: what serves there goes on, and nothing can be started there until the
-        host joins again."""
+        """The hosts that Ray takes for dead. Their processes go on serving, but none can be started there until the host joins again."""
         return [
             host.name
             for host in self.hosts
@@ -207,7 +206,7 @@ class FaultCluster:
             host.run("sh", "-c", f"kill -{int(number)} {process} || true")
 
     def keep_logs(self, folder: Path) -> None:
-        """What nodes and routers have said so far. (session_latest is a link that holds on the host alone.)"""
+        """Copies the logs of nodes and routers. (Ray's session_latest is a link that resolves only on the host.)"""
         for host in self.hosts:
             (folder / host.name).mkdir(parents=True, exist_ok=True)
             for file in (host.folder / "ray").glob("session_2*/logs/*"):
@@ -228,7 +227,7 @@ def is_whole(nodes: list[dict[str, Any]]) -> bool:
 
 
 def left_on(node: dict[str, Any]) -> dict[str, Any]:
-    """What a node that does nothing should not have; nothing when it is quiet."""
+    """What an idle node must not hold; empty if it is quiet."""
     left = {name: node[name] for name in ("running", "waiting", "transfers", "held_blocks") if node.get(name)}
     left |= {name: count for name, count in node.items() if "quarantine" in name and count}
     if node.get("free_blocks") != node.get("total_blocks"):

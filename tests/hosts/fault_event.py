@@ -1,4 +1,4 @@
-"""One fault, done to a cluster in the middle of requests of every phase, and what came of each of them."""
+"""Injects one fault into a cluster that has requests in every phase, and judges each request's answer."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from stalls import Stalls
 
 LOAD = Path(__file__).with_name("fault_load.py")
 LONGEST_GAP_S = 3.0
-_BEGIN_S = 40.0  # for the requests that a fault is to meet to have come that far
-_OVER_S = 150.0  # for the last answer, once the fault is over
+_BEGIN_S = 40.0  # how long requests may take to reach the phase in which the fault shall meet them
+_OVER_S = 150.0  # how long the last answer may take after the fault's end
 _SHORT, _LONG = 40, 600
 _STREAM, _ANSWER = 250, 24
-_LONGS = 6  # in one scene: before, while and after the fault
-_SETTLED_S = 0.3  # between the fault's beginning and the requests that come meanwhile
+_LONGS = 6  # long prompts in one scene: before, during and after the fault
+_SETTLED_S = 0.3  # from the fault's beginning to the requests of phase `during`
 
 
 class Phase(enum.StrEnum):
     """How far a request was when the fault began."""
 
-    QUEUED = "queued"  # other prompts before it in the prefill nodes' lines
-    PROMPT = "prompt"  # being read
-    TRANSFER = "transfer"  # its first token was there, and the others wait for its KV
-    DECODE = "decode"  # in the middle of its answer
-    DURING = "during"  # it came while the fault lasted
-    AFTER = "after"  # it came when the fault was over
+    QUEUED = "queued"  # it waited at a prefill node behind other prompts
+    PROMPT = "prompt"  # its prompt was being computed
+    TRANSFER = "transfer"  # its first token had come, and the next ones waited for its KV
+    DECODE = "decode"  # it was in the middle of its answer
+    DURING = "during"  # it came during the fault
+    AFTER = "after"  # it came after the fault
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Question:
 
 
 class Questions:
-    """The same ones each time, so that each has one right answer."""
+    """The requests' prompts, the same each time, so that each has one right answer."""
 
     def __init__(self, vocabulary: int) -> None:
         rng = random.Random(5)
@@ -83,7 +83,7 @@ class Questions:
 
 @dataclass
 class SentRequest:
-    """One request, and what came back."""
+    """One request and its answer."""
 
     question: Question
     sent: float
@@ -97,7 +97,7 @@ class SentRequest:
 
 
 class LoadProcess:
-    """fault_load.py, beside the hosts."""
+    """The process of fault_load.py, which runs outside the hosts."""
 
     def __init__(self, lab: Lab, url: str) -> None:
         self._url = f"{url}/v1/completions"
@@ -118,7 +118,7 @@ class LoadProcess:
         self._tell({"leave": next(name for name, one in self._asked.items() if one is asked)})
 
     def wait(self, is_so: Callable[[], bool], until: float) -> bool:
-        """Checks again at each new observation. False when it did not become true in time."""
+        """Waits until the condition holds; checks it at each new event. Returns False if the time is up first."""
         while not is_so():
             left = until - time.monotonic()
             if left <= 0:
@@ -152,7 +152,7 @@ class LoadProcess:
 
 @dataclass
 class Run:
-    """The requests of one phase under one fault. What a line of the results says."""
+    """The requests of one phase under one fault: one line of the results."""
 
     fault: str
     repetition: int
@@ -161,12 +161,12 @@ class Run:
     requests: int
     right: int = 0
     typed_errors: int = 0
-    faults: list[str] = field(default_factory=list)  # what must not be, a sentence each
-    errors: list[str] = field(default_factory=list)  # what the typed errors said
+    faults: list[str] = field(default_factory=list)  # violations, a sentence each
+    errors: list[str] = field(default_factory=list)  # the messages of typed errors
     longest_gap_s: float = 0.0
-    over_s: float = 0.0  # of a gap, what neither the quiet run nor the machine's stalls explain
+    over_s: float = 0.0  # the part of a gap that neither the quiet run nor the machine's stalls explain
     stalled_s: float = 0.0
-    mended_s: float = 0.0  # from the fault's end to every block free
+    mended_s: float = 0.0  # from the fault's end until every block is free
     dropped_packets: int = 0
 
     @property
@@ -175,7 +175,7 @@ class Run:
 
 
 class Reference:
-    """What the cluster says and how long it takes while nothing is done to it."""
+    """The cluster's answers and times without a fault."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -209,9 +209,10 @@ class Scene:
         return self._cluster.without_ray()
 
     def learn(self) -> None:
-        """Asks each question in peace."""
+        """Asks each question without a fault, and keeps the answers."""
         questions = self._questions
-        self._learn([questions.stream(number) for number in range(6)])  # together: these take seconds
+        # All at once, because each takes seconds
+        self._learn([questions.stream(number) for number in range(6)])
         for number in range(6):
             for question in (questions.long(number), questions.short(number)):
                 self._learn([question])
@@ -225,7 +226,7 @@ class Scene:
             self._reference.texts[one.question.key()] = ending["text"]
 
     def play(self, fault: Fault | None, repetition: int, rate: str) -> list[Run]:
-        """Without a fault it is the quiet scene, which says how long each phase's line is."""
+        """Plays one scene. Without a fault it is the quiet scene, which measures how long the requests of each phase wait."""
         cluster, load, questions = self._cluster, self._load, self._questions
         self._salt = f"{fault.name if fault else 'quiet'}/{repetition}/{rate}/{time.time():.3f}"
         cluster.limit_links(rate)
@@ -237,7 +238,7 @@ class Scene:
         if repetition % 2 == 0:
             load.wait(lambda: any(one.tokens or one.ending for one in longs), time.monotonic() + _BEGIN_S)
         else:
-            time.sleep(0.05 * (1 + repetition))  # somewhere in the reading of the prompts
+            time.sleep(0.05 * (1 + repetition))  # a moment while the prompts are computed
         phases = {id(one): self._phase(one, longs) for one in [*before, *longs]}
         began = time.monotonic()
         dropped = 0
@@ -277,7 +278,7 @@ class Scene:
         return runs
 
     def _ask(self, question: Question) -> SentRequest:
-        """Under a salt of its own: no answer is in any cache."""
+        """Asks with a salt of its own, so that no prefix cache has its prompt."""
         self._salts += 1
         return self._load.ask(question, f"{self._salt}/{self._salts}")
 
@@ -338,7 +339,7 @@ class Scene:
     def _judge_gaps(
         self, run: Run, asked: SentRequest, phase: Phase, fault: Fault | None, began: float
     ) -> None:
-        """The first wait is from when it was sent; a gap's line is what `_line` says."""
+        """Judges each gap between tokens; the first gap begins when the request was sent. `_line` says how long a gap may be."""
         moments = [asked.sent, *asked.times, *([asked.ending["at"]] if asked.ending else [])]
         for number, (last, this) in enumerate(itertools.pairwise(moments)):
             if this < began and fault is not None:
@@ -358,15 +359,15 @@ class Scene:
                 )
 
     def _line(self, rate: str, number: int) -> float:
-        """What the quiet scene waited at this place, and what the link takes for the scene's long prompts once more: those
-        of a lost node go over another's link."""
+        """The time that this token waited in the quiet scene, and the link's time for the scene's long prompts once more, because the
+        prompts of a lost node go over another node's link."""
         moving = _LONG * self._kv_bytes * 8 / RATES[rate]
         reading = self._reference.lines.get(f"{rate}/0", 0.0) / 2  # there are two prefill nodes
         crowd = self._crowd * (moving + reading) if number < 2 else 0.0
         return crowd + _LONGS * moving + self._reference.lines.get(f"{rate}/{min(number, 2)}", 0.0)
 
     def _note_line(self, rate: str, number: int, waited: float) -> None:
-        """Notes the time in line of first tokens and of second ones; the others wait in no line."""
+        """Notes the wait of first and second tokens; later tokens wait in no queue."""
         if number < 2:
             key = f"{rate}/{number}"
             self._reference.lines[key] = max(self._reference.lines.get(key, 0.0), waited)

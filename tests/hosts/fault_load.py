@@ -1,5 +1,5 @@
-"""Runs beside the hosts and asks what it is told to ask: a line of JSON for each request, a line for each thing that
-happens to it. Times are of the machine's monotonic clock, which all namespaces share.
+"""Runs outside the hosts and sends the requests that it reads: a line of JSON in for each request, a line out for each of its events.
+Times are of the machine's monotonic clock, which all namespaces share.
 
 In:  {"ask": ID, "url": ..., "body": {...}, "leave_after_s": S or null}   or {"leave": ID}
 Out: {"id": ID, "event": "token", "at": T} ... {"id": ID, "event": "end", "at": T, "outcome": ..., ...}
@@ -55,7 +55,7 @@ async def ask(http: httpx.AsyncClient, name: str, url: str, body: dict[str, Any]
                     finish = choice.get("finish_reason") or finish
                     if choice["text"]:
                         times.append(time.monotonic())
-                        if len(times) <= 16:  # later ones are not waited for
+                        if len(times) <= 16:  # no test waits for later tokens
                             say(id=name, event="token", at=times[-1], count=len(times))
             return ended("silent", "the stream ended without [DONE] and without an error")
     except TimeoutError:

@@ -39,12 +39,12 @@ from tandem.cluster.chaos.report import rule_of_three
 RESULTS = ROOT / "results" / "lab" / "runs.jsonl"
 LONG_S = 60.0  # faults from this length on are done less often
 REPETITIONS, REPETITIONS_OF_LONG = 3, 2
-_PLAY_S = 10.0  # besides the fault's own length
-_START_S = 60.0  # without so much left no cluster is started
+_PLAY_S = 10.0  # how long a scene takes besides the fault itself
+_START_S = 60.0  # start no cluster with less time left than this
 
 
 def commit() -> str:
-    """What is tested. Changes that are not committed have a name of their own."""
+    """The name of the tested version: the commit, with a mark for changes that are not committed."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -66,7 +66,7 @@ class Event:
 
 
 def plan(faults: Iterable[Fault]) -> Iterator[Event]:
-    """Every fault once, then every fault again, so that a run that is cut short has seen all of them."""
+    """Yields every fault once, then every fault again, so that a run that is cut short has tried all of them."""
     listed = list(faults)
     for repetition in range(max(REPETITIONS, REPETITIONS_OF_LONG)):
         for fault in listed:
@@ -75,7 +75,7 @@ def plan(faults: Iterable[Fault]) -> Iterator[Event]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Without a last line that was cut off with its process."""
+    """Reads the results, without a last line that was cut off when the process ended."""
     lines = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
@@ -86,7 +86,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 class Table:
-    """Plays events on clusters of the lab, each until something is not as it was."""
+    """Plays events on clusters of the lab. It makes a new cluster when one has not recovered from an event."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Table:
         return scene
 
     def _play_on(self, scene: Scene, waiting: list[Event]) -> None:
-        """Returns when nothing waits, the time is up, or a cluster must be made again."""
+        """Plays the waiting events. Returns when none is left, the time is up, or the cluster must be made again."""
         while (event := self._next_that_fits(waiting)) is not None:
             waiting.remove(event)
             began = time.monotonic()
@@ -169,7 +169,7 @@ class Table:
                     self._logs / f"{re.sub('[^a-z0-9]+', '-', event.fault.name)}-{event.repetition}"
                 )
             if any("still not" in line for line in bad):
-                return  # what is left there would be counted against the next
+                return  # what is left over would count against the next event
             if gone := scene.without_ray():
                 self._say(f"Ray has taken {', '.join(gone)} for dead: the next fault meets another cluster")
                 return
@@ -180,7 +180,7 @@ class Table:
 
 
 def report(lines: list[dict[str, Any]]) -> str:
-    """A row for each fault; and what can be said of them all."""
+    """A table with a row for each fault, and a summary."""
     rows = [
         f"{'fault':48} {'runs':>4} {'requests':>8} {'right':>6} {'errors':>6} {'bad':>4} {'gap s':>6} {'mended s':>8}"
     ]
@@ -229,7 +229,7 @@ def main() -> int:
         return 0
     if reason := why_impossible():
         sys.exit(reason)
-    # Ended from outside, it still takes its hosts away.
+    # When a signal ends this program, it must still remove its hosts.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     install_absent()
     deadline = time.monotonic() + options.minutes * 60

@@ -1,8 +1,8 @@
-"""Several machines on one: network namespaces joined by a bridge, each with its own processes, home, shared memory,
-Ray folder and sshd. What runs on one of them sees only that one's processes, so even `ray stop` is safe.
+"""A lab of several hosts on one machine: namespaces joined by a bridge, each with its own processes, home, shared memory, Ray folder
+and sshd. A program on a host sees only that host's processes, so even `ray stop` is safe.
 
-Needs root and the programs that tools.py names. Nothing outside the namespaces is changed, except that /run/sshd is made
-where it is missing.
+It needs root and the programs that tools.py names. It changes nothing outside the namespaces, except that it creates /run/sshd if that
+is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOCK = Path("/run/lock/tandem-hosts.lock")
 
 
 class Host:
-    """A machine of the lab. Commands run there as root, with the tests' Python on the PATH."""
+    """A host of the lab. Commands run there as root, with the tests' Python on the PATH."""
 
     def __init__(self, lab: Lab, name: str, address: str) -> None:
         self._lab = lab
@@ -90,7 +90,7 @@ class Host:
         return f"mount --bind {file} /proc/sys/kernel/random/boot_id"
 
     def command(self, *words: str) -> list[str]:
-        """What runs `words` on this host. Only its processes see each other."""
+        """The command line that runs `words` on this host, in its process namespace."""
         assert self._root_process is not None, "boot() comes first"
         inner = _only_child(self._root_process.pid)
         return ["nsenter", "--target", str(inner), "--net", "--mount", "--pid", "--uts", "--ipc", "--",
@@ -100,7 +100,7 @@ class Host:
         return _checked(self.command(*words), timeout_s)
 
     def processes_outside(self) -> list[int]:
-        """Its processes, as they are numbered outside of it."""
+        """The ids of its processes, in this machine's numbering."""
         return [int(pid) for pid in _ip("netns", "pids", self.netns).split()]
 
     def cut_off(self) -> None:
@@ -110,7 +110,7 @@ class Host:
         _ip("-n", _LAN, "link", "set", self.port, "up")
 
     def power_off(self) -> None:
-        """Every process on it is gone at once."""
+        """Kills all of its processes at once."""
         if self._root_process is not None:
             self._root_process.kill()
             self._root_process.wait(timeout=10)
@@ -118,9 +118,10 @@ class Host:
 
 
 class Lab:
-    """`with Lab(folder, hosts=5) as lab:`; the hosts are lab.hosts, and lab.laptop is beside them. Without `ssh` the hosts
-    have no sshd: only `Host.run` reaches them. With `boot_ids` each has one of its own, as machines have: without it programs may
-    take all of them for containers of one machine."""
+    """Use it as `with Lab(folder, hosts=5) as lab:`. `lab.hosts` are the hosts, and `lab.laptop` is outside them.
+
+    Without `ssh` the hosts have no sshd, and only `Host.run` reaches them. With `boot_ids` each has its own boot id, as real machines
+    have; without it programs may take the hosts for containers of one machine."""
 
     def __init__(self, folder: Path, hosts: int, *, ssh: bool = True, boot_ids: bool = False) -> None:
         self.folder = folder
@@ -194,7 +195,7 @@ class Lab:
                 "--mount-proc", "env", *self.environment(), f"TMPDIR={self.folder}/laptop/tmp", "sh", "-ec", f'{setup}\nexec "$@"', "sh", *words]  # fmt: skip
 
     def on_laptop(self, *words: str, timeout_s: float = 60.0) -> str:
-        """Beside the hosts, where an operator sits: reaches them, and is none of them."""
+        """Runs a command on the operator's machine, which reaches the hosts and is not one of them."""
         return _checked(self.laptop_command(*words), timeout_s)
 
     def __exit__(self, *_: object) -> None:
@@ -206,7 +207,7 @@ class Lab:
 
 
 def private_home(home: Path, scratch: Path) -> str:
-    """A home of its own, in which what the tests run from is still where it was."""
+    """A shell command that gives a process its own home, in which the files that the tests run from keep their paths."""
     root_home = _home_of_root()
     needed = {
         Path(sys.base_prefix).resolve(),
@@ -238,7 +239,7 @@ def _join(name: str, address: str) -> None:
 
 
 def _sweep() -> None:
-    """Ends what is left in our namespaces, also of a lab whose test was killed."""
+    """Ends the processes left in our namespaces, including those of a lab whose test was killed."""
     names = [line.split()[0] for line in _ip("netns", "list").splitlines() if line.startswith(f"{_PREFIX}_")]
     for name in names:
         for pid in _ip("netns", "pids", name).split():
@@ -251,7 +252,7 @@ def _sweep() -> None:
 
 
 def _only_child(pid: int, within_s: float = 10.0) -> int:
-    """Process 1 of the namespace, seen from outside."""
+    """The id, in this machine's numbering, of process 1 of the namespace."""
     deadline = time.monotonic() + within_s
     while True:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -267,12 +268,12 @@ def _ip(*words: str) -> str:
 
 
 def in_netns(host: Host, *words: str, check: bool = True) -> str:
-    """A command in the host's network alone, such as nft or tc. What it says; "" when it fails and may."""
+    """Runs a command such as nft or tc in the host's network namespace only. Returns its output; "" if it fails and `check` is False."""
     return _in_named_netns(host.netns, *words, check=check)
 
 
 def in_laptops_network(*words: str) -> list[str]:
-    """What runs `words` with the laptop's network and all else of this machine: it sees the processes of all hosts."""
+    """The command line that runs `words` in the laptop's network, but otherwise on this machine: it sees all hosts' processes."""
     return ["ip", "netns", "exec", f"{_PREFIX}_cli", *words]
 
 

@@ -1,4 +1,4 @@
-"""A model for runs that are about everything but the model: random weights, little to compute, much KV for each token."""
+"""Makes a model for tests that are not about the model: random weights, little to compute, much KV for each token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KV_BYTES_PER_TOKEN = 8 * 2 * 4 * 64 * 4
 
 
 def make_tiny_model(folder: Path, seed: int = 20260704) -> Path:
-    """A Llama that loads like any other. The same bytes each time, and the same tokenizer with every seed."""
+    """Writes a Llama checkpoint: the same bytes for the same seed, and the same tokenizer for every seed."""
     if (folder / "config.json").exists():
         return folder
     import tokenizers

@@ -1,5 +1,5 @@
-"""What can happen to the links of a lab's hosts. nftables drops or refuses packets, tc limits rates; there is no netem in
-every kernel, so there are no delays and no random loss.
+"""Faults of the links between a lab's hosts: nftables drops or refuses packets, and tc limits rates. There are no delays and no random
+loss, because not every kernel has netem.
 
 Two networks share the wires, told apart by ports: `CONTROL` is Ray's own traffic, whose ports `fault_cluster` fixes; `DATA`
 is everything else between the hosts: requests, tokens, KV and its side channel. A cut is one way: what the host sends, or
@@ -28,29 +28,29 @@ class Network(enum.StrEnum):
 
 
 class Way(enum.StrEnum):
-    """Which of one host's packets a fault meets."""
+    """Which of a host's packets a fault affects."""
 
     SENT = "output"
     RECEIVED = "input"
 
 
 def cut(host: Host, way: Way, network: Network, peers: Sequence[Host] = ()) -> None:
-    """Drops packets without a word. `peers`: only what goes to or comes from these."""
+    """Drops packets silently. `peers`: only those to or from these hosts."""
     _add_rules(host, way, network, peers, "drop")
 
 
 def refuse(host: Host, network: Network, peers: Sequence[Host] = ()) -> None:
-    """Answers what comes in with RST, as a firewall does, or a host that has forgotten its connections."""
+    """Answers incoming packets with RST, like a firewall, or like a host that has forgotten its connections."""
     _add_rules(host, Way.RECEIVED, network, peers, "reject with tcp reset")
 
 
 def heal(host: Host) -> None:
-    """Idempotent. Rates stay as they are."""
+    """Removes all cuts and refusals of the host, but not its rate limit. Idempotent."""
     in_netns(host, "nft", f"add table inet {_TABLE}; delete table inet {_TABLE}")
 
 
 def limit(host: Host, rate: str) -> None:
-    """Both directions, such as 100mbit. Another rate replaces the one before."""
+    """Limits the host's link in both directions, to a rate such as 100mbit. Replaces the previous limit."""
     shape = ("root", "tbf", "rate", rate, "burst", "1mb", "latency", "200ms")
     in_netns(host, "tc", "qdisc", "replace", "dev", "eth0", *shape)
     on_bridge("tc", "qdisc", "replace", "dev", host.port, *shape)
@@ -62,7 +62,7 @@ def unlimit(host: Host) -> None:
 
 
 def dropped_packets(host: Host) -> int:
-    """What the rules of this host have matched since they were made; 0 when there are none."""
+    """How many packets this host's rules have matched since they were made; 0 without rules."""
     said = in_netns(host, "nft", f"list table inet {_TABLE}", check=False)
     words = said.split()
     return sum(int(words[at + 1]) for at, word in enumerate(words[:-1]) if word == "packets")
@@ -86,6 +86,6 @@ def _add_rules(host: Host, way: Way, network: Network, peers: Sequence[Host], ve
 
 
 def check_tools() -> None:
-    """Reports a kernel without nftables or tbf here, and not in the middle of a run."""
+    """Fails before a run, not in the middle of it, if the kernel has no nftables or tbf."""
     for command in (["nft", "list", "tables"], ["tc", "-V"]):
         subprocess.run(command, check=True, capture_output=True)

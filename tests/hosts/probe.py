@@ -1,4 +1,4 @@
-"""Runs on the head of a cluster and answers what Ray sees there. One JSON object per line, in and out."""
+"""Runs on the head of a cluster and answers questions about what Ray sees: one JSON object per line, in and out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wait_for_count(pool: str, count: int, within_s: float) -> int:
 
 
 def run_in_pool(pool: str, count: int, within_s: float) -> list[str]:
-    """The tasks wait for each other, so none of them can take the place of another."""
+    """Runs `count` tasks that wait for each other, so each takes a place of its own; returns where they ran."""
 
     @ray.remote(num_cpus=0)
     class Meeting:
@@ -67,7 +67,7 @@ QUESTIONS = {question.__name__: question for question in (pools, wait_for_pools,
 
 
 def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints what it likes
+    answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints to stdout, which must carry only answers
     ray.init(address="auto", log_to_driver=False)
     for line in sys.stdin:
         arguments = json.loads(line)

@@ -1,5 +1,4 @@
-"""What the tests of hosts that serve have in common: a client in the hosts' network, and a model on hosts that can fetch
-nothing."""
+"""Shared by the tests of serving hosts: a client in the hosts' network, and a model for hosts that cannot download any."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ CLIENT = Path(__file__).with_name("client.py")
 
 
 def give_model(lab: Lab, source: Path) -> Path:
-    """The folder that all hosts see."""
+    """Puts the model where all hosts see it, and returns its folder."""
     model = lab.folder / "SmolLM2-135M-Instruct"
     shutil.copytree(source, model, dirs_exist_ok=True)
     give_kernels(lab)
@@ -31,7 +30,7 @@ def give_model(lab: Lab, source: Path) -> Path:
 
 
 def give_kernels(lab: Lab) -> None:
-    """The compiled kernels go where each host looks for them: its home is empty."""
+    """Copies the compiled kernels to where each host looks for them, because its home is empty."""
     library = library_path()
     for host in lab.hosts:
         kept = host.home / ".cache" / "tandem" / "native" / library.parent.name
@@ -39,7 +38,7 @@ def give_kernels(lab: Lab) -> None:
 
 
 class Client:
-    """Beside the hosts, in their network."""
+    """A client outside the hosts, in their network."""
 
     def __init__(self, lab: Lab, url: str) -> None:
         self._lab = lab
@@ -64,8 +63,8 @@ class Client:
 
     @contextmanager
     def load(self, answers: Answers | None = None, contents: int = 1) -> Iterator[None]:
-        """One request after another for as long as the block lasts; none of them may fail, or be answered in more ways than
-        models serve. `answers` has them all after the block."""
+        """Sends one request after another while the block runs. Each must succeed, and have at most as many different answers as models
+        have served (`contents`). `answers` holds all answers after the block."""
         command = self._lab.laptop_command(sys.executable, str(CLIENT), "load", self._url)
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:

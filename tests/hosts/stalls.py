@@ -1,11 +1,11 @@
-"""How long this machine kept processes from running. A gap between two tokens that falls together with such a stall is the
-machine's, and no process's.
+"""Measures how long this machine kept processes from running, so that a gap between two tokens during such a stall is not blamed on
+Tandem.
 
-Two things are measured. An idle process sleeps for moments, and notes when it wakes up late. And of the processes that serve, the
-kernel counts how long the thread that works stood ready without a core (/proc/PID/task/TID/schedstat): five machines' processes
-share this one's cores, which five machines would not do.
+There are two measurements. An idle process sleeps for short times and notes when it wakes up late. And the kernel counts how long the
+working thread of each serving process was ready but had no core (/proc/PID/task/TID/schedstat), because the processes of five hosts
+share one machine's cores here.
 
-`python stalls.py` is the idle process: a line for each stall, `BEGAN LASTED`, on the machine's monotonic clock.
+`python stalls.py` is the idle process. It prints a line for each stall: `BEGAN LASTED`, on the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _NAP_S = 0.02
-_LEAST_S = 0.05  # less is what any timer may be late
+_LEAST_S = 0.05  # any timer may be late by less than this
 _LOOK_EVERY_S = 0.5
 
 
@@ -33,7 +33,7 @@ def watch() -> None:
 
 
 class Stalls:
-    """Watches from when it is made. `serving`: the processes that serve, by their kind, as this machine numbers them."""
+    """Watches from its creation on. `serving`: the ids of the serving processes by kind, in this machine's numbering."""
 
     def __init__(self, serving: Callable[[], dict[str, list[int]]]) -> None:
         self._serving = serving
@@ -64,8 +64,8 @@ class Stalls:
                         threads.setdefault(number, Thread()).note(time.monotonic(), ran, waited)
 
     def within(self, begin: float, end: float) -> float:
-        """Seconds of this stretch of time that the machine takes. A request passes one process of each kind, so what the one that
-        waited longest of each kind waited adds up."""
+        """The seconds of this interval that are the machine's fault. A request passes one process of each kind, so this adds up the longest
+        wait among the processes of each kind."""
         late = sum(
             max(0.0, min(end, began + lasted) - max(begin, began)) for began, lasted in list(self._found)
         )
@@ -85,7 +85,7 @@ class Stalls:
 
 
 class Thread:
-    """How long one thread has run, and has stood ready without a core, by when."""
+    """Samples of one thread: when, how long it has run, and how long it was ready without a core."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -96,7 +96,8 @@ class Thread:
         self._counts.append((ran, waited))
 
     def between(self, begin: float, end: float) -> tuple[float, float]:
-        """From the last look before the beginning to the first after the end; the wait no longer than the stretch is."""
+        """The seconds that the thread ran and waited, from the last sample before `begin` to the first after `end`. The wait is at most
+        the length of the interval."""
         if not self._times:
             return 0.0, 0.0
         first = max(0, bisect.bisect_right(self._times, begin) - 1)
@@ -106,7 +107,7 @@ class Thread:
 
 
 def waited_by(threads: Sequence[Thread], begin: float, end: float) -> float:
-    """How long a process's working thread, the one that ran longest, waited."""
+    """How long a process's working thread waited: the thread that ran the longest."""
     return max((one.between(begin, end) for one in threads), default=(0.0, 0.0))[1]
 
 

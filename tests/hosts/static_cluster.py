@@ -1,5 +1,4 @@
-"""manifests/ray/static.yaml, brought up on the hosts of a lab: the same file, with this machine's addresses and
-Python. Its start commands stay as they are."""
+"""Starts manifests/ray/static.yaml on the hosts of a lab: the same file and start commands, with the lab's addresses and Python."""
 
 from __future__ import annotations
 
@@ -20,14 +19,12 @@ UP_TIMEOUT_S = 300.0
 
 
 class StaticCluster:
-    """`ray up` and `ray down` as an operator types them, beside the hosts, and a probe on the head that tells
-    what Ray sees."""
+    """Runs `ray up` and `ray down` outside the hosts, as an operator does, and a probe on the head that reports what Ray sees."""
 
     def __init__(self, lab: Lab, settings: dict[str, Any] | None = None) -> None:
         self.lab = lab
-        self._settings = (
-            settings  # what the cluster serves; None: it serves nothing, Ray is all that there is
-        )
+        # What the cluster serves; None: it serves nothing, Ray is all that there is
+        self._settings = settings
         self.head = lab.hosts[0]
         self.file = lab.folder / "static.yaml"
         self._probe: Probe | None = None
@@ -60,11 +57,11 @@ class StaticCluster:
 
     @property
     def url(self) -> str:
-        """The router's, as it is reached in the hosts' network."""
+        """The router's URL in the hosts' network."""
         return f"http://{self.head.address}:8000"
 
     def tandem(self, *words: str, timeout_s: float = 120.0) -> str:
-        """A command, typed on the head."""
+        """Runs a `tandem` command on the head."""
         return self.head.run("env", "RAY_AUTH_MODE=token", *TANDEM, *words, timeout_s=timeout_s)
 
     def up(self, *, prefill: Sequence[Host], decode: Sequence[Host], standby: int = 0) -> str:
@@ -90,7 +87,7 @@ class StaticCluster:
 
 
 class Probe:
-    """One process on the head that stays connected to Ray; a question is a line, an answer is a line."""
+    """A process on the head that stays connected to Ray: one line for each question and for each answer."""
 
     def __init__(self, head: Host) -> None:
         self._process = subprocess.Popen(
@@ -123,7 +120,7 @@ class Probe:
         assert seen == count, f"after {within_s:.0f} s {pool} has {seen} nodes, not {count}"
 
     def run_in_pool(self, pool: str, count: int, within_s: float) -> list[str]:
-        """Where `count` tasks that each take one unit of the pool at the same time have run."""
+        """Runs `count` tasks at the same time, each on one unit of the pool, and returns where they ran."""
         return self.ask("run_in_pool", pool=pool, count=count, within_s=within_s)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What of a gap is the machine's."""
+"""Which part of a gap between tokens is the machine's fault."""
 
 from __future__ import annotations
 

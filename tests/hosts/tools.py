@@ -1,4 +1,4 @@
-"""Programs that tests need and that are no Python packages. They are installed where that is allowed; otherwise they are named."""
+"""The programs besides Python packages that tests need. Installs the missing ones where that is allowed, and names them otherwise."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _INSTALL_S = 300.0
 
 
 class ToolsMissing(RuntimeError):
-    """This machine could have the tools and has not."""
+    """Tools are missing that this machine could have."""
 
 
 def why_impossible() -> str:
-    """Why this machine can hold no lab at all, whatever is installed; nothing if it can."""
+    """Why this machine cannot run a lab, whatever is installed; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     trial = subprocess.run(
@@ -49,7 +49,7 @@ def absent_packages(tools: Mapping[str, str]) -> list[str]:
 
 
 def install_absent(tools: Mapping[str, str] = TOOLS, what: str = "the lab") -> None:
-    """Raises ToolsMissing, with the packages' names, when they are not there afterwards. `what` needs them."""
+    """Installs the missing tools. Raises ToolsMissing with the packages' names if some are still missing. `what` needs them."""
     packages = absent_packages(tools)
     if not packages:
         return

@@ -1,5 +1,4 @@
-"""A Ray cluster of several Ray nodes on this machine, `tandem` commands as an operator types them, and clients that
-stream all the while."""
+"""A Ray cluster of several Ray nodes on this machine, `tandem` commands as an operator types them, and clients that stream meanwhile."""
 
 from __future__ import annotations
 
@@ -23,20 +22,20 @@ import httpx
 import pytest
 
 PATIENCE_S = 90.0
-START_S = 180.0  # until `tandem serve` answers
-END_S = 60.0  # and until it has ended
+START_S = 180.0  # how long `tandem serve` may take to answer
+END_S = 60.0  # how long it may take to end
 MODEL = "smollm2"
 
 
 def free_port() -> int:
-    """A router that is replaced comes back at its port, so it needs one of its own."""
+    """Returns a port that no process uses. A router needs a fixed port, because its replacement comes back at the same one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class RayNodes:
-    """One head, and Ray nodes that offer places for prefill or decode nodes."""
+    """A Ray head, and Ray nodes that offer places for prefill or decode nodes."""
 
     def __init__(self, environment: Mapping[str, str] | None = None, **places: int) -> None:
         name, value = "TANDEM_TEST_MARK", secrets.token_hex(8)
@@ -60,7 +59,7 @@ class RayNodes:
         self.address: str = self._cluster.address
 
     def add_machine(self, labels: Mapping[str, str] | None = None, **places: int) -> int:
-        """Returns its raylet's process."""
+        """Adds a Ray node that offers `places`. Returns the process id of its raylet."""
         os.environ.update(self._environment)
         try:
             node = self._cluster.add_node(resources=dict(places), labels=dict(labels or {}), **self._small)
@@ -70,7 +69,7 @@ class RayNodes:
         return int(node.all_processes["raylet"][0].process.pid)
 
     def processes(self, title: str) -> dict[int, str]:
-        """This cluster's, by the beginning of their command lines."""
+        """The processes of this cluster whose command lines begin with `title`: their command lines by process id."""
         found: dict[int, str] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -88,7 +87,7 @@ class RayNodes:
 
     @contextmanager
     def head_away(self) -> Iterator[None]:
-        """Ray's control store is killed, and started again on what it has kept."""
+        """Kills Ray's control store for the block, and starts it again with its persistent data."""
         self._cluster.head_node.kill_gcs_server(check_alive=False)
         yield
         os.environ.update(self._environment)
@@ -103,7 +102,7 @@ class RayNodes:
 
 
 class Tandem:
-    """The command, against one Ray cluster."""
+    """Runs the `tandem` command against one Ray cluster."""
 
     def __init__(self, address: str, folder: Path) -> None:
         self.address = address
@@ -122,7 +121,7 @@ class Tandem:
         return said
 
     def python(self, program: str) -> str:
-        """What an operator does to the cluster without us."""
+        """Runs a Python program against the cluster, for what an operator does without Tandem."""
         return subprocess.run(
             [sys.executable, "-c", program], check=True, text=True, capture_output=True, timeout=60,
             env={**os.environ, "RAY_ADDRESS": self.address},
@@ -130,7 +129,8 @@ class Tandem:
 
     @contextlib.contextmanager
     def begun(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """Ended at once when what is done beside it fails: its pipe would be waited for, and the failure not be told."""
+        """Runs a command in the background for the block. Ends it at once if the block fails: otherwise the wait for its pipe would hide
+        the failure."""
         with self.begin(*words) as process:
             try:
                 yield process
@@ -147,7 +147,7 @@ class Tandem:
         )  # fmt: skip
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """Those that the router can use, as it sees them."""
+        """The nodes that the router can use, by id."""
         answer = httpx.get(f"{self.url}/cluster", timeout=10, trust_env=False).raise_for_status().json()
         return {node["node_id"]: node for node in answer["nodes"] if node["state"] == "ready"}
 
@@ -175,7 +175,7 @@ class Tandem:
 
 
 def stream(url: str, model: str, words: str, max_tokens: int, on_token: Callable[[int], None]) -> list[str]:
-    """The lines of one streamed completion that always has `max_tokens` tokens."""
+    """Streams one completion of exactly `max_tokens` tokens, and returns its lines."""
     body = {
         "model": model, "prompt": words, "max_tokens": max_tokens, "stream": True, "temperature": 0,
         "logit_bias": {"2": -100, "0": -100},
@@ -193,7 +193,7 @@ def stream(url: str, model: str, words: str, max_tokens: int, on_token: Callable
 
 
 class Load:
-    """Clients that stream one request after another for as long as the block lasts; none of them may fail."""
+    """Clients that stream one request after another while the block runs; every request must succeed."""
 
     def __init__(self, url: str, model: str, clients: int = 2) -> None:
         self._ending = threading.Event()
@@ -230,7 +230,7 @@ class Load:
 
 
 class Serve:
-    """The command, and every process that it starts: they inherit a mark in their environment."""
+    """A running `tandem serve` and all processes that it starts, which inherit a mark in their environment."""
 
     def __init__(self, *flags: str) -> None:
         self.mark = f"TANDEM_TEST_MARK={secrets.token_hex(8)}"
@@ -269,7 +269,7 @@ class Serve:
         self._lines.put(None)
 
     def stop_reading(self) -> None:
-        """At the next line, as `head` does."""
+        """Stops reading the command's output after the next line, as `head` does."""
         self._reads = False
 
     def until(self, pattern: str, timeout_s: float) -> re.Match[str]:
@@ -289,7 +289,7 @@ class Serve:
                 return found
 
     def ended(self) -> int:
-        """The exit status; nothing may be left running by then."""
+        """Waits for the command and returns its exit status; no process of it may be left."""
         status = self.process.wait(END_S)
         self.nothing_left()
         return status

@@ -1,4 +1,4 @@
-"""Real Ray, started once per run; on it, whole deployments: real nodes, NIXL, HTTP and SmolLM2 in float32."""
+"""Starts Ray once per run, and on it whole deployments with real nodes, NIXL, HTTP and SmolLM2 in float32."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BLOCK_BYTES = 30 * 2 * 3 * 64 * 4 * BLOCK_SIZE
 _replace = msgspec.structs.replace
 
 
-# These start clusters of their own, one after the other, and put them under load: minutes each.
+# Each of these files starts its own cluster and puts it under load for minutes.
 OWN_CLUSTERS = {
     "test_adapters_at_run_time.py",
     "test_cluster_on_ray.py",
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            # The nearest mark counts, and this would be nearer than the test's own.
+            # The nearest mark counts, and this one would override the test's own mark.
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(600))
             if item.path.name in OWN_CLUSTERS:
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def expected(smollm2_path: Path) -> list[ExpectedAnswer]:
-    """Computed before anything else runs, because it needs both cores."""
+    """transformers' answers, computed before anything else runs, because that needs both cores."""
     from transformers import AutoTokenizer
 
     prompts = make_prompts(AutoTokenizer.from_pretrained(smollm2_path))
@@ -92,14 +92,14 @@ def ray_on_this_machine() -> Iterator[None]:
 
 
 class _Quiet:
-    """Events that are not watched."""
+    """Ignores all events."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: contextlib.nullcontext(lambda *a, **k: None)
 
 
 class LoopThread:
-    """An event loop in a thread of its own: tests are plain functions, a deployment wants a running loop."""
+    """An event loop in its own thread: tests are plain functions, and a deployment needs a running loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -116,7 +116,7 @@ class LoopThread:
 
 
 class RunningDeployment:
-    """A deployment that serves, as a test talks to it."""
+    """A serving deployment, with the methods by which tests use it."""
 
     def __init__(self, deployment: Deployment, thread: LoopThread) -> None:
         self.deployment = deployment
@@ -133,7 +133,7 @@ class RunningDeployment:
         return [node for node in nodes if role is None or node["role"] == role]
 
     def counters(self, role: str) -> dict[str, float]:
-        """Summed over the nodes of a role; only plain numbers."""
+        """The numeric counters, summed over the nodes of a role."""
         total: dict[str, float] = {}
         for node in self.nodes(role):
             for name, value in node["counters"].items():
@@ -142,7 +142,7 @@ class RunningDeployment:
         return total
 
     def until(self, condition: Callable[[list[dict[str, Any]]], bool], what: str) -> list[dict[str, Any]]:
-        """What `/cluster` says once `condition` holds of it; fails with what it says instead."""
+        """Waits until the nodes in `/cluster` meet `condition`, and returns them; fails with the last answer otherwise."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             nodes = self.nodes()
@@ -153,7 +153,7 @@ class RunningDeployment:
             time.sleep(0.1)
 
     def until_quiet(self) -> list[dict[str, Any]]:
-        """Every block free, nothing running, waiting or under way; reported after everything before now."""
+        """Waits until every block is free and nothing runs, waits or is in transfer, by statuses that are newer than this call."""
         asked = time.monotonic()
         return self.until(
             lambda nodes: (
@@ -194,7 +194,7 @@ def float32_config(smollm2_path: Path, prefill: int, decode: int, aggregated: in
             decode=PoolConfig(nodes=decode),
             aggregated=PoolConfig(nodes=aggregated),
         ),
-        # Every prompt goes to a prefill node, however short: that is what is tested here.
+        # Send every prompt to a prefill node, however short, because these tests are about transfers.
         router=_replace(base.router, port=0, local_prefill=LocalPrefill.NEVER),
         transfer=TransferConfig(lease_s=5.0, canary_share=1.0),
         debug=True,
@@ -213,7 +213,7 @@ def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
         model = prepare_model(config.model.path, lambda what, share: None)
 
         async def make() -> Deployment:
-            # A namespace of its own: deployments of one run may overlap.
+            # Each deployment has its own namespace, because deployments of one run may overlap.
             launcher = RayLauncher(config.timeouts.stop_s, namespace=f"test-{secrets.token_hex(4)}")
             hosts = ThisMachine(this_machine(), "127.0.0.1")
             return Deployment(with_model(config, model), hosts, launcher, MemoryStore(), _Quiet())

@@ -1,4 +1,4 @@
-"""Keepers of a node's ranks on other machines, each a process of its own beside this one: `python -m tests.integration.far_machines`."""
+"""The keepers of a node's ranks on other machines, each as a process on this machine: `python -m tests.integration.far_machines`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ RANK = "tandem.node.ranks.process"
 
 
 class FarMachine:
-    """What a machine has of a node: its keeper, and the ranks that it starts."""
+    """Another machine of a node: its keeper's process, and the ranks that the keeper starts."""
 
     def __init__(self, config: NodeConfig, number: int = 1, enter: Sequence[str] = ()) -> None:
-        """`enter`: what runs a command on it, where it has a network of its own."""
+        """`enter`: the words before a command that run it on this machine, if the machine has its own network."""
         self.process = subprocess.Popen(
             [*enter, sys.executable, "-m", "tests.integration.far_machines", public_key(), str(number)],
             stdin=subprocess.PIPE,
@@ -43,7 +43,7 @@ class FarMachine:
 
     @property
     def ranks(self) -> set[int]:
-        """Their processes."""
+        """The process ids of the ranks."""
         return {pid for pid in children_of(self.process.pid) if RANK in command_of(pid)}
 
     def end(self) -> None:
@@ -71,7 +71,7 @@ def command_of(pid: int) -> str:
 
 
 def is_there(pid: int) -> bool:
-    """A process that has ended and waits for its parent's question is not."""
+    """Whether the process runs. A zombie does not count."""
     try:
         return " Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Engines with a real model in one process, without Ray, and a request that goes from one to another."""
+"""Engines with a real model in one process, without Ray, and the handoff of a request from one to another."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class OneEngine:
     engine: Engine
     woken: threading.Event
     address: PeerAddress | None
-    tier: PeerAddress | None = None  # where others ask for what its tier has
+    tier: PeerAddress | None = None  # the endpoint where other nodes read from its tier
     ranks: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     supervised: Ranks | None = None
-    far: Sequence[FarMachine] = ()  # that ranks of it are on
+    far: Sequence[FarMachine] = ()  # the other machines of its ranks
 
     @classmethod
     def start(
@@ -73,9 +73,9 @@ class OneEngine:
         machines: int = 1,
         hidden_states: Path | str = "",
     ) -> OneEngine:
-        """`shares`: its tier in host memory reads those of others, and mirrors. `width`: ranks, which are threads here, in so many
-        `stages`; `apart`: each keeps the KV of its heads in memory of its own; `processes`: they are those of a node, on so many
-        `machines`."""
+        """`shares`: its host-memory tier reads other nodes' tiers, and mirrors. `width`: the number of ranks, in `stages` stages; they are
+        threads here, or with `processes` the processes of a real node, on `machines` machines. `apart`: each rank keeps the KV of its
+        heads in its own memory."""
         woken, epoch = threading.Event(), next(epochs)
         cache = CacheConfig(
             block_size=block_size,
@@ -208,7 +208,7 @@ class OneEngine:
         self.engine.add_request(request)
 
     def run(self, name: str, tokens: list[int], until: float) -> bool:
-        """One step. True when the request has ended."""
+        """Runs one step. Returns True when the request has ended."""
         self.woken.clear()
         result = self.engine.step()
         for update in result.updates:
@@ -218,7 +218,7 @@ class OneEngine:
                 return True
         assert time.monotonic() < until, f"{name} has {len(tokens)} tokens"
         if not result.progressed and not self.engine.scheduler.has_work():
-            self.woken.wait(0.01)  # the other one may have something to do
+            self.woken.wait(0.01)  # let the other engine step
         return False
 
     def stats(self) -> TransferStats:
@@ -226,7 +226,7 @@ class OneEngine:
         return self.engine.worker.stats()
 
     def answer(self, name: str, prompt: list[int], count: int, lora: str | None = None) -> list[int]:
-        """On its own."""
+        """This engine's answer without a transfer."""
         tokens: list[int] = []
         until = time.monotonic() + PATIENCE_S
         self.add(name, prompt, count, None, lora=lora)
@@ -253,7 +253,7 @@ def hand_over(
     sampling: SamplingParams | None = None,
     embeds: PromptEmbeds | None = None,
 ) -> list[int]:
-    """What `consumer` answers to a prompt that `producer` reads. Returns when nothing of it is held any more."""
+    """The answer of `consumer` to a prompt that `producer` computes. Returns when neither holds blocks of the request any more."""
     assert producer.address
     assert consumer.address
     until = time.monotonic() + PATIENCE_S

@@ -1,4 +1,4 @@
-"""What the answer must be: transformers' own `generate`, greedy, in float32."""
+"""The expected answers: transformers' own `generate`, greedy, in float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExpectedAnswer:
 
 
 def make_prompts(tokenizer, seed: int = 7) -> list[list[int]]:
-    """One prompt per length: no two share a first block, so that none is served from another's cache."""
+    """One prompt per length. No two share a first block, so that none is served from the cached blocks of another."""
     rng = random.Random(seed)
     words = _WORDS.split()
     prompts = []

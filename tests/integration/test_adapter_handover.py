@@ -1,4 +1,5 @@
-"""KV that was computed with an adapter is handed over to where the same adapter is, and to no other; and found again by its own requests."""
+"""KV that was computed with an adapter is handed over only to a node with the same adapter, and only requests for that
+adapter find it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A burst of prompts at a real prefill node and a real decode node: those that wait in line are computed once."""
+"""A burst of prompts at a real prefill node and a real decode node: prompts that wait are computed only once."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PROMPTS = 60
 PROMPT_TOKENS = 90
 OUTPUT_TOKENS = 8
 PREFILL_TOKENS_PER_S = 450.0
-TRANSFER_TIMEOUT_S = 4.0  # the last prompt's turn comes after three times this
+TRANSFER_TIMEOUT_S = 4.0  # the last prompt waits three times as long before it is computed
 
 
 class RealNode:
-    """A node with everything of its own, and a model that takes its time to read."""
+    """A whole node, with a model that takes long to compute a prompt."""
 
     def __init__(self, role: Role, folder: str, blocks: int) -> None:
         engine = EngineConfig(
@@ -65,7 +65,8 @@ def cluster(model_folder: str, tmp_path: Path) -> Iterator[RunningRouter]:  # no
         tokenizer_path=model_folder,
         model_name="fake",
         port=0,
-        heartbeat=Heartbeat(silence=20.0, starved=20.0),  # a busy machine is not what is tested
+        # Long, so that a busy machine does not fail the test
+        heartbeat=Heartbeat(silence=20.0, starved=20.0),
         local_prefill=LocalPrefill.NEVER,
         timeouts=Timeouts(token_idle=1.0, queue=60.0),
     )
@@ -79,7 +80,7 @@ def cluster(model_folder: str, tmp_path: Path) -> Iterator[RunningRouter]:  # no
 
 
 def test_of_a_burst_of_prompts_none_is_computed_twice(cluster: RunningRouter) -> None:
-    """The line at the prefill node is three times as long as a transfer may take, and the decode node has blocks for 40 of 60."""
+    """The prompts wait at the prefill node for three times the transfer timeout, and the decode node has blocks for 40 of the 60."""
     answers: list[httpx.Response] = []
 
     def ask(number: int) -> None:

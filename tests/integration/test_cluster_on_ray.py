@@ -1,6 +1,5 @@
-"""`tandem serve --address --detach` on a Ray cluster with separate prefill and decode nodes: scaled, drained and
-killed under load. The tests follow one another on one cluster; each leaves one prefill and one decode node behind,
-or says what it leaves."""
+"""`tandem serve --address --detach` on a Ray cluster with separate prefill and decode nodes, which are scaled, drained and killed under
+load. The tests run one after another on one cluster. Each leaves one prefill and one decode node, or says what it leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def tandem(ray_nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Tan
 
 @pytest.fixture(scope="module")
 def model(tandem: Tandem) -> str:
-    """What it serves; it serves from here on."""
+    """Starts the deployment, waits until it serves, and returns its model's name."""
     said = tandem("serve", "--detach", "--prefill", "1", "--decode", "1", *SETTINGS, timeout_s=180)
     tandem.url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
     assert "tandem down" in said
@@ -146,7 +145,7 @@ def test_a_role_is_changed_and_changed_back_under_load(
 
 
 def test_a_node_is_drained_and_its_pool_is_smaller_by_one(tandem: Tandem, model: str) -> None:
-    """Leaves what it found: the test before has left two prefill nodes."""
+    """The previous test has left two prefill nodes, and this one leaves the same."""
     going = max(name for name, node in tandem.nodes().items() if node["role"] == "prefill")
     with Load(tandem.url, model):
         assert f"{going}: everything was finished" in tandem("drain", going)

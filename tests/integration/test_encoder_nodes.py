@@ -1,5 +1,5 @@
-"""`tandem serve --encode 1 --prefill 1 --decode 1`: images are encoded on the encoder node, and by the prefill node when that is killed or
-stands still."""
+"""`tandem serve --encode 1 --prefill 1 --decode 1`: the encoder node encodes images, and the prefill node does when the encoder node is
+killed or stopped."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def test_images_are_encoded_on_the_encoder_node_and_its_death_loses_none(serve: 
     with ThreadPoolExecutor(3) as at_once:
         assert list(at_once.map(client.ask, FILES[3:])) == expected[3:]
     until(lambda: client.counters("prefill")["encoder_tokens"] > 0, 10)
-    until(client.has_encoder, START_S)  # another one came in its place
+    until(client.has_encoder, START_S)  # the controller has replaced it
     assert client.ask(FILES[0]) == expected[0]
     command.process.send_signal(signal.SIGINT)
     assert command.ended() in (0, 130)
 
 
 class Load:
-    """Clients that ask about one image after another, and one that asks without any. Every answer is compared, and timed."""
+    """Clients that ask about one image after another, and one client that asks without images. It compares and times every answer."""
 
     def __init__(self, url: str, expected: Sequence[list[int]]) -> None:
         self._url, self._expected = url, expected
@@ -149,7 +149,7 @@ def test_an_encoder_node_that_stands_still_stops_no_request(serve: Any, tmp_path
     path = tiny_vision.smolvlm(tmp_path)
     prompts = [["<|im_start|>User: What is this? ", file, "<end_of_utterance>\nAssistant:"] for file in FILES]
     expected = tiny_vision.reference(path, prompts, NEW_TOKENS)
-    # Neither KV nor rows of an image are kept for the next request with it: each one asks the encoder node.
+    # No node caches KV or rows of images, so every request with an image asks the encoder node.
     kept = ("--set", "cache.prefix_caching=false", "--set", "cache.encoder_tokens=48")
     patience = ("--set", f"timeouts.nodes.encoder_s={ENCODER_S}")
     command = serve(
@@ -168,12 +168,12 @@ def test_an_encoder_node_that_stands_still_stops_no_request(serve: Any, tmp_path
         answered, texts = load.answered, load.texts
         until(lambda: load.answered > answered + 10 and load.texts > texts + 3, 30)
         received = client.counters("prefill")["encoder_tokens_received"]
-        # It wakes up with questions whose time is over, unless another one came in its place first.
+        # It wakes with questions whose deadlines have passed, unless the controller has replaced it before.
         with contextlib.suppress(ProcessLookupError):
             os.kill(frozen, signal.SIGCONT)
         until(client.has_encoder, START_S)
         until(lambda: client.counters("prefill")["encoder_tokens_received"] > received, 60)
     assert load.longest_s < ENCODER_S + 5
-    assert load.longest_text_s < ENCODER_S  # nothing of a text waits for an encoder node
+    assert load.longest_text_s < ENCODER_S  # an answer without images never waits for an encoder node
     command.process.send_signal(signal.SIGINT)
     assert command.ended() in (0, 130)

@@ -1,4 +1,4 @@
-"""A prompt goes in and an answer comes out, through the whole house."""
+"""A prompt goes in and an answer comes out, through all of Tandem's processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def blocks_of(num_tokens: int) -> int:
 async def stream_all(
     server: RunningDeployment, expected: list[ExpectedAnswer], at_once: int
 ) -> list[tuple[str, str]]:
-    """(text, finish reason) of every prompt, streamed, `at_once` at a time."""
+    """Streams all prompts, `at_once` at a time, and returns (text, finish reason) of each."""
     gate = asyncio.Semaphore(at_once)
 
     async def one(client: httpx.AsyncClient, item: ExpectedAnswer) -> tuple[str, str]:
@@ -118,7 +118,7 @@ class TestOnePrefillOneDecode:
         assert prefill["transfer_bytes_sent"] == decode["transfer_bytes_received"] == needed * BLOCK_BYTES
 
     def test_received_kv_is_what_this_node_computes_itself(self, server: RunningDeployment) -> None:
-        """The canary has had idle time since the prompts of the test above."""
+        """The canary has had idle time since the prompts of the previous test."""
         until(lambda: server.counters("decode")["kv_checks"] >= 1, PATIENCE_S)
         assert all(not node["counters"]["wrong_kv"] for node in server.nodes("decode"))
         server.until_quiet()
@@ -136,7 +136,7 @@ class TestOnePrefillOneDecode:
         assert_same(answers, expected)
         server.until_quiet()
         after = server.counters("decode")
-        # A prompt's last token is never taken from the cache, so its block travels again.
+        # A prompt's last token is never taken from the cache, so its block is transferred again.
         lacking = sum(blocks_of(n) - (n - 1) // BLOCK_SIZE for n in LENGTHS)
         assert after["transfer_blocks_received"] - before["transfer_blocks_received"] == lacking
         assert after["prompt_tokens_computed"] == 0
@@ -153,7 +153,7 @@ class TestOnePrefillOneDecode:
 
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
     def test_a_chat_answers_by_its_schema(self, server: RunningDeployment, sampling: dict[str, Any]) -> None:
-        """The first token is one node's, all others another's: both follow the grammar from the same place."""
+        """The prefill node samples the first token and the decode node all others; both follow the grammar from the same state."""
         body = {
             "model": server.model,
             "messages": [{"role": "user", "content": "Describe a person named Ada, aged 36, as JSON."}],
@@ -231,7 +231,7 @@ class TestOnePrefillOneDecode:
             assert {"role", "incarnation", "free_blocks", "running", "waiting", "transfers"} <= node.keys()
 
     def test_a_traced_request_shows_where_its_time_went(self, server: RunningDeployment) -> None:
-        """Real clocks of four processes: every phase is there, in an order that can have happened."""
+        """With the real clocks of four processes, every phase is reported, in a possible order."""
         prompt = list(range(1000, 1400))
         body = {
             "model": server.model,

@@ -1,5 +1,5 @@
-"""The commands of the guides, typed as they stand, one page after another, in an empty folder with a loopback of its own:
-so that a page's port is free whatever else runs here."""
+"""Runs the commands of the guides unchanged, one page after another, in an empty folder. Each run has its own loopback interface, so
+that a page's port is free whatever else runs on this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ curl -sf http://127.0.0.1:8000/health > /dev/null
 
 
 def script_of(page: str) -> str:
-    """What a reader would type. `tandem serve` runs beside it, and must end with status 0 afterwards."""
+    """The commands that a reader of the page types. `tandem serve` runs in the background, and must end with status 0 afterwards."""
     parts = [PRELUDE]
     for language, what, text in _BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8")):
         if what == "serve":

@@ -1,6 +1,6 @@
-"""The control plane is away under load: Ray's control store killed, as when its machine is lost, or the controller's
-process stopped. What serves goes on serving, and is found again as it was. TANDEM_AWAY_S says for how long; Ray itself
-would wait a minute for its control store."""
+"""The control plane is away under load: Ray's control store is killed, as when its machine is lost, or the controller's process is
+stopped. Nodes and routers go on serving, and are the same afterwards. TANDEM_AWAY_S says for how long; Ray by itself waits a minute
+for its control store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.integration.cluster_lab import MODEL, Load, RayNodes, Tandem, free_po
 from tests.integration.test_serve_command import epochs
 
 AWAY_S = float(os.environ.get("TANDEM_AWAY_S", "10"))
-# As the manifests set it for every machine.
+# The manifests set this for every machine.
 PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
 
 pytestmark = pytest.mark.timeout(int(600 + AWAY_S))

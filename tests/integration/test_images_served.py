@@ -1,4 +1,4 @@
-"""Chats with images through the whole house: HTTP, router, a prefill node with the tower, a decode node that takes its KV."""
+"""Chats with images through all processes: HTTP, router, a prefill node with the vision tower, and a decode node that gets its KV."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The controller is killed and stopped under load, again and again: no request fails, no node is lost, and no command
-takes the silence for an end. TANDEM_CONTROLLER_KILLS says how often."""
+"""The controller is killed and stopped under load, again and again: no request fails, no node is lost, and no command takes the
+controller's silence for its end. TANDEM_CONTROLLER_KILLS says how often."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def controllers(processes: Processes) -> set[int]:
 
 
 def kill_again_and_again(url: str, model: str, processes: Processes) -> None:
-    """Under load, then stops it once. Each time the next one must be there, and requests must go on meanwhile."""
+    """Kills the controller several times under load, then stops it once. A new one must start each time, and no request may fail."""
     before = epochs(url)
     assert len(before) == 2, "what says that it serves sees every node that was started"
     with Load(url, model, clients=CLIENTS) as load:
@@ -55,7 +55,7 @@ def kill_again_and_again(url: str, model: str, processes: Processes) -> None:
 
 
 def served_url(command: subprocess.Popen[str]) -> str:
-    """When it says how to stop it, it serves."""
+    """Waits until the command says how to stop it, which means that it serves, and returns the URL."""
     assert command.stdout is not None
     said = ""
     for line in command.stdout:

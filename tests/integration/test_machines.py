@@ -1,4 +1,4 @@
-"""A node whose ranks are on two machines, here two groups of processes: what it computes, and that it ends as one, whatever ends any of them."""
+"""A node with ranks on two machines (here two groups of processes): its answers, and that all its processes end together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save("llama", tmp_path_factory.mktemp("machines"))
 
 
-HERE, THERE = "10.79.0.1", "10.79.0.2"  # of the two machines that have networks of their own
+HERE, THERE = "10.79.0.1", "10.79.0.2"  # the addresses of two machines with networks of their own
 
 
 def config_of(
@@ -54,7 +54,7 @@ def config_of(
     there: str = "127.0.0.1",
     stages: int = 1,
 ) -> NodeConfig:
-    """`width`: of all stages together."""
+    """`width`: the number of ranks of all stages together."""
     engine = EngineConfig(
         model=ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
         cache=CacheConfig(block_size=4, memory_bytes=4 << 20),
@@ -73,7 +73,7 @@ def config_of(
 
 
 class SpreadNode:
-    """As much of a node as its ranks need."""
+    """The part of a node that its ranks need."""
 
     def __init__(self, config: NodeConfig, enter: Sequence[str] = ()) -> None:
         engine, size = config.engine, config.ranks
@@ -166,7 +166,7 @@ def test_what_is_gone_or_hangs_on_another_machine_ends_all(
         began = time.monotonic()
         os.kill(pid, sign)
         assert node.lost.wait(PATIENCE_S), "a node at rest hears of it, too"
-        # Ranks of a keeper that stands still go when rank 0's connections close, or with their keeper, which Ray ends.
+        # The ranks of a stopped keeper end when rank 0's connections close, or with their keeper, which Ray ends.
         with pytest.raises(NodeLost, match=r"rank 2 has|rank 3 has|machine of ranks 2 to 3"):
             node.driver.generate(10_000)
         node.ranks.stop()
@@ -177,7 +177,7 @@ def test_what_is_gone_or_hangs_on_another_machine_ends_all(
 
 
 def test_ranks_elsewhere_end_with_rank_0(tiny_llama: Path) -> None:
-    """Its process is killed: nothing tells them."""
+    """The node's process is killed, so no message tells its ranks to end."""
     leader = subprocess.Popen(
         [sys.executable, "-c", LEADER, str(tiny_llama)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     )  # fmt: skip
@@ -208,7 +208,7 @@ def test_what_a_machine_refuses_the_node_refuses(tmp_path: Path) -> None:
 
 @pytest.fixture
 def other_network() -> Iterator[str]:
-    """A network namespace, joined to this one by a link, and the name of our end of it."""
+    """Makes a network namespace joined to this one by a link; yields the name of this end of the link."""
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("only root, with the program ip, can make a machine's network")
     mark = f"{os.getpid():x}"
@@ -233,7 +233,7 @@ def other_network() -> Iterator[str]:
 def test_a_machine_that_the_network_loses_ends_its_node_and_ends_its_ranks(
     tiny_llama: Path, other_network: str
 ) -> None:
-    """No connection ends then: what waits in a sum would wait for ever, on both sides."""
+    """No connection closes then, so the ranks that wait in a sum would wait for ever on both sides."""
     prompt = [7, 3, 5] * 7
     (answer,) = tiny.reference(tiny_llama, [prompt], 8)
     config = config_of(tiny_llama, 2, here=HERE, there=THERE)
@@ -286,7 +286,7 @@ def test_a_node_on_two_machines_hands_over(
 
 
 def test_a_prompt_of_a_node_that_loses_a_machine_is_read_where_it_decodes(tiny_llama: Path) -> None:
-    """While what it was to send is on its way."""
+    """The machine is lost while its KV is being sent."""
     prompt = [(7 * token) % 90 + 3 for token in range(130)]
     (right,) = (found.tokens for found in tiny.reference(tiny_llama, [prompt], 8))
     transfer = TransferConfig(connector="nixl", checksums="all", lease_s=2.0)  # type: ignore[arg-type]
@@ -307,7 +307,7 @@ def test_a_prompt_of_a_node_that_loses_a_machine_is_read_where_it_decodes(tiny_l
         producer.add("r", prompt, 1, KVTransferParams("t", TransferRole.PRODUCE, consumer.address))
         producer.run("r", [], deadline)
         producer.far[0].end()
-        with pytest.raises((NodeLost, RuntimeError)):  # what a collective raises may come before the verdict
+        with pytest.raises((NodeLost, RuntimeError)):  # a collective's own error may come before the verdict
             run_on(producer, deadline)
         while not consumer.run("r", tokens, deadline):
             pass

@@ -53,7 +53,7 @@ class Prometheus:
 
 @pytest.fixture
 def prometheus(serving: RunningDeployment, tmp_path: Path) -> Iterator[Prometheus]:
-    """With the configuration that we ship; only its target, and how often it looks, are the test's."""
+    """A Prometheus with the shipped configuration, except for its target and scrape interval."""
     config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text(encoding="utf-8"))
     config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
     config["rule_files"] = [str(MONITORING / "alerts.yaml")]
@@ -143,7 +143,7 @@ def test_every_panel_shows_something_of_a_real_run(
             if not missing or time.monotonic() > deadline:
                 break
     assert not missing
-    # The rules that are shipped were evaluated on these figures, and found nothing wrong with them.
+    # Prometheus has evaluated the shipped rules on these figures, and no alert fires.
     rules = prometheus.http.get("/api/v1/rules").json()["data"]["groups"][0]["rules"]
     assert {rule["health"] for rule in rules} == {"ok"}
     assert not [rule["name"] for rule in rules if rule["state"] == "firing"]

@@ -1,4 +1,4 @@
-"""The other connector, through the whole house: torch.distributed by gloo between real nodes."""
+"""The NCCL connector through all processes: torch.distributed with gloo between real nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole nodes whose ranks keep their heads apart, in processes as a GPU's would be, behind a router."""
+"""Whole nodes whose ranks keep their KV apart, in processes as on GPUs, behind a router."""
 
 from __future__ import annotations
 

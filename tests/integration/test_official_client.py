@@ -1,4 +1,4 @@
-"""OpenAI's own client against a real cluster: what docs/api.md promises, asked the way that its users ask."""
+"""OpenAI's own client against a real cluster: the promises of docs/api.md, used as the client's users do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module")
 def taught(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 with a template that knows tools; its own does not."""
+    """SmolLM2 with a chat template for tools, which its own template does not know."""
     folder = tmp_path_factory.mktemp("taught")
     for file in smollm2_path.iterdir():
         (folder / file.name).symlink_to(file)
@@ -86,7 +86,7 @@ def model(server: RunningDeployment) -> str:
 
 @pytest.fixture(scope="module")
 def sentence(client: openai.OpenAI, model: str) -> str:
-    """What greedy decoding says about the capital."""
+    """The greedy answer about the capital."""
     answer = client.chat.completions.create(
         model=model, messages=CAPITAL, temperature=0, max_completion_tokens=24
     )

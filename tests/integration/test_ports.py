@@ -1,5 +1,5 @@
-"""On one machine nothing listens beyond loopback, and what listens is in the table of docs/security.md; an operator with a key
-changes the cluster through the router."""
+"""On one machine no process listens beyond loopback, and every process that listens is in the table of docs/security.md. An operator
+with a key changes the cluster through the router."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_listens_is_what_the_page_says_and_an_operator_comes_by_the_router(
     headers = {"authorization": "Bearer tenant-key"}
     body = {"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time " * 40, "max_tokens": 8}
     answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
-    assert answer.status_code == 200, answer.text  # keys and values have moved: every socket is there
+    assert answer.status_code == 200, answer.text  # KV was transferred, so every socket is open by now
 
     found = {
         (program_of(command), host)

@@ -1,4 +1,4 @@
-"""The processes of a wide node: what they compute, and that they end as one, whatever ends any of them."""
+"""The processes of a wide node: what they compute, and that they all end together, whichever ends first."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def engine_of(path: Path) -> EngineConfig:
 
 
 class WideNode:
-    """As much of a node as its ranks need."""
+    """The part of a node that its ranks need."""
 
     def __init__(self, path: Path, width: int = WIDTH, stages: int = 1, *, apart: bool = False) -> None:
         engine = engine_of(path)
         self.lost = threading.Event()
         self.why: list[str] = []
-        self.said: list[str] = []  # of other ranks' loads
+        self.said: list[str] = []  # the progress reports of the other ranks' loads
         self.ranks = Ranks(
             "wide", width, engine, shares_of([], 1, width), LogsConfig(), stages=stages, apart=apart, silence_s=2.0, lost=self._lost,
             report=lambda what, share: self.said.append(what),
@@ -73,7 +73,7 @@ def wide_node(path: Path, width: int = WIDTH, stages: int = 1, *, apart: bool = 
 
 
 def is_there(pid: int) -> bool:
-    """A process that has ended and waits for its parent's question is not."""
+    """Whether the process runs. A zombie does not count."""
     try:
         return " Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -115,7 +115,7 @@ def test_a_rank_that_is_gone_or_hangs_ends_all(tiny_llama: Path, sign: signal.Si
         driver.generate(2)
         (pid,) = node.ranks.pids
         os.kill(pid, sign)
-        if sign is signal.SIGKILL:  # a node at rest hears of it, too
+        if sign is signal.SIGKILL:  # an idle node learns of it, too
             assert node.lost.wait(PATIENCE_S)
         with pytest.raises(NodeLost, match="rank 1 has"):
             driver.generate(10_000)
@@ -148,7 +148,7 @@ if __name__ == "__main__":
 
 
 def test_no_rank_outlives_its_node(tmp_path: Path) -> None:
-    """Neither one that runs nor one that is stopped."""
+    """No rank is left, whether it was running or stopped."""
     path = tiny.save("llama-untied-odd-heads", tmp_path)
     leader = subprocess.Popen(
         [sys.executable, "-c", LEADER, str(path)],

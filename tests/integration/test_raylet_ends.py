@@ -1,4 +1,4 @@
-"""A machine whose Ray is told to end, as by the service that runs it: nothing of ours is asked first, and no request fails."""
+"""Ray is stopped on a machine by its service manager, without telling Tandem first: no request fails."""
 
 from __future__ import annotations
 

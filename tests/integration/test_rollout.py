@@ -1,4 +1,4 @@
-"""Another configuration and another content of the model, while clients ask all the time."""
+"""A new configuration, and a new content of the model, while clients stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _replace = msgspec.structs.replace
 
 
 def changed_weights(model: Path, target: Path) -> Path:
-    """The same model, some layers of which compute something else."""
+    """A copy of the model with other weights in some layers."""
     shutil.copytree(model, target, symlinks=False)
     for file in target.glob("*.safetensors"):
         tensors = load_file(file)
@@ -39,7 +39,7 @@ def changed_weights(model: Path, target: Path) -> Path:
 
 
 class Asking:
-    """Clients that ask the same prompts again and again, and keep every answer; `on_new_connections`: each on one of its own."""
+    """Clients that send the same prompts again and again, and keep every answer. `on_new_connections`: each request has its own connection."""
 
     def __init__(
         self, server: RunningDeployment, prompts: list[list[int]], *, on_new_connections: bool = False

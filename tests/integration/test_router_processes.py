@@ -1,5 +1,5 @@
-"""Two router processes on one port, as `tandem serve` starts them: both serve, each answers for both, and one that is killed takes only its
-own connections with it."""
+"""Two router processes on one port, as `tandem serve` starts them: both serve, each answers for both, and when one is killed only its own
+connections break."""
 
 from __future__ import annotations
 

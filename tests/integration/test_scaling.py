@@ -1,4 +1,4 @@
-"""Pools that change while they serve: the answers stay what they were."""
+"""Pools grow and shrink while they serve, and the answers stay the same."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_pool_grows_under_load_and_shrinks_without_it_and_no_request_fails(
     config = _replace(
         config,
         pools=_replace(config.pools, decode=PoolConfig(nodes=1, min=1, max=2)),
-        slo=SloConfig(inter_token_s=0.001),  # whatever it does, it is too slow
+        slo=SloConfig(inter_token_s=0.001),  # no node can be this fast
         autoscaling=AutoscalingConfig(period_s=0.5, grow_after_s=2.0, shrink_after_s=6.0, settle_s=1.0),
     )
     with deploy(config) as server:

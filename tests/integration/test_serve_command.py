@@ -1,4 +1,4 @@
-"""`tandem serve` as its user runs it: ready, answering, mended, drained, and nothing left behind however it ends."""
+"""`tandem serve` as a user runs it: it gets ready, answers, replaces failed processes, drains, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.integration.cluster_lab import END_S, START_S, free_port
 
 
 def ask(words: list[str]) -> dict[str, Any]:
-    """What the printed curl line does, without curl."""
+    """Sends the request of the printed curl line, without curl."""
     url = next(word for word in words if word.startswith("http"))
     body = json.loads(words[words.index("-d") + 1])
     response = httpx.post(url, json=body, timeout=60, trust_env=False)
@@ -65,7 +65,7 @@ def test_it_serves_mends_what_dies_finishes_what_runs_and_leaves_nothing(serve: 
 
 
 def test_a_background_answer_outlives_the_kill_of_the_only_router(serve: Any) -> None:
-    # A router that is replaced comes back at its port, so it needs one of its own.
+    # A replaced router comes back at the same port, so the test needs a port of its own.
     command = serve("--prefill", "1", "--decode", "1", "--port", str(free_port()))
     url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
     body = {
@@ -157,7 +157,7 @@ def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(serve: Any, moment:
 
 @pytest.mark.more
 def test_a_signal_to_its_whole_group_while_it_starts_is_no_different(serve: Any) -> None:
-    """As `timeout` sends it, and others that stop a group of processes: Ray must not be the first to go."""
+    """`timeout` and similar programs signal a whole group of processes: Ray must not end first."""
     command = serve()
     command.until(r"router: loading", START_S)
     began = time.monotonic()
@@ -182,5 +182,5 @@ def test_a_command_that_is_killed_takes_everything_with_it(serve: Any) -> None:
     command.until(r"^API: ", START_S)
     command.process.kill()
     command.process.wait()
-    # Two idle agents of Ray's give their control store a minute to come back, and end then.
+    # Two idle agents of Ray wait a minute for their control store to come back before they end.
     command.nothing_left(but=("ray::DashboardAgent", "ray::RuntimeEnvAgent"))

@@ -1,5 +1,5 @@
-"""`tandem serve` with a node of several ranks: its answers are a narrow node's, and a rank that is killed or stopped ends the node
-as one, which is replaced whole."""
+"""`tandem serve` with a node of several ranks: its answers are those of a node with one rank, and when a rank is killed or stopped the
+whole node ends and is replaced."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ def test_three_ranks_hand_over_to_two_stages(serve: Any, tmp_path: Path) -> None
     with ThreadPoolExecutor(1) as asking:
         pending = asking.submit(answer_of, http, model)
         reads = command.pid_of("ray::PrefillActor")
-        killed = min(
-            rank for rank in ranks if parent_of(rank) == reads
-        )  # the only node that writes answers stays
+        killed = min(rank for rank in ranks if parent_of(rank) == reads)  # the only decode node stays
         os.kill(killed, signal.SIGKILL)
         assert pending.result() == first
     until_true(lambda: killed not in ranks_of(command), "its node has ended")

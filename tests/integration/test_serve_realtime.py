@@ -1,4 +1,5 @@
-"""/v1/realtime on real engines: what has come of a prompt is computed before the rest comes, and nothing is left of one that never ends."""
+"""/v1/realtime on real engines: the part of a prompt that has come is computed before the rest comes, and a prompt that never ends leaves
+nothing behind."""
 
 from __future__ import annotations
 

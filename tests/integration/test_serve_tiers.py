@@ -1,5 +1,5 @@
-"""`tandem serve` with tiers in tandem.yaml: what the device has forgotten comes back from host memory, and from the disk to a node
-that was started again."""
+"""`tandem serve` with tiers in tandem.yaml: blocks that the device has evicted come back from host memory, and from the disk after a
+node's restart."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Client:
         self.model = self.http.get("/v1/models").json()["data"][0]["id"]
 
     def answer(self, prompt: list[int]) -> tuple[list[int], int]:
-        """The answer's tokens, and how many of the prompt's were not computed."""
+        """The answer's tokens, and how many of the prompt's tokens came from a cache."""
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True,
@@ -59,7 +59,7 @@ class Client:
         return {tier["name"]: tier for tier in self.nodes()[node_id]["tiers"]}
 
     def metric(self, line: str) -> float:
-        """The value on a line, which is given without the model's name that all lines have."""
+        """The value of a metric. `line` is its line without the model's name, which all lines have."""
         text = re.sub(r'model_name="[^"]*",?', "", self.http.get("/metrics").raise_for_status().text)
         (found,) = re.findall(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
         return float(found)
@@ -84,7 +84,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
     serve: Any, tmp_path: Path, pools: tuple[str, ...], title: str, reader: str
 ) -> None:
-    """`reader` is the node that reads prompts."""
+    """`reader`: the node that computes prompts."""
     settings = tmp_path / "tandem.yaml"
     settings.write_text(SETTINGS.format(folder=tmp_path / "kv"))
     command = serve("--config", str(settings), "--kv-memory", "24MiB", *pools)
@@ -94,7 +94,7 @@ def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
     prompts = [[draw.randrange(1000, 40_000) for _ in range(PROMPT)] for _ in range(4)]
     first, cached = client.answer(prompts[0])
     assert cached == 0
-    for other in prompts[1:]:  # push it out of the device's pool
+    for other in prompts[1:]:  # evict it from the device's pool
         client.answer(other)
     second_turn = [*prompts[0], *first, 11, 12, 13]
     second, cached = client.answer(second_turn)

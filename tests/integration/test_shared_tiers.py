@@ -1,5 +1,4 @@
-"""Nodes that read each other's tiers in host memory, over NIXL: a prefix that another node has, and a request that another goes on
-with."""
+"""Nodes read each other's host-memory tiers over NIXL: for a prefix that another node has, and to continue another node's request."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from tests.more import more
 
 BLOCK = 4
 PROMPT = [3 + 7 * i % 120 for i in range(70)]
-FULL = 68  # tokens of its full blocks
-COUNT = 120  # of an answer
+FULL = 68  # tokens in the prompt's full blocks
+COUNT = 120  # tokens of an answer
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("llama", tmp_path_factory.mktemp("model"))
 
 
-KINDS = {  # and how much of a conversation's first turn, 70 tokens and an answer of 8, its tier has for the second
+# And how much of a conversation's first turn, 70 tokens and an answer of 8, its tier has for the second
+KINDS = {
     "gemma3": 76,  # all of it, and the window before its end
     "mistral-window": 76,
     "llama4": 76,  # and the chunk that its end lies in
@@ -87,7 +87,7 @@ def tier(node: OneEngine) -> TierStatus:
 
 
 def go_on(nodes: tuple[OneEngine, OneEngine], name: str, tokens: list[int]) -> None:
-    """Both step until the request at the second has ended."""
+    """Steps both nodes until the request at the second one has ended."""
     until = time.monotonic() + PATIENCE_S
     first, second = nodes
     while not second.run(name, tokens, until):
@@ -176,7 +176,7 @@ def sharing_of(node: OneEngine) -> TierScheduler:
 
 
 def blocks_there(node: OneEngine, tokens: list[int]) -> int:
-    """How long a prefix of these the node's tier has."""
+    """The length of the prefix of `tokens` that the node's tier has."""
     half, request = sharing_of(node), Request("r", tokens, SamplingParams())
     hasher = node.engine.scheduler.block_hasher
     assert hasher is not None
@@ -239,7 +239,7 @@ def test_a_handed_over_answer_is_mirrored_too_however_its_steps_are_planned(
     ]
     alone = start(model, "alone", shares=False)
     try:
-        prompt = PROMPT[:46] + PROMPT[:24]  # so that there is something to guess by
+        prompt = PROMPT[:46] + PROMPT[:24]  # repeated, so that drafts can be guessed
         expected = alone.answer("whole", prompt, COUNT)
         said: list[int] = []
         first: list[int] = []
@@ -271,7 +271,7 @@ def test_a_handed_over_answer_is_mirrored_too_however_its_steps_are_planned(
 
 
 def settle(nodes: tuple[OneEngine, OneEngine]) -> None:
-    """Nothing is waited for, and nothing kept for anyone."""
+    """Steps until no node waits for another or keeps blocks for it."""
     until = time.monotonic() + PATIENCE_S
     for node in nodes:
         part = sharing_of(node)

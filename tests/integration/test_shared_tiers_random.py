@@ -1,5 +1,5 @@
-"""Two nodes that read and mirror each other's tiers, and one that dies: whatever is given up, preempted and copied meanwhile, conversations say
-what one engine says. Every group of layers has its part of what is used, or an answer would be another."""
+"""Two nodes read and mirror each other's tiers, and one of them dies. Whatever is evicted, preempted and copied meanwhile, conversations
+get the answers of a single engine. A missing part of any group of layers would change an answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def session_of(name: str) -> int:
 
 
 class Sessions:
-    """Each turn runs at either node, which may have the other for its source and its mirror."""
+    """Conversations whose turns run at either node. Each node may have the other as its source and as its mirror."""
 
     def __init__(self, model: Path, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -62,7 +62,7 @@ class Sessions:
         self.until = time.monotonic() + PATIENCE_S
 
     def start(self, name: str) -> OneEngine:
-        """With room for few requests, and in its tier for some of their prefixes."""
+        """Starts a node with room for few requests, and a tier with room for some of their prefixes."""
         runner = self.alone.engine.runner
         groups = sum(1 for group in runner.info.groups if not group.blocks_per_request)
         few = 44 + 14 * (groups - 1) + 5 * runner.info.state_blocks
@@ -127,7 +127,7 @@ class Sessions:
         return ended
 
     def kill(self) -> None:
-        """The other goes on with what it ran, and a new one comes."""
+        """Kills a node: the other one continues its requests, and a new node starts."""
         dead, other = self.nodes
         self.note(dead)
         dead.close()

@@ -1,5 +1,5 @@
-"""`tandem serve --address` with a prefill node whose ranks are on three machines of a Ray cluster, and a decode node on a fourth: what it
-answers, and that whatever ends one of its processes, or one of its machines, ends it as one. The tests follow one another."""
+"""`tandem serve --address` with a prefill node whose ranks are on three machines of a Ray cluster, and a decode node on a fourth: its
+answers, and that the whole node ends when one of its processes or machines does. The tests run one after another."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models that do not keep all tokens in all layers. Recurrent states after the prompt travel with its keys and values, layers that read
-another's send nothing, and the answer is that of one engine. Random weights, and prompts that are read in several chunks."""
+"""Models whose layers do not all keep all tokens. The recurrent states after the prompt are sent with its keys and values, layers that
+read another layer's KV send nothing, and the answer is that of a single engine. The weights are random, and prompts take several chunks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What one engine answers alone."""
+    """The answers of a single engine."""
 
     @functools.cache
     def answer(architecture: str) -> tuple[Path, list[list[int]]]:

@@ -1,4 +1,4 @@
-"""Nodes that hand over and keep copies: what a prefill node loads from its tier reaches the decode node as what it computes."""
+"""Nodes with transfers and tiers: KV that a prefill node loads from its tier reaches the decode node like KV that it computes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Two engines with the real model in one process, without Ray: what one computed, the other goes on from, whatever moves
-it and however unlike their caches are; and a long prompt's layers leave while the next are computed."""
+"""Two engines with the real model in one process, without Ray: one continues from KV that the other computed, with every connector and
+between caches of different shapes; and the layers of a long prompt are sent while the next ones are computed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_tokens_are_those_of_one_engine(
     blocks: tuple[int, int],
     ahead: bool,
 ) -> None:
-    """`ahead`: both plan a step while the one before it runs."""
+    """`ahead`: both engines plan a step while the previous one runs."""
     config = TransferConfig(connector=connector, direction=direction)
     scheduler = SchedulerConfig(async_scheduling=AsyncScheduling.ALWAYS if ahead else AsyncScheduling.NEVER)
     producer, consumer = (

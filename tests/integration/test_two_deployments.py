@@ -1,5 +1,5 @@
-"""Two deployments on one Ray cluster, started at the same moment: they share its places, and the end of one is not felt by the other.
-Then one whose nodes may run on machines with a label alone."""
+"""Two deployments start on one Ray cluster at the same moment: they share its places, and the end of one does not affect the other.
+Then a third one, whose nodes may run only on machines with a label."""
 
 from __future__ import annotations
 

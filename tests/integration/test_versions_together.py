@@ -1,5 +1,5 @@
-"""Processes of two versions in one cluster: a later Tandem, in which every message says more, beside this one. With TANDEM_OTHER=v0.1.0 the
-other one is that commit: `make test-versions OTHER=v0.1.0`."""
+"""Processes of two versions in one cluster: this Tandem and a later one, whose messages have more fields. With TANDEM_OTHER=v0.1.0 the other
+one is that commit: `make test-versions OTHER=v0.1.0`."""
 
 from __future__ import annotations
 
@@ -139,13 +139,13 @@ for one in sorted(ray.util.list_named_actors(), key=str):
 
 
 def processes(tandem: Tandem) -> dict[str, tuple[int, Path]]:
-    """The number of each named process, and where its Tandem is."""
+    """By name: the process id, and the folder of the process's Tandem."""
     lines = [line.split() for line in tandem.python(WHO).splitlines()]
     return {name: (int(pid), Path(file).parents[2]) for name, pid, file in lines}
 
 
 class Killing:
-    """Kills processes with this title as they appear, each once, until it has killed so many."""
+    """Kills processes with this title as they appear, each once, until it has killed the given number."""
 
     def __init__(self, ray_nodes: RayNodes, title: str, times: int) -> None:
         self._ray_nodes, self._title, self._times = ray_nodes, title, times

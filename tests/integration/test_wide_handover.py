@@ -1,5 +1,4 @@
-"""Prompts that nodes of some width read and nodes of another width go on from, in one process: the answer is that of a whole
-model."""
+"""A node of one width computes a prompt, and a node of another width continues it, in one process: the answer is the whole model's."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def start(
 
 
 def prompts() -> list[list[int]]:
-    """Each twice as a beginning: the second finds a part of itself in both nodes' prefix caches."""
+    """Pairs of prompts with the same beginning: the second one finds it in both nodes' prefix caches."""
     chance = random.Random(7)
     found = []
     for length in LENGTHS:
@@ -316,7 +315,7 @@ def test_processes_with_heads_apart_hand_over_and_end_with_their_node(
 def test_a_node_that_loses_a_rank_with_heads_apart_ends_without_waiting(
     answers: Callable[[str], tuple[Path, list[list[int]]]], width: Width
 ) -> None:
-    """While what it was to send is on its way: the consumer reads the prompt itself."""
+    """A rank ends while its KV is being sent: the consumer computes the prompt itself."""
     path, expected = answers("llama")
     config = TransferConfig(connector="nixl", checksums="all", lease_s=2.0)
     with contextlib.ExitStack() as both:

@@ -1,5 +1,5 @@
-"""Models whose attention has a window: both nodes give up the blocks before it, each when it sees fit, and the answer is that
-of one engine all the same. Random weights, so that a wrong position of the KV changes the answer."""
+"""Models with sliding windows: each node frees the blocks before the window at its own time, and the answer is that of a single engine.
+The weights are random, so that KV at a wrong position changes the answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start(
 
 
 def prompts() -> list[list[int]]:
-    """Each twice as a beginning: the second finds a part of itself in both nodes' prefix caches."""
+    """Pairs of prompts with the same beginning: the second one finds it in both nodes' prefix caches."""
     chance = random.Random(5)
     found = []
     for length in LENGTHS:
@@ -51,7 +51,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[list[int]]]]:
-    """What one engine answers alone."""
+    """The answers of a single engine."""
 
     @functools.cache
     def answer(architecture: str) -> tuple[Path, list[list[int]]]:
@@ -92,7 +92,7 @@ def test_the_tokens_are_those_of_one_engine(
     blocks: tuple[int, int],
     ahead: bool,
 ) -> None:
-    """`ahead`: both plan a step while the one before it runs."""
+    """`ahead`: both engines plan a step while the previous one runs."""
     path, expected = answers(model)
     config = TransferConfig(connector=connector, direction=direction)
     producer, consumer = (

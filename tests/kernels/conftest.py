@@ -1,4 +1,4 @@
-"""These tests need the native library; where no compiler makes it there is nothing to test."""
+"""These tests need the native library. They are skipped where no compiler can build it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _library() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`unit`: every (dtype, instruction set) that this processor runs. `float_unit`: those of float32."""
+    """Parametrizes `unit` by every (dtype, instruction set) that this processor runs, and `float_unit` by those of float32."""
     for name in {"unit", "float_unit"} & set(metafunc.fixturenames):
         try:
             units = [u for u in probes.available() if name == "unit" or u[0] == torch.float32]

@@ -1,4 +1,4 @@
-"""Single kernels of the native library (probe.h), on float32 tensors."""
+"""Calls single kernels of the native library (probe.h) on float32 tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tandem.kernels import library
 
 UNITS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
-ROUNDING = ("amx", "avx512bf16")  # their activations are bfloat16; those of the others are float32
+ROUNDING = ("amx", "avx512bf16")  # the units that round activations to bfloat16; the others keep float32
 STORE, ADD, SILU_MUL = range(3)
 
 
@@ -76,7 +76,7 @@ def gemm(
     threads: int = 1,
     compact: bool = True,
 ) -> torch.Tensor:
-    """With `compact` the weights are kept compact by a unit that can, however many outliers they have."""
+    """Multiplies. `compact`: keep the weights compact if the unit can, however many outliers they have."""
     m, k = x.shape
     n = sum(weight.shape[0] for weight in weights)
     out = torch.empty(m, n // 2 if kind == SILU_MUL else n) if y is None else y.clone()
@@ -133,7 +133,7 @@ def rotary(
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Returns q, k and v as they were left; K and V are in slot 0 of the cache."""
+    """Returns q, k and v after the kernel. It has stored K and V in slot 0 of the cache."""
     out = qkv.clone()
     q_norm, k_norm = norms if norms else (None, None)
     _call(
@@ -147,7 +147,7 @@ def rotary(
 
 @dataclasses.dataclass
 class Requests:
-    """Which tokens of which requests attend: of request i the last `queries[i]` of `contexts[i]`."""
+    """The tokens that attend: the last `queries[i]` tokens of request i, whose context has `contexts[i]`."""
 
     queries: list[int]
     contexts: list[int]

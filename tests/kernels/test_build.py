@@ -1,4 +1,4 @@
-"""Compiling on first use: once, whole or not at all, and with a reason when it cannot be."""
+"""The library is compiled on first use: once, whole or not at all, and with a reason if it cannot be."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 import sys
 from pathlib import Path
 
-# The fake engine and network are imported by tests here and by the processes that they start.
+# The tests here, and the processes that they start, import the fake engine and network by their bare names.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -1,4 +1,4 @@
-"""The connector and the tier of docs/connectors.md, where Python finds them."""
+"""Makes the example connector and tier of docs/connectors.md importable."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An engine in miniature: requests, blocks and a KV cache whose content says which token it belongs to.
+"""A miniature engine: requests, blocks and a KV cache in which each value is a function of its token.
 
-It drives a connector's two halves as `kvtransfer.base` describes, and checks what the contract promises: a
-block that the connector holds is never handed out, and no id is reported twice.
+It drives a connector's two halves as `kvtransfer.base` describes, and checks the contract: no block that the connector holds is handed
+out, and no id is reported twice.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class State(enum.StrEnum):
     RUNNING = "running"
     WAITING_FOR_KV = "waiting_for_kv"
     LOADED = "loaded"  # its KV came from the peer
-    FAILED = "failed"  # it will not come
-    ENDED = "ended"  # its blocks are kept by the connector
+    FAILED = "failed"  # its KV will not come
+    ENDED = "ended"  # the connector keeps its blocks
     FREED = "freed"
 
 
@@ -50,7 +50,7 @@ class FakeRequest:
     blocks: list[int] = dataclasses.field(default_factory=list)
     handoff: Handoff | None = None
     failure: str = ""
-    valid_tokens: int = 0  # of a load that failed
+    valid_tokens: int = 0  # how many tokens of a failed load are valid
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
@@ -75,7 +75,7 @@ class FakeStep:
 
 
 def kv_of(tokens: Sequence[int]) -> torch.Tensor:
-    """What the KV of each position must be: [slots, 2, heads, tokens, dim], no two values the same."""
+    """The right KV of each position: [slots, 2, heads, tokens, dim]. All values differ."""
     values = torch.tensor([1000.0 * token + position for position, token in enumerate(tokens)])
     places = torch.arange(SLOTS * 2 * HEADS * DIM).view(SLOTS, 2, HEADS, 1, DIM) / 128
     return values.view(1, 1, 1, -1, 1) + places
@@ -122,7 +122,7 @@ class FakeEngine:
     def memory(self) -> KVCacheMemory:
         return KVCacheMemory(self.cache, "fake", SLOTS, 1, 1000)
 
-    # ── what a test asks for ──
+    # ── for tests ──
 
     def endpoint(self) -> str:
         return self.worker_half.peer_endpoint
@@ -196,7 +196,7 @@ class FakeEngine:
                 self.finish(request_id)
 
     def run_until(self, request_id: str, states: Sequence[str], timeout_s: float = 20.0) -> str:
-        """Step whenever there is something to do. Returns the state that was reached, or raises."""
+        """Steps until the request is in one of `states`, and returns it. Raises after `timeout_s`."""
         self._run(
             lambda: self.requests[request_id].state.value in states, timeout_s, f"{request_id} in {states}"
         )
@@ -206,7 +206,7 @@ class FakeEngine:
         self._run(lambda: len(self.free) == blocks, timeout_s, f"{blocks} free blocks")
 
     def run_until_accounted_for(self, blocks: int, timeout_s: float = 20.0) -> None:
-        """All of them are free, or in quarantine."""
+        """Steps until all blocks are free or in quarantine."""
         self._run(
             lambda: len(self.free) + len(self.quarantined) == blocks, timeout_s, f"{blocks} blocks back"
         )
@@ -227,7 +227,7 @@ class FakeEngine:
                 raise TimeoutError(f"no {what} after {timeout_s} s: {states}, {len(self.free)} free")
 
     def finish(self, request_id: str) -> None:
-        """The request ends here: computed, aborted, or done decoding."""
+        """Ends the request: its prompt is computed, it is aborted, or it has decoded all tokens."""
         request = self.requests[request_id]
         if request.state in (State.ENDED, State.FREED):
             return
@@ -238,7 +238,7 @@ class FakeEngine:
             self._release(request)
 
     def forget_freed(self) -> None:
-        """A step looks at every request that there ever was."""
+        """Forgets ended requests, because each step walks over all that the engine knows."""
         self.requests = {
             request_id: request
             for request_id, request in self.requests.items()
@@ -246,7 +246,7 @@ class FakeEngine:
         }
 
     def preempt(self, request_id: str) -> None:
-        """Take a running request's blocks and scribble over them, as the next owner would."""
+        """Takes a running request's blocks and overwrites them, as their next owner would."""
         request = self.requests[request_id]
         assert request.state is State.RUNNING
         self._preempt_next.add(request_id)
@@ -254,7 +254,7 @@ class FakeEngine:
             self.free.append(block)
         taken, request.blocks = request.blocks, []
         request.num_computed_tokens = 0
-        request.state = State.WAITING_FOR_KV  # not admitted before the step that announces it
+        request.state = State.WAITING_FOR_KV  # only the step that announces it may admit it
         self.step()
         for block in taken:
             self.scribble(block)
@@ -266,7 +266,7 @@ class FakeEngine:
     def close(self) -> None:
         self.worker_half.shutdown()
 
-    # ── the engine's own part ──
+    # ── the engine ──
 
     def _admit(self, request: FakeRequest) -> None:
         local = request.cached_tokens
@@ -291,7 +291,7 @@ class FakeEngine:
         step.num_scheduled_tokens[request.request_id] = count
 
     def _forward(self, step: FakeStep) -> None:
-        """Computes layer by layer. Calls the connector for each layer only if the connector asks for that."""
+        """Computes the step layer by layer. Calls the connector after each layer only if the connector asks for it."""
         layerwise = self.worker_half.layerwise
         for layer in range(SLOTS):
             if layerwise:
@@ -306,7 +306,7 @@ class FakeEngine:
         for request_id, count in step.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += count
 
-    layer_s = 0.0  # what a layer takes, where they are told of
+    layer_s = 0.0  # the seconds that a layer takes, if the connector is called for each layer
 
     def _write(self, request: FakeRequest, positions: range, layers: range) -> None:
         values = kv_of(request.all_token_ids)
@@ -346,7 +346,7 @@ class FakeEngine:
         self.free += output.released_blocks
 
     def _after_load(self, request: FakeRequest, state: State) -> None:
-        if request.state is State.ENDED:  # aborted while it waited
+        if request.state is State.ENDED:  # it was aborted while it waited
             self._release(request)
         else:
             assert request.state is State.WAITING_FOR_KV, request.state

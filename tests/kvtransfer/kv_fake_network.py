@@ -1,7 +1,7 @@
-"""A world for two endpoints without threads: its clock, its network and its memory do what a test says.
+"""A world for transfer endpoints without threads: the test controls the clock, the network and the memory.
 
-It watches what must never happen: bytes that land in a block which its owner was told is free again, a block
-given back while a handle touches it, a request that ends twice, an answer made of wrong bytes.
+It fails the test if bytes land in a block that its owner was told is free, if a block is given back while a handle touches it, if a
+request ends twice, or if an answer is computed from wrong bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ VOCAB_SIZE = 1000
 
 
 class Memory:
-    """A pool: for each block, layer, key or value, and token, a cell that says what it holds."""
+    """A pool of blocks: a cell for each block, layer, key or value, and token says what it holds."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -132,18 +132,18 @@ class FakeChecksums:
 
 @dataclasses.dataclass
 class Move:
-    """A handle in flight: bytes are copied when it completes."""
+    """A handle in flight; the bytes are copied when it completes."""
 
     node: Node
     operation: Operation
     peer: str
-    way: int  # which of the ways to the peer's memory it takes
-    local: list[int]  # blocks, once for each unit
+    way: int  # the registration of the peer's memory that it uses
+    local: list[int]  # a block for each unit
     remote: list[int]
     local_cells: list[int]
     remote_cells: list[int]
     done_at: float
-    left: float = 0.0  # bytes, where links have a rate
+    left: float = 0.0  # bytes still to move, if links have a rate
     state: str = "moving"
 
     @property
@@ -265,7 +265,7 @@ class Send:
     peer: PeerAddress
     blocks: list[int]
     computed: int = 0
-    computing: int | None = None  # a forward pass that will bring it there is under way
+    computing: int | None = None  # the number of tokens that the running forward pass will have computed
     planned: bool = False
     ended: bool = False  # the request has ended; its blocks may be kept
     kept: bool = False
@@ -317,9 +317,9 @@ class Node:
         self.recorder = Recorder(self.clock)
         self.sends: dict[str, Send] = {}
         self.receives: dict[str, Receive] = {}
-        self.unwanted: list[str] = []  # requests that the engine need not go on with
+        self.unwanted: list[str] = []  # requests that the engine need not continue
         self.frozen = False
-        self.line: deque[Callable[[], None]] = deque()  # what the device was given and has not done
+        self.line: deque[Callable[[], None]] = deque()  # work that the device has been given and has not done
         self.num_given = 0
         self.process = ProcessIdentity(f"machine of {name}", 1, epoch, 0)
         memory = CacheMemory(
@@ -395,7 +395,7 @@ class Node:
             self.wait_for_device()
 
     def fence(self) -> Callable[[], bool] | None:
-        """Whether the device has done all that it has been given so far; each look takes some time."""
+        """Returns a function that tells whether the device has done all its work up to now. Each call lets the device advance."""
         pace, place = self.world.device_does, self.num_given
         if pace is None:
             return None
@@ -435,7 +435,7 @@ class Node:
         self.end_computing(send)
 
     def begin_computing(self, send: Send, count: int) -> None:
-        """The first layer of a chunk."""
+        """Begins the forward pass of a chunk at its first layer."""
         upto = min(len(send.tokens), send.computed + count)
         missing = -(-upto // self.block_size) - len(send.blocks)
         if missing > 0:
@@ -466,7 +466,7 @@ class Node:
         self.on_device(lambda: self.memory.write(blocks, tokens, positions, layers))
 
     def preempt(self, send: Send) -> None:
-        """What runs next on the device overwrites its blocks."""
+        """Preempts the request: the device's next work overwrites its blocks."""
         at = self.clock()
         for block in send.blocks:
             self.on_device(functools.partial(self.memory.scribble, block))
@@ -476,7 +476,7 @@ class Node:
         self.endpoint.execute(commands.PreemptedRequests([send.request_id], at))
 
     def finish_send(self, send: Send) -> None:
-        self.wait_for_device()  # as an engine does, which knows the first token
+        self.wait_for_device()  # a real engine waits too, because it needs the first token
         send.ended = send.kept = True
         self.endpoint.execute(
             commands.FinishSend(send.request_id, first_token_of(send.tokens), [list(send.blocks)])
@@ -563,7 +563,7 @@ class World:
         self.ended: set[ProcessIdentity] = set()
         self.forgotten: list[str] = []
         self.move_s: Callable[[], float] = lambda: SETTINGS.margin_s / 4
-        self.stalled = False  # nothing that was posted gets any further
+        self.stalled = False  # no posted move advances
         # A link's rate: what was posted first arrives first. None: each move takes `move_s`.
         self.bytes_per_s: Callable[[], float] | None = None
         self.ways_can_be_closed = True
@@ -572,7 +572,7 @@ class World:
         # How much of its line a device does between two looks at it. None: all, at once.
         self.device_does: Callable[[], int] | None = None
         self.checksum_policy = checksum_policy
-        self.corrupts: Callable[[], bool] = lambda: False  # a write that arrives as something else
+        self.corrupts: Callable[[], bool] = lambda: False  # whether the next write arrives with wrong bytes
         self.nodes: dict[str, Node] = {}
         self.direction = direction
         self.moves_can_be_taken_back = False
@@ -590,7 +590,7 @@ class World:
         return self.nodes[name]
 
     def kill(self, name: str, *, proven: bool = True) -> None:
-        """A process ends, and with it what it had posted. `proven`: its peers can see that."""
+        """Ends a process and the moves that it had posted. `proven`: whether its peers can prove that it has ended."""
         node = self.nodes.pop(name)
         self.closed_addresses.add(node.identity.endpoint)
         if proven:
@@ -599,7 +599,7 @@ class World:
     # ── network ──
 
     def deliver(self, index: int = 0, *, keep: bool = False) -> None:
-        """One message arrives; `keep` leaves a copy on the way."""
+        """Delivers one message; `keep` leaves a copy of it in the network."""
         to, message = self.network[index] if keep else self.network.pop(index)
         node = self.nodes.get(to.removeprefix("tcp://"))
         if node is None or to in self.closed_addresses:
@@ -610,7 +610,7 @@ class World:
         node.endpoint.receive(self._decoder.decode(msgspec.msgpack.encode(message)))
 
     def deliver_all(self) -> None:
-        """Everything that is on the way, and what comes of it."""
+        """Delivers all messages, and those that follow from them."""
         for _ in range(10_000):
             reachable = (
                 index
@@ -643,7 +643,7 @@ class World:
         ]
 
     def complete(self, move: Move, *, failed: bool = False) -> None:
-        """The bytes move, or some of them do."""
+        """Completes a handle: its bytes move, or only some of them if it failed."""
         peer = self.nodes.get(move.peer)
         pairs = list(zip(move.local_cells, move.remote_cells, strict=True))
         move.state = "failed" if failed else "done"
@@ -681,7 +681,7 @@ class World:
                         break
 
     def advance(self, seconds: float) -> None:
-        """Time passes, and with it what was posted gets there, unless the links stall."""
+        """Advances the clock and the posted moves, unless the links are stalled."""
         until = self.now + seconds
         while self.now < until:
             step = min(until - self.now, SETTINGS.tick_s)
@@ -698,7 +698,7 @@ class World:
                     node.endpoint.tick()
 
     def _flow(self, num_bytes: float) -> None:
-        """So many bytes through each link."""
+        """Moves up to `num_bytes` through each link."""
         left: dict[tuple[str, str], float] = {}
         for move in self.moves():
             link = (move.node.name, move.peer)
@@ -710,14 +710,14 @@ class World:
                 self.complete(move)
 
     def settle_messages(self, seconds: float) -> None:
-        """A healthy network for messages; what was posted takes its time."""
+        """Delivers all messages for this time; posted moves take their usual time."""
         until = self.now + seconds
         while self.now < until:
             self.deliver_all()
             self.advance(SETTINGS.tick_s)
 
     def settle(self, seconds: float) -> None:
-        """A healthy network for so long."""
+        """Runs a healthy network for this time."""
         until = self.now + seconds
         while self.now < until:
             self.deliver_all()

@@ -1,4 +1,4 @@
-"""Faults around a real transport and the real sockets, at random moments, from a seed."""
+"""Injects faults into a real transport and real sockets, at random moments drawn from a seed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
 @dataclasses.dataclass
 class Faults:
-    """How likely each is, per call or message."""
+    """The probability of each fault, per call or message."""
 
     seed: int = 0
     connect_fails: float = 0.0
     post_fails: float = 0.0
     move_fails: float = 0.0
-    move_sticks: float = 0.0  # for a while: longer than a tick, shorter than a lease
+    move_sticks: float = 0.0  # it stalls for longer than a tick and shorter than a lease
     lost: float = 0.0
     doubled: float = 0.0
-    late: float = 0.0  # and so overtaken by others
+    late: float = 0.0  # a late message, which others overtake
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -193,12 +193,12 @@ def nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector
 
 
 def device_nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-    """For the fake device of tests.engine.model, whose memory is the host's."""
+    """A NIXL connector for the fake device of tests.engine.model, whose memory is host memory."""
     return _create(context, _for_device(context))
 
 
 def staged_nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-    """The same by way of a host copy."""
+    """As `device_nixl`, but through a staging copy in host memory."""
     return _create(context, StagedTransport(_for_device(context)))
 
 

@@ -1,4 +1,4 @@
-"""Fake engines in processes of their own, driven call by call."""
+"""Runs fake engines in their own processes; the test drives them call by call."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: 
 
 
 class EngineProcess:
-    """`engine.step()` steps the engine over there. A call that takes too long fails the test."""
+    """A proxy: `engine.step()` steps the engine in its process. A call that takes too long fails the test."""
 
     def __init__(self, connector: str, node_id: str, epoch: int, **config: Any) -> None:
         self._calls, theirs = _context.Pipe()

@@ -1,4 +1,4 @@
-"""How long this process stood still although it wanted to run: on a busy machine that is longer than a short lease."""
+"""Measures how long this process was ready but did not run: on a busy machine that may exceed a short lease."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The engine in miniature as a node of several ranks, each with memory of its own heads, and of its stage's layers. Rank 0 is the engine's process; the others are threads
-of it, or processes as a node's are, whose memory the engine maps as well, so that a test can look into it."""
+"""The miniature engine as a node of several ranks, each with its own memory for its heads and its stage's layers. Rank 0 is the engine's
+process. The other ranks are its threads, or processes as in a real node; the engine maps their memory, so that tests can read it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WideFakeEngine(FakeEngine):
     def __init__(
         self, *args: Any, ranks: int, cuts: Sequence[int] = (), processes: bool = False, **kwargs: Any
     ) -> None:
-        """`cuts`: the first layers of stages after the first. `ranks` are of all stages."""
+        """`ranks`: the number of ranks of all stages. `cuts`: the first layer of each stage after the first."""
         self._num_ranks, self._processes = ranks, processes
         self._cuts = (0, *cuts, SLOTS)
         self.shares: list[HeadShare] = []

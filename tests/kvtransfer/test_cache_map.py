@@ -1,4 +1,4 @@
-"""The mapping between pools of different shapes, beside a plain copy token by token."""
+"""The mapping between pools of different shapes, compared with a plain copy token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_BLOCKS = 7
 
 
 def pool(sizes: dict[str, int], block_size: int, axes: list[str], dtype: torch.dtype) -> torch.Tensor:
-    """In the contract's order of axes, but lying in memory as `axes` says."""
+    """A pool with the contract's order of axes, but with the memory layout that `axes` names."""
     sizes = {**sizes, "token": block_size}
     count = NUM_BLOCKS
     for axis in AXES:
@@ -39,7 +39,7 @@ def mapping_between(ours: torch.Tensor, theirs: torch.Tensor) -> Mapping | str:
 
 
 def carry_out(move: Move, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Bytes, as a transport sees them."""
+    """Copies the move's byte ranges, as a transport does."""
     source, target = (
         tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).view(-1) for tensor in (ours, theirs)
     )
@@ -238,7 +238,7 @@ def test_stages_that_cannot_be_are_refused(stages: list[list[tuple[int, int]]], 
 
 
 class EarlierMemory(msgspec.Struct, frozen=True):
-    """As a version before shards has it."""
+    """The message of a version that knows no shards."""
 
     agent_metadata: bytes
     memory_type: str
@@ -253,6 +253,6 @@ def test_a_version_that_knows_no_shards_reads_a_cache_that_cannot_be() -> None:
     read = msgspec.msgpack.decode(sent, type=EarlierMemory)
     assert read.base_address == 0
     assert read.agent_metadata == b""
-    # And what an earlier version sends is a cache in one piece.
+    # An earlier version's message describes a cache in one piece.
     earlier = EarlierMemory(b"x", "DRAM", 0, 4096, NUM_BLOCKS, 64)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(earlier), type=CacheMemory).shards == []

@@ -36,7 +36,7 @@ class Cache:
         self.sums = CacheChecksums(self.cache)
 
     def fill(self, tokens: torch.Tensor, first_block: int) -> None:
-        """[slots, 2, heads, tokens, dim], into consecutive blocks."""
+        """Writes tokens, [slots, 2, heads, tokens, dim], into consecutive blocks."""
         size = self.cache.block_size
         for index in range(tokens.shape[3] // size):
             self.tensor[first_block + index] = tokens[:, :, :, index * size : (index + 1) * size]
@@ -69,7 +69,7 @@ def some_tokens(count: int) -> torch.Tensor:
     ],
 )
 def test_both_ends_find_the_same(ours: dict[str, int], theirs: dict[str, int], device: str) -> None:
-    """On a device the sum is another, and the code is the same for a tensor in host memory."""
+    """A device computes another checksum, and the same code computes it for a tensor in host memory."""
     here, there = Cache(**ours), Cache(**theirs, device=device)  # type: ignore[arg-type]
     tokens = some_tokens(16)
     here.fill(tokens, 1)
@@ -113,7 +113,7 @@ def in_shards(tensor: torch.Tensor, ranks: int, cut: int | None = None) -> list[
 
 
 def sums_of(ranks: list[KVCacheMemory], mapping: Mapping, blocks: list[int], *, arrived: bool) -> list[int]:
-    """As rank 0 takes them, which asks the others."""
+    """The checksums as rank 0 computes them: it asks the other ranks for theirs."""
     parts = [0] * len(blocks)
     others = [CacheChecksums(rank) for rank in ranks[1:]]
 

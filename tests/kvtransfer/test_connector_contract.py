@@ -1,4 +1,4 @@
-"""What every connector must do, in every direction, between real processes.
+"""The contract that every connector must keep, in every direction, between real processes.
 
 Slow: each process imports torch and the connector's library. Most tests share one pair of processes.
 """
@@ -30,7 +30,7 @@ CONNECTORS = [
     ("nccl", "pull"),
     ("local_connector:create", "push"),
 ]
-# Ranks of the producer and of the consumer. Each rank is a process with heads of its own.
+# The number of ranks of the producer and of the consumer. Each rank is a process with its own heads.
 WIDTHS = [(1, 2, "push"), (2, 1, "pull")]
 MORE_WIDTHS = [(2, 4, "push"), (1, 2, "pull"), (2, 1, "push"), (2, 4, "pull")]
 
@@ -136,7 +136,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Pair]:
 # Every one of these tests starts the processes of both nodes again.
 @pytest.fixture(params=LONE + [wide(*widths, pytest.mark.more) for widths in WIDTHS + MORE_WIDTHS])
 def own(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """For tests that leave a process dead or wounded."""
+    """A pair of its own for each test, because these tests leave processes dead or broken."""
     with started(*request.param) as pair:
         if len(request.param) > 1:  # until all of its processes are there
             tokens = a_prompt(40)
@@ -211,7 +211,7 @@ def test_a_preempted_prompt_arrives_all_the_same(shared: Pair) -> None:
     shared.expect_nothing_left()
 
 
-# ── ends that are not good ones ──
+# ── transfers that fail ──
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -341,7 +341,7 @@ def test_layers_leave_while_the_next_ones_are_computed(connector: tuple[str, str
     producer = options | {"layer_s": 0.03, "block_size": block_size}
     with started(connector, producer, {"layer_s": 0.03}) as pair:
         first = a_prompt(20)
-        pair.expect_loaded(pair.add(first), first)  # so that the two know each other
+        pair.expect_loaded(pair.add(first), first)  # so that the two nodes have a link
         tokens = a_prompt(150)
         before = pair.stats()[0]
         name = pair.add(tokens, on="c")
@@ -378,7 +378,7 @@ def test_a_killed_producer_fails_the_transfer_within_seconds(own: Pair, steps: i
     state = own.consumer.call("run_until", name, ["failed", "loaded"], timeout_s=LEASE_S + 8)
     assert state == "failed" or steps == 6
     own.consumer.call("finish", name)
-    # A node's other ranks end after its first one, and may write until then.
+    # A node's other ranks end after rank 0, and may write until then.
     own.consumer.call("run_until_free", 63, timeout_s=LEASE_S + 8)
 
 

@@ -1,4 +1,4 @@
-"""docs/connectors.md gives a whole connector: it has to work, untouched, through the whole contract."""
+"""The connector in docs/connectors.md, unchanged, must pass all tests of the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/contributing.md's connector moves KV, and says so in the log."""
+"""The connector in docs/contributing.md moves KV, and logs it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Each fault, many times, at random moments, with the real NIXL and with gloo: one outcome for every request, right bytes or a
-reason, every block back, nothing left in flight, and the next transfer unharmed.
+"""Each fault, many times, at random moments, with the real NIXL and with gloo: every request has one outcome, which is right bytes or a
+reason; every block comes back, no handle stays in flight, and the next transfer succeeds.
 
 Slow: TANDEM_FAULT_ROUNDS of every fault (default 2) in each direction.
 """
@@ -25,7 +25,7 @@ from tandem.wire.nodes import PeerAddress
 
 pytestmark = pytest.mark.slow
 
-MORE_ROUNDS = 20  # until one is loaded: in few rounds a fault may meet them all
+MORE_ROUNDS = 20  # rounds until one request is loaded, because a fault may hit all requests of a few rounds
 ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "2"))
 AT_ONCE = 3
 LONE = [(transport, direction, (1, 1)) for transport in ("nixl", "nccl") for direction in ("push", "pull")]
@@ -33,12 +33,12 @@ LONE = [(transport, direction, (1, 1)) for transport in ("nixl", "nccl") for dir
 WIDE = [("nixl", "push", (1, 2)), ("nixl", "pull", (2, 1)), ("nixl", "push", (2, 4))]
 MORE_WIDE = [("nixl", "pull", (1, 2)), ("nixl", "push", (2, 1)), ("nixl", "pull", (2, 4))]
 LEASE_S = 1.0
-PATIENCE_S = 30.0  # far beyond every deadline of the protocol: the machine may be busy
+PATIENCE_S = 30.0  # far beyond every deadline of the protocol, for a busy machine
 
 
 class Pair:
     def __init__(self, transport: str, direction: str, ranks: tuple[int, int] = (1, 1)) -> None:
-        """`ranks`: of the producer and the consumer. Each but the first is a thread with heads of its own."""
+        """`ranks`: the number of ranks of the producer and of the consumer. Each rank but the first is a thread with its own heads."""
         connector = f"kv_faults:{transport}"
         self._transport = transport
         self._is_wide = ranks != (1, 1)
@@ -65,9 +65,8 @@ class Pair:
     def _count_resources(self) -> tuple[int, int]:
         files = len(os.listdir("/proc/self/fd"))
         if self._is_wide:
-            files = (
-                0  # each rank's UCX keeps sockets as below, and which of them a fault met is not known here
-            )
+            # Each rank's UCX keeps sockets as below, and which of them a fault met is not known here
+            files = 0
         elif self._transport == "nixl":
             # When a connection is given up while both nodes live, UCX keeps a socket on either side, and both
             # sides are this process.
@@ -75,7 +74,7 @@ class Pair:
         return threading.active_count(), files
 
     def expect_nothing_leaked(self) -> None:
-        """What a connection that broke still holds goes with its threads, which end soon."""
+        """Waits until the descriptors of broken connections are closed; their threads, which hold them, end soon."""
         threads, files = self._resources
         until = time.monotonic() + PATIENCE_S
         while any(
@@ -94,7 +93,7 @@ class Pair:
             inject(engine.worker_half, Faults(seed=seed * 2 + number, **faults))
 
     def run(self, seed: int, *, aborts: float) -> list[str]:
-        """A few requests at once; some are aborted on either side at some moment. Returns how they ended."""
+        """Runs a few requests at once, and aborts some of them on either side at random moments. Returns how they ended."""
         chance = random.Random(seed)
         peers = (PeerAddress("c", 2, self.consumer.endpoint()), PeerAddress("p", 1, self.producer.endpoint()))
         running: dict[str, list[int]] = {}
@@ -137,14 +136,14 @@ class Pair:
         return ends
 
     def expect_all_loaded(self, seed: int) -> list[str]:
-        """Unless the machine lets this process stand still for a good part of a lease."""
+        """Runs requests that must all be loaded, unless this process stood still for a large part of a lease. Returns how they ended."""
         lost_s = self.pulse.lost_s()
         ends = self.run(seed, aborts=0.0)
         assert set(ends) == {"loaded"} or self.pulse.lost_s() - lost_s > LEASE_S / 4, ends
         return ends
 
     def expect_served(self) -> None:
-        """The next request."""
+        """The next request must succeed."""
         until = time.monotonic() + PATIENCE_S
         while set(self.expect_all_loaded(0)) != {"loaded"}:
             assert time.monotonic() < until
@@ -155,7 +154,7 @@ class Pair:
         time.sleep(chance.uniform(0.0, 0.002))
 
     def settle(self) -> None:
-        """Without faults: everything that is still held comes back within the lease and a little."""
+        """Ends the faults. All blocks that are still held must come back within little more than a lease."""
         self.inject({}, 0)
         for engine in self._engines:
             self._faulty(engine).faulty_send.join()

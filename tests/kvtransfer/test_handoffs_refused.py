@@ -1,5 +1,5 @@
-"""Handoffs that must not be believed, each a hundred times at random moments of a real transfer: every one is refused
-and counted, and what it was sent into comes to its right end."""
+"""Wrong handoffs, each sent a hundred times at random moments of a real transfer: every one is refused and counted, and the transfer that
+it was sent into ends as it should."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Scene:
         return msgspec.structs.replace(right, **changed)
 
     def deliver(self, notice: HandoffNotice) -> int:
-        """How many messages were refused for it."""
+        """Delivers the notice, and returns how many messages were refused because of it."""
         before = self.refused()
         self.world.network.insert(0, ("tcp://c", notice))
         self.world.deliver(0)
@@ -82,7 +82,7 @@ class Scene:
 
 
 def unfinished(direction: Direction, cut_off: Callable[[Scene], None]) -> Iterator[Scene]:
-    """As many transfers as we need that had not handed over when they were cut off."""
+    """Yields transfers that had not handed over when they were cut off, as many as the test needs."""
 
     def every() -> Iterator[Scene]:
         for seed in count():
@@ -154,7 +154,7 @@ def test_of_an_old_epoch(direction: Direction, whose: str) -> None:
     "wrong", [{"token_hash": b"x" * 32}, {"num_tokens": 9999}, {"num_blocks": 3000}, {"first_token": -1}]
 )
 def test_that_does_not_verify(direction: Direction, wrong: dict[str, object]) -> None:
-    """From the right sender at the right time: it costs the transfer, and never becomes an answer."""
+    """A wrong notice from the right sender at the right time fails the transfer, and never becomes an answer."""
     for scene in unfinished(direction, lambda scene: scene.some_steps(least=1)):
         assert scene.deliver(scene.notice(**wrong)) == 1
         # Before the producer was told of the blocks, or after the right one has come, it costs nothing.

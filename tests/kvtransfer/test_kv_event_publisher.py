@@ -1,4 +1,4 @@
-"""What other programs read: decoded with vLLM's own classes where it is installed, and else with classes of the same shape."""
+"""The published KV events, decoded with vLLM's own classes if vLLM is installed, and otherwise with classes of the same shape."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def subscribers_classes() -> type:
 
 
 class Subscriber:
-    """As vLLM's example is."""
+    """A subscriber like vLLM's example."""
 
     def __init__(self, publisher: KVEventPublisher, topic: bytes) -> None:
         self.context = zmq.Context()

@@ -1,6 +1,6 @@
-"""What is the NCCL connector's own: pairs that come and go, writes that are refused, peers that never answer.
+"""The NCCL connector's own part: pairs that come and go, writes that are refused, peers that never answer.
 
-Everything here runs on gloo; on a GPU only the backend and where the tensors lie are different.
+All tests here run on gloo. On a GPU only the backend and the place of the tensors differ.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Side:
 
 
 class Held:
-    """What callers announce waits here for `go_on`."""
+    """Holds back the callers' announcements until `go_on`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.heard, self.go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What is NIXL's own: errors, threads, idle cost."""
+"""NIXL's own part of the connector: errors, threads, and its cost when idle."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_all_but_the_interfaces_of_other_addresses(host: str, devices: str | None) -> None:
-    """What is no interface is no matter: RDMA devices are not named."""
+    """Names that are no network interfaces are ignored: RDMA devices are not named."""
     assert devices_for(host) == devices
     with listening_at(host):
         assert os.environ.get(DEVICES) == devices

@@ -1,4 +1,4 @@
-"""Which way blocks go is said, and a GPU's memory on the slow way is warned of; what UCX needs for the fast one."""
+"""The log says which way blocks take, and warns if a GPU's memory takes the slow one; and the settings that UCX needs for the fast one."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_doctor_names_the_lanes_of_a_gpus_memory(monkeypatch: pytest.MonkeyPatch
 
 
 class Agent:
-    """NIXL, as far as it is asked for anything here: notes whether the thread had used the device before."""
+    """The part of NIXL that is called here. It notes whether the calling thread had used the device before."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device

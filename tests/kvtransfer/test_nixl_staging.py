@@ -1,5 +1,5 @@
-"""KV on a device by way of the host's memory: what is copied, when, and what is refused. Whole engines over it, with every
-fault, are in tests/engine/model/test_device_faults.py."""
+"""KV on a device that is staged in host memory: what is copied, when, and what is refused. tests/engine/model/test_device_faults.py runs
+whole engines over it, with every fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCKS, SHAPE = 6, (2, 2, 1, 4, 8)
 
 
 class NotedTransport(Transport):
-    """Notes what peers would read."""
+    """Records the memory that peers would read."""
 
     name = "noted"
 

@@ -1,5 +1,5 @@
-"""What ends a peer's writes over a network or between containers, tried with NIXL itself: a writer is stopped in the middle of
-a write, and goes on when its way has been closed.
+"""Closing a way ends a peer's writes over a network or between containers. With NIXL itself: a writer is stopped in the middle of a write,
+and continues after its way has been closed.
 
 Slow: each test starts a process of its own.
 """
@@ -100,7 +100,7 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stop_in_the_middle_and_close(writer: Writer, process: int) -> None:
-    """`process` writes for it. Another way is as good as the first."""
+    """Stops `process`, which writes for `writer`, in the middle of a write, and closes the way. A new way must work as well as the first."""
     transport, cache, memory = _transport("reader", OURS)
     identity = writer.calls.recv()
     writer.calls.send((memory, range(1, 2)))
@@ -136,7 +136,7 @@ def test_a_write_through_a_way_that_was_closed_lands_nowhere(
 
 
 def _writer_in_a_container(calls: Connection) -> None:
-    """As containers have it: a PID namespace and a /proc of its own, and the same boot id."""
+    """A writer as in a container: with its own PID namespace and /proc, and the host's boot id."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_MOUNTS | _NEW_PIDS):
         calls.send(f"unshare: {os.strerror(ctypes.get_errno())}")

@@ -1,5 +1,5 @@
-"""Peers that die, are started again, or stop answering, at random moments of real transfers between real processes: one
-outcome for every request, right bytes or a reason, every block back, and the next request is served.
+"""Peers that die, are started again, or stop answering, at random moments of real transfers between real processes: every request has
+one outcome, which is right bytes or a reason; every block comes back, and the next request is served.
 
 Slow: TANDEM_PEER_ROUNDS of every fault (default 1), each with a process of its own.
 """
@@ -26,11 +26,10 @@ pytestmark = pytest.mark.slow
 
 ROUNDS = int(os.environ.get("TANDEM_PEER_ROUNDS", "1"))
 LEASE_S = 1.0
-PATIENCE_S = 30.0  # far beyond every deadline of the protocol: the machine may be busy
+PATIENCE_S = 30.0  # far beyond every deadline of the protocol, for a busy machine
 AT_ONCE = 3
-SLACK = (
-    8  # descriptors that come and go: of a pair that is being taken down, of a socket that is being probed
-)
+# Descriptors that come and go: of a pair that is being taken down, of a socket that is being probed
+SLACK = 8
 epochs = itertools.count(5000)
 names = (f"r{number}" for number in itertools.count())
 
@@ -72,8 +71,8 @@ class Nodes:
         return end
 
     def expect_served(self, chance: random.Random) -> None:
-        """The next request. If the machine lets one of the processes stand still for a good part of a lease, that does not
-        count, and the next is asked."""
+        """The next request must succeed. A request during which one of the processes stood still for a large part of a lease does not count,
+        and another one is tried."""
         until = time.monotonic() + 4 * PATIENCE_S
         while True:
             lost_s = self._lost_s()

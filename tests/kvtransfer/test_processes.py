@@ -1,4 +1,4 @@
-"""Whether a process has ended: only what is certain counts."""
+"""Whether a process has ended: only proof counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_nothing_is_known_of_processes_of_other_machines_and_namespaces() -> Non
 
 
 def _proc(folder: Path, monkeypatch: pytest.MonkeyPatch, *, numbers: str) -> None:
-    """A /proc that shows this process alone."""
+    """Replaces /proc by one that shows only this process."""
     (folder / "sys/kernel/random").mkdir(parents=True)
     (folder / "sys/kernel/random/boot_id").write_text("boot")
     (folder / "self/ns").mkdir(parents=True)

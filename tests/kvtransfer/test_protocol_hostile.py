@@ -1,8 +1,8 @@
-"""Messages that decode and mean harm, or nothing: any of them, at any moment, from a sender that knows every id and
-epoch but not a request's tokens. They may cost a transfer. They must not raise, and never make a wrong answer.
+"""Hostile or senseless messages that decode, at any moment, from a sender that knows every id and epoch but not a request's tokens. They
+may fail a transfer. They must never make the endpoint raise, and never cause a wrong answer.
 
-One lie is left out, that a producer has closed a transfer: a consumer has to believe a message with both epochs, which
-are random, and secrets of the two nodes and the routers.
+One lie is left out: that a producer has closed a transfer. A consumer must believe such a message if it has both epochs, because these
+are random secrets of the two nodes and the routers.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.waiting import until
 
 
 class FakeEndpoint:
-    """Counts what the loop does to it."""
+    """Counts the loop's calls."""
 
     def __init__(self) -> None:
         self.is_idle = True
@@ -69,7 +69,7 @@ class RunningLoop:
         self.loop.start(endpoint)
 
     def nudge(self) -> None:
-        """A round trip through the thread."""
+        """Waits for one round trip through the thread."""
         count = len(self.endpoint.handled)
         self.loop.command([CancelReceive("r")])
         self.endpoint.wait_for(count + 1)

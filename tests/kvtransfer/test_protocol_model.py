@@ -1,8 +1,8 @@
-"""The protocol against a network that loses, doubles and reorders, nodes that freeze, and requests that change
-their mind: every transfer ends once on each side, nothing is written where it must not be, nothing wrong is accepted.
+"""The protocol against a network that loses, duplicates and reorders messages, nodes that freeze, and requests that are aborted: every
+transfer ends once on each side, no write lands in a foreign block, and nothing wrong is accepted.
 
-A history is a list of weighted events, most of which are progress: a network that only loses never gets anywhere
-near what is worth testing. `World` watches what must never happen; `settle` at the end shows that nothing hangs.
+A history is a list of weighted events. Most of them are progress, because a network that only loses messages never reaches the states
+worth testing. `World` checks the invariants; `settle` at the end shows that nothing hangs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class History:
         self._seen: list[tuple[str, HandoffMessage]] = []
 
     def pick_within(self, options: list[T]) -> T:
-        """In the middle of an event: a history whose choices are used up ends between two, so the first option is taken."""
+        """Picks an option in the middle of an event. It takes the first one when the history's choices are used up, because a history ends
+        only between two events."""
         try:
             return self.pick(options)
         except StopIteration:
@@ -189,7 +190,7 @@ class History:
         self.world.network.append(self.pick(self._seen[-40:]))
 
     def _forge(self) -> None:
-        """What a sender could send that does not know a request's tokens."""
+        """Sends a message that a sender without knowledge of a request's tokens could forge."""
         name, epoch = self.pick([("p", 11), ("p", 12), ("c", 22), ("x", 33)])
         transfer = f"t{self.pick([1, 2, 3, 4])}"
 
@@ -229,13 +230,13 @@ class History:
         self.world.stalled = not self.world.stalled
 
     def _address_refuses_or_accepts(self) -> None:
-        """As with a firewall: the nodes and their other links still work."""
+        """An address begins or stops to refuse connections, as with a firewall; the nodes and their other links still work."""
         self.world.closed_addresses ^= {self.pick(["tcp://p", "tcp://c"])}
 
     # ── the end ──
 
     def end(self) -> None:
-        """Left alone with a healthy network, everything comes to its end, and every block comes back."""
+        """With a healthy network, every transfer must end and every block come back."""
         self.producer.frozen = self.consumer.frozen = False
         self.world.stalled = False
         self.world.closed_addresses.clear()

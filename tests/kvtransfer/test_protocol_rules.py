@@ -1,4 +1,4 @@
-"""Each rule of the protocol, alone, with a network and a clock that do what the test says."""
+"""Each rule of the protocol alone, with a network and a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def pull() -> Pair:
     return Pair(Direction.PULL)
 
 
-# ── waiting in line is not failing, and what is not wanted is not computed ──
+# ── waiting is not failing, and unwanted requests are not computed ──
 
 
 def test_the_time_that_a_transfer_may_take_begins_when_its_prompt_leaves_the_line(pair: Pair) -> None:
@@ -188,7 +188,7 @@ def test_a_prompt_that_was_handed_over_was_wanted(pair: Pair) -> None:
     assert pair.producer.unwanted == []
 
 
-# ── the good end ──
+# ── transfers that succeed ──
 
 
 @pytest.mark.parametrize("registered", ["before", "while", "after"])
@@ -352,8 +352,8 @@ def test_what_was_in_flight_when_its_blocks_were_taken_is_written_again(push: Pa
 
 def test_what_completed_after_its_blocks_were_taken_does_not_count(push: Pair) -> None:
     receive, send = in_flight_write(push)
-    # The order in which the transfer thread may see it: the engine takes the blocks, the write completes and
-    # is noticed, and only then the news of the preemption is read from the queue.
+    # The transfer thread may see this order: the engine takes the blocks, the write completes and is noticed, and only then the thread
+    # reads the preemption from its queue.
     at = push.producer.clock()
     push.world.now += 0.01
     for block in send.blocks:
@@ -708,7 +708,7 @@ def test_a_producer_restarted_at_the_same_address_fails_the_transfer_at_once(pai
     assert receive.failed is not None
     assert "another incarnation" in receive.failed.reason
     assert pair.refused(reborn)["wrong_epoch"] >= 1
-    # And the new incarnation is worked with at once.
+    # Transfers with the new incarnation succeed at once.
     pair.producer = reborn
     second = pair.receive(name="r2")
     send = pair.send(name="r2")
@@ -760,7 +760,7 @@ def test_a_refused_connection_frees_nothing(push: Pair) -> None:
 
 @pytest.mark.parametrize("how", ["refuses", "does not answer"])
 def test_a_request_does_not_wait_for_a_producer_that_cannot_be_reached(push: Pair, how: str) -> None:
-    """Its link is there from before: there is no handshake whose deadline would end the wait."""
+    """The link exists already, so no handshake's deadline ends the wait."""
     served(push, "r0")
     push.world.network.clear()
     (push.world.closed_addresses if how == "refuses" else push.world.cut_off).add("tcp://p")
@@ -870,8 +870,8 @@ def test_a_request_does_not_wait_for_writes_that_stall(push: Pair) -> None:
 
 
 def test_a_transfer_that_waits_for_others_on_its_link_moves_when_they_have(push: Pair) -> None:
-    """All of a link's writes together are bounded. One that finds the link full was forgotten once: nothing looked at it again
-    after its prompt was computed, until its time was over."""
+    """The sum of a link's writes is bounded. A write that finds the link full must be tried again, even if its prompt is computed and no
+    further event follows."""
     push.world.stalled = True
     sent = []
     for number in range(3):  # of six blocks each; the link takes four
@@ -887,7 +887,7 @@ def test_a_transfer_that_waits_for_others_on_its_link_moves_when_they_have(push:
 
 
 def test_a_way_is_closed_only_when_no_other_transfer_uses_it(push: Pair) -> None:
-    """A silent producer's blocks wait for the transfers of the others, which lose nothing."""
+    """The blocks of a silent producer's transfer stay in quarantine until the others on the same way have ended; those lose nothing."""
     push.world.move_s = lambda: 1000.0
     receive, _ = in_flight_write(push)
     other = push.world.add("q", 13)
@@ -958,7 +958,7 @@ def served(pair: Pair, name: str) -> None:
 
 
 def test_a_request_that_names_an_earlier_incarnation_does_not_harm_the_one_that_runs(pair: Pair) -> None:
-    """It waited while the node was started again, or its router does not know of the restart yet."""
+    """The request waited while the node was started again, or its router does not know of the restart yet."""
     late = Receive("r1", "t-r1", TOKENS, 0, [])
     earlier = pair.producer.address
     pair.world.add("p", 12)
@@ -992,7 +992,7 @@ def test_a_request_that_names_another_incarnation_does_not_free_what_the_earlier
 
 
 def test_nothing_is_kept_for_nodes_that_went_for_good(pair: Pair) -> None:
-    """A pool that grows and shrinks gives every node a new name."""
+    """In a pool that grows and shrinks every node has a new name, so old names must be forgotten."""
     pull = pair.world.direction is Direction.PULL
     survivor = pair.consumer if pull else pair.producer
     for number in range(5):
@@ -1159,7 +1159,7 @@ def test_a_failed_write_ends_what_went_the_same_way_and_the_next_transfer_connec
 
 
 def test_a_failed_write_that_may_still_land_is_not_called_over(push: Pair) -> None:
-    """The consumer is told at once that there is nothing to wait for, and keeps the blocks."""
+    """The consumer learns at once that the transfer has failed, and keeps the blocks."""
     push.world.ways_can_be_closed = False
     receive, send = in_flight_write(push)
     push.producer.transport.failed_writes_may_land = True
@@ -1205,7 +1205,7 @@ def test_what_could_not_be_summed_up_does_not_count_although_it_arrives(
     assert push.nothing_is_left()
 
 
-# ── what does not verify ──
+# ── handoffs that fail verification ──
 
 
 def test_a_request_with_other_tokens_is_refused(pair: Pair) -> None:
@@ -1381,13 +1381,13 @@ def test_two_requests_with_one_transfer_id_do_not_share_a_transfer(pair: Pair) -
     assert first.finished
 
 
-# ── what arrived before the end ──
+# ── the part that arrived before a failure ──
 
 LONG = list(range(100, 180))  # twenty blocks
 
 
 def nine_tenths(pair: Pair) -> tuple[Receive, Send]:
-    """A push of twenty blocks in chunks, of which eighteen have arrived."""
+    """A push of twenty blocks in chunks; eighteen blocks have arrived."""
     receive, send = pair.receive(LONG), pair.send(LONG)
     pair.world.deliver_all()
     for _ in range(9):
@@ -1455,7 +1455,7 @@ def test_news_of_arrivals_that_were_lost_make_nothing_wrong(push: Pair) -> None:
 
 
 def test_what_was_overwritten_before_it_had_left_is_not_said_to_have_arrived(push: Pair) -> None:
-    """The write is seen to be done before the news of the preemption."""
+    """The thread sees the completed write before it reads the preemption."""
     receive, send = in_flight_write(push)
     at = push.producer.clock()
     push.world.now += 0.01

@@ -1,4 +1,4 @@
-"""Random bytes at every socket of a node and of a router: each frame is counted and refused, and nothing dies.
+"""Random bytes at every socket of a node and of a router: each frame is counted and refused, and no thread dies.
 
 Slow: TANDEM_FRAMES frames each (default 20,000).
 """
@@ -42,7 +42,7 @@ CONNECTIONS = 40
 
 
 class ListeningEndpoint:
-    """A socket under test: where it is, how many frames it refused, what came through."""
+    """A socket under test: its address, the number of refused frames, and the messages that it delivered."""
 
     def __init__(self, endpoint: str, malformed: Callable[[], int], whole: msgspec.Struct) -> None:
         self.endpoint = endpoint
@@ -178,7 +178,7 @@ def test_random_frames_are_counted_and_nothing_else_happens(
 
 
 def knock(port: int, chance: random.Random) -> None:
-    """Bytes that are not even frames."""
+    """Sends bytes that are not even frames."""
     with socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
         connection.settimeout(0.01)
         try:

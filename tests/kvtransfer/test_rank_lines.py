@@ -1,4 +1,4 @@
-"""The line between rank 0 and another rank: it never makes its user wait, loses nothing, and its end is seen by what waits for an answer."""
+"""The line between rank 0 and another rank never makes its caller wait and loses nothing, and its end wakes those that wait for an answer."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_bug_in_the_thread_is_not_silent() -> None:
 
 
 def a_node(cache: torch.Tensor, name: str) -> tuple[ShardedTransport, list[RankTransfers], KVCacheMemory]:
-    """A rank for each head."""
+    """A node with one rank for each head."""
     lines, threads, ranks = [], [], []
     for head in range(cache.shape[3]):
         kept = cache[:, :, :, head : head + 1].clone()

@@ -1,4 +1,4 @@
-"""What happens to requests, as commands."""
+"""The scheduler half turns the events of requests into commands for the worker half."""
 
 from __future__ import annotations
 

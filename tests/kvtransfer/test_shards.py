@@ -1,4 +1,4 @@
-"""Moves between pools in shards, beside a plain copy layer by layer, head by head and token by token."""
+"""Moves between sharded pools, compared with a plain copy layer by layer, head by head and token by token."""
 
 from __future__ import annotations
 

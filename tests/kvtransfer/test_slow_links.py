@@ -1,4 +1,4 @@
-"""Links that become slow: a transfer is given up when computing the rest takes less than waiting, and only then."""
+"""Slow links: a transfer is given up if and only if computing the rest takes less time than waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOO_SLOW = "too_slow"
 
 
 class Link:
-    """A producer and a consumer with a link between them whose rate, in blocks a second, a test changes."""
+    """A producer, a consumer, and a link between them whose rate (blocks per second) the test changes."""
 
     def __init__(self, direction: Direction = Direction.PUSH, blocks_per_s: float = 1000.0) -> None:
         self.world = World(direction)
@@ -111,7 +111,7 @@ def test_a_link_that_others_use_is_waited_for_where_computing_takes_longer(link:
 
 
 def test_of_many_transfers_as_many_are_computed_as_is_faster(link: Link) -> None:
-    """Each that was given up makes computing the next one take longer."""
+    """Each transfer that is given up makes computing the next one slower."""
     link.computes(link.consumer, 10 * BLOCK_SIZE)
     link.blocks_per_s = 10.0
     receives = [link.request(20)[0] for _ in range(6)]

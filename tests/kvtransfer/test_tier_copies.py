@@ -1,4 +1,4 @@
-"""The tier in host memory: its copies, and what it refuses."""
+"""The host-memory tier: its copies, and what it refuses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_was_stored_is_what_is_loaded(transposed: bool) -> None:
 
 
 class GatedCopier(Copier):
-    """Copies only when it is let."""
+    """Copies only when the test lets it."""
 
     def __init__(self) -> None:
         super().__init__(memory())

@@ -1,4 +1,4 @@
-"""The tier on a disk: what it keeps over a restart, and that nothing torn, old or foreign is ever taken for KV."""
+"""The disk tier: which blocks survive a restart, and that no torn, old or foreign bytes are ever taken for KV."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KILLS = int(os.environ.get("TANDEM_KILLS", "2"))
 
 
 def chunk_of(key: bytes, era: int = 0) -> bytes:
-    """What the KV of this key is, and of no other; another one after each time that everything was forgotten."""
+    """The content of this key's KV, which no other key has; it differs after each time that the tier was emptied (`era`)."""
     return random.Random(key + bytes([era])).randbytes(CHUNK)
 
 
@@ -64,7 +64,7 @@ def store(tier: Tier, job: int, keys: list[bytes], blocks: list[int]) -> None:
 
 
 def load(tier: Tier, job: int, keys: list[bytes], blocks: list[int], skip: int = 0) -> bool:
-    """Into `blocks`, from part `skip` of the first key's chunk on."""
+    """Loads keys into `blocks`, from part `skip` of the first key's chunk on."""
     slots = tier.manager.prepare_load(keys)
     factor = tier.block_factor
     places = [slot * factor + part for slot in slots for part in range(factor)][skip:]
@@ -180,10 +180,10 @@ def test_a_write_that_fails_is_no_chunk(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Crashes:
-    """Every write, and after a crash any part of what was not synced: whole pages, in any order, some of them not at all."""
+    """Records every write. After a crash the file keeps a random part of the pages that were not synced."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, before: bytes = b"") -> None:
-        """`before`: what the file held."""
+        """`before`: the file's content."""
         self.before = before
         self.writes: list[tuple[int, bytes]] = []
         self.synced = 0
@@ -248,15 +248,14 @@ def test_after_any_crash_what_is_read_is_right(tmp_path: Path, monkeypatch: pyte
 
 
 class DiskIndex(RuleBasedStateMachine):
-    """The manager over its file: what it says is there is there and right, or after a crash is refused when it is read."""
+    """The manager over its file: every block that it reports is in the file and right, or after a crash is refused when it is read."""
 
     def __init__(self) -> None:
         super().__init__()
         self._patch = pytest.MonkeyPatch()
         self._folder = tempfile.TemporaryDirectory()
-        self._stores: list[
-            tuple[StoreRoom, int]
-        ] = []  # under way, and what had been forgotten when they were planned
+        # Under way, and what had been forgotten when they were planned
+        self._stores: list[tuple[StoreRoom, int]] = []
         self._torn: set[bytes] = set()  # by a crash, maybe
         self.era = 0
         self._begin(b"")
@@ -325,7 +324,7 @@ class DiskIndex(RuleBasedStateMachine):
 
 
 class Whole(random.Random):
-    """Nothing is lost."""
+    """A source of chance by which a crash loses nothing."""
 
     def randint(self, a: int, b: int) -> int:
         return b

@@ -1,4 +1,4 @@
-"""The thread that reads other nodes' tiers, over a transport that fails when the test says so."""
+"""The thread that reads other nodes' tiers, over a transport whose failures the test controls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ A, B = PeerKey("a", 1), PeerKey("b", 2)
 
 
 class Held(Transport):
-    """A handle is done, or fails, when the test says so."""
+    """A transport whose handles complete or fail when the test says so."""
 
     name = "held"
 

@@ -1,4 +1,4 @@
-"""Tiers that nodes share, of models whose groups of layers need different parts of a prefix: attention windows, chunks, recurrent states."""
+"""Shared tiers for models whose groups of layers need different parts of a prefix: attention windows, chunks, recurrent states."""
 
 from __future__ import annotations
 

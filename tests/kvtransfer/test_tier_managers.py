@@ -1,4 +1,4 @@
-"""What a tier has, and what it gives up: random operations against the plain rules."""
+"""What a tier holds and what it evicts: random operations, compared with the plain rules."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True)
 
 
 class Machine(RuleBasedStateMachine):
-    """The rules: what is being written cannot be found, what is read cannot be given up, a store gets all its room or
-    none, and every slot is in one place."""
+    """The rules: a chunk that is being written cannot be found, one that is being read cannot be evicted, a store gets all its room or none,
+    and every slot is in exactly one list."""
 
     policy = EvictionPolicy.LRU
 

@@ -1,4 +1,4 @@
-"""What a tier has of a prefix: what all groups of layers have, and no more."""
+"""A tier has as much of a prefix as all groups of layers have, and no more."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Part = tuple[int, int, int]
 
 
 def parts_of(groups: Sequence[KVCacheGroup]) -> list[Part]:
-    """All that a tier may have of a prompt."""
+    """All parts of a prompt that a tier may have."""
     return [
         (index, place, number)
         for index, group in enumerate(groups)
@@ -74,7 +74,7 @@ def key_of(prefixes: Prefixes, groups: Sequence[KVCacheGroup], part: Part) -> by
 
 
 def suffices(groups: Sequence[KVCacheGroup], there: set[Part], first: int, end: int) -> bool:
-    """By the tokens: whether one that comes after block `end` finds all that it reads, with the device's blocks before `first`."""
+    """Whether a token after block `end` finds all KV that it reads, in these parts and the device's blocks before `first`."""
     for index, group in enumerate(groups):
         if group.kind is AttentionKind.STATE:
             if any((index, end - 1, number) not in there for number in range(group.blocks_per_request)):

@@ -1,4 +1,4 @@
-"""Tiers of ranks that keep their KV apart: a copy is over when it is at every rank, and right when it is right at every rank."""
+"""Tiers of ranks that keep their KV apart: a copy has ended when it has ended at every rank, and is right if it is right at every rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Nodes that share their tiers, without threads and sockets: messages are lost, doubled and late, reads take as long as they like, nodes
-are started again. What a tier calls ready is what its key says."""
+"""Nodes that share their tiers, without threads and sockets: messages are lost, duplicated and late, reads take any time, and nodes are
+started again. A chunk that a tier calls ready always has the KV of its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted of a transfer, and the ways in which a producer's blocks become free."""
+"""The statistics of transfers, and the ways in which a producer's blocks become free."""
 
 from __future__ import annotations
 

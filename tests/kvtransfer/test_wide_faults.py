@@ -1,4 +1,4 @@
-"""Nodes whose ranks are processes with heads, or layers, of their own, and one of these ends or hangs while blocks are on their way.
+"""A rank of a node whose ranks are processes with their own heads or layers ends or hangs while blocks are being sent.
 
 Slow: each process imports torch and NIXL.
 """

@@ -1,4 +1,4 @@
-"""A server whose every byte the test decides. Speaks only as much HTTP as the load generator does."""
+"""A server whose bytes the test decides. It knows only the part of HTTP that the load generator uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Exchange:
-    """One request, and the means to answer it."""
+    """One request, with methods to answer it."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Exchange:
 
 
 async def complete(exchange: Exchange, text: str = " word") -> None:
-    """The whole of a proper answer, at once."""
+    """Sends a whole, correct answer at once."""
     tokens = exchange.body["max_tokens"]
     prompt = exchange.body["prompt"]
     await exchange.begin()

@@ -12,19 +12,19 @@ WORDS = ["".join(letters) for letters in itertools.product("bcdfghkm", "aeiou", 
 
 
 def shared_beginning(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many tokens two prompts have in common, from the first on."""
+    """The length of the longest common prefix of two prompts, in tokens."""
     return next(
         (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """As GPT-2's and SmolLM2's: a space belongs to the word after it."""
+    """Like GPT-2's and SmolLM2's: a space belongs to the word after it."""
     return _whole_words("Ġ", pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """As Llama 2's: a word at the text's beginning is spelled as after a space, and BOS goes before it."""
+    """Like Llama 2's: a word at the text's beginning has the tokens of a word after a space, and BOS comes before it."""
     tokenizer = _whole_words("▁", pre_tokenizers.Metaspace(), decoders.Metaspace())
     tokenizer.add_special_tokens(["<s>"])
     bos = tokenizer.token_to_id("<s>")

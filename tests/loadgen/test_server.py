@@ -1,4 +1,4 @@
-"""Against a server whose every byte the test decides: what is measured, and how each kind of failure is reported."""
+"""The load generator against a server whose bytes the test decides: what it measures, and how it reports each kind of failure."""
 
 from __future__ import annotations
 

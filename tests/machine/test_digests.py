@@ -1,4 +1,4 @@
-"""The digest of a file is that of its bytes, read once for as long as the file stays what it is."""
+"""The digest of a file is the digest of its bytes; the file is read once as long as it does not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Free memory is what the control group leaves, when that is less than what the machine has."""
+"""Free memory is what the control group leaves, if that is less than the machine has."""
 
 from __future__ import annotations
 

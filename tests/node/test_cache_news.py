@@ -1,4 +1,4 @@
-"""From a node's cache to a router's index, over lines that lose messages: in the end the router knows what is cached."""
+"""A node's cache news reaches a router's index, even over lines that lose messages: in the end the router knows what is cached."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.wire.test_lines import World
 
 
 class Pair:
-    """A node's cache and a router that follows it."""
+    """A node's cache, and a router that follows its news."""
 
     def __init__(self, **limits: int) -> None:
         self.world = World(**limits)
@@ -60,7 +60,7 @@ class Pair:
             self.desk.turn()
 
     def check(self) -> None:
-        """The router knows what the node would find, for every prompt there was."""
+        """For every prompt so far, the router's index must say what the node would find in its cache."""
         assert self.blocks.knows("n")
         for prompt in self.prompts:
             found = len(self.cache.pool.lookup_run(0, request("x", prompt).block_hashes))

@@ -1,4 +1,4 @@
-"""The step thread: it sleeps when there is nothing to do, wakes for anything, and never dies silently."""
+"""The step thread sleeps when there is nothing to do, wakes for any item, and never dies silently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 5.0
 
 
 class FakeEngine:
-    """Makes progress in a given number of steps, and counts its steps."""
+    """Progresses in a given number of steps, and counts all its steps."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -94,7 +94,7 @@ def test_an_item_is_handled_before_the_next_step_and_steps_go_on_while_there_is_
     host.on_handle = handle
     loop.start()
     mailbox.put("a")
-    for _ in range(4):  # three that progress, and the one that finds nothing left
+    for _ in range(4):  # three steps progress; the fourth finds nothing to do
         assert engine.stepped.acquire(timeout=PATIENCE_S)
     assert host.handled == ["a"]
     assert loop.steps == 3

@@ -1,4 +1,4 @@
-"""Whom a node answers to, and whom no more."""
+"""To which routers a node reports, and when it counts a router as lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Message(msgspec.Struct):
 
 
 class World:
-    """The line, the clock, and the caller that asks for the status."""
+    """A fake line and clock around `Routers`."""
 
     malformed = 0
     died = None

@@ -1,4 +1,4 @@
-"""A whole node with a tier of its cache: what it says of it, and what it refuses to start with."""
+"""A whole node with a cache tier: what it reports of the tier, and which settings it refuses to start with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def runner_of(kind: str, folder: Path) -> ModelRunner:
 def node_with(
     tiers: list[TierConfig], *, shares: bool = False, checkpoint_tokens: int = 256
 ) -> tuple[Node, list[FakeChannel]]:
-    """One that does both: it has no peers."""
+    """An aggregated node, so without peers."""
     channels: list[FakeChannel] = []
 
     def open_channel(host: str, epoch: int, *, name: str) -> FakeChannel:

@@ -1,4 +1,4 @@
-"""The way between two machines of one node: what goes in comes out, in order, or the link is over."""
+"""The link between two machines of one node delivers everything in order, or ends."""
 
 from __future__ import annotations
 

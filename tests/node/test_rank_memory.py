@@ -1,4 +1,4 @@
-"""What one rank writes, the others read; each has taken its part of a machine."""
+"""The shared memory of a machine's ranks: each rank reads what the first one writes. And each rank's share of the machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_step_is_not_written_over_one_that_a_rank_still_wants() -> None:
     follower.read(1, 1)
     assert leader.behind(1) == [2]
     asked = iter([True, False])
-    leader.write(numbers, lambda: next(asked))  # rank 2 has not taken the first
+    leader.write(numbers, lambda: next(asked))  # rank 2 has not taken the first step
     assert leader.written == 2
     follower.read(2, 1)
     leader.write(numbers, lambda: True)

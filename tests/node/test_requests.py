@@ -1,4 +1,4 @@
-"""What a node keeps of requests: each live one's deadline, and background answers, whatever order things happen in."""
+"""The live requests' deadlines and the kept background answers stay right, in whatever order events come."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Kept:
         self.answers.follow(Follow(OTHER, follower, answer_id, after))
 
     def tokens(self, follower: str = "f") -> list[int]:
-        """As a ledger merges what the follower was sent."""
+        """The follower's chunks, merged as a router's ledger merges them."""
         merged: list[int] = []
         for _, chunk in self.sent:
             if chunk.request_id == follower:
@@ -153,7 +153,7 @@ def test_it_is_found_until_its_time_is_over() -> None:
     kept = Kept(kept_s=10.0)
     request_id = kept.begin()
     assert kept.answers.recall("a") == (KeepAnswer("a", 1, b"note"), False)
-    kept.now = 100.0  # it is still being made
+    kept.now = 100.0  # the answer is still in progress
     assert kept.answers.recall("a")[0] is not None
     kept.answers.add(chunk(request_id, 0, [7], FinishReason.STOP))
     kept.now = 109.0
@@ -232,4 +232,4 @@ def test_who_keeps_an_answer() -> None:
     assert not keeps_here(plain)
     assert keeps_here(role(TransferRole.CONSUME))
     assert not keeps_here(role(TransferRole.PRODUCE))
-    assert array("i").itemsize == 4  # what a token is counted as
+    assert array("i").itemsize == 4  # the bytes that the limit counts for a token

@@ -1,4 +1,4 @@
-"""One loaded model, handed from a node to the node that its process becomes."""
+"""A process changes its role: the new node takes over the loaded model of the old one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUTER = "tcp://router:1"
 
 
 class FakeChannel:
-    """Where a node is reached, and what it has said."""
+    """A channel that records what the node sends."""
 
     opened = 0
 
@@ -145,7 +145,7 @@ def test_under_a_quota_a_node_is_bound_to_no_core(monkeypatch: pytest.MonkeyPatc
 
 
 class NoStates(WorkerConnector):
-    """A connector that knows blocks in the order of tokens, and nothing else."""
+    """A connector's worker half that cannot hand over recurrent states."""
 
     closed = False
 

@@ -1,4 +1,4 @@
-"""A node above its loop: what comes in, what goes out, and which routers are sent a request's end."""
+"""A node's service: which messages it sends for the messages that it gets, and which router gets a request's end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ROUTER = "tcp://router:1"
 
 
 class SentBatches:
-    """What the node sent, per endpoint."""
+    """Records what the node sends, by endpoint."""
 
     def __init__(self) -> None:
         self.batches: queue.Queue[TokenBatch] = queue.Queue()
@@ -114,7 +114,7 @@ class Node:
         scheduler: SchedulerConfig | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
-        # A context so long that a request without an end of its own outlives any test.
+        # The context is so long that a request without a stop outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
         self.runner.adapters = adapters
         self.outgoing = SentBatches()
@@ -243,7 +243,7 @@ def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
         gate = threading.Event()
         node.service.receive(Ping(reply_to="tcp://watcher:1"))
         node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
-        # The watcher goes on pinging; the request's router does not.
+        # Only the watcher goes on pinging; the request's router is silent.
         while not gate.wait(0.01):
             node.service.receive(Ping(reply_to="tcp://watcher:1"))
             status = node.service.status()
@@ -503,7 +503,7 @@ def test_a_vectors_deadline_and_its_cancel(node: Node) -> None:
 
 
 def test_a_pin_ends_while_the_node_sleeps() -> None:
-    """The loop wakes for it: no request has to come."""
+    """The loop wakes for the pin's end even if no request comes."""
     made = Node(
         DecodeRules(Role.DECODE),
         scheduler=SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, pin_seconds=0.05),
@@ -530,7 +530,7 @@ def test_hidden_states_are_refused_where_no_folder_is_for_them() -> None:
 
 
 def few_adapters() -> AdapterSlots:
-    """A runner's adapters: one is served."""
+    """Adapter slots with one served adapter."""
     slots = AdapterSlots(AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"))
     slots.serve([Adapter("sql", "d" * 64, {})])
     return slots

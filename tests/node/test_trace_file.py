@@ -1,4 +1,4 @@
-"""The scheduler trace's files: bounded, whole, and nothing that a node would wait for."""
+"""The scheduler trace's files are bounded and whole, and the node never waits for them."""
 
 from __future__ import annotations
 

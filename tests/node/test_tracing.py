@@ -1,4 +1,4 @@
-"""Where a traced request's time went on one node: each phase is reported once, and nothing of another request."""
+"""A node reports each phase of a traced request once, and nothing of other requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def submit(request_id: str = "r", **fields) -> Submit:
 
 
 class ManualTracer:
-    """A tracer without an engine: steps are what a test says."""
+    """A tracer without an engine: the test says what each step does."""
 
     def __init__(self, transfer: list[Span] | None = None) -> None:
         self.now = Now()

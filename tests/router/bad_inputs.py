@@ -1,4 +1,4 @@
-"""What clients get wrong: (endpoint, body, the field that the answer must name). Each must be a 4xx that says why."""
+"""Mistakes of clients: (endpoint, body, the field that the answer must name). Each must get a 4xx that says why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Bad(NamedTuple):
 
     @property
     def body(self) -> dict[str, Any]:
-        """`...` takes a field away."""
+        """The request's body. A value of `...` removes the field."""
         merged = VALID[self.path] | self.fields
         return {name: value for name, value in merged.items() if value is not ...}
 
@@ -168,7 +168,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
 ]  # fmt: skip
 
-# What no grammar can be made of: not a schema, one that nothing satisfies, or one that asks for what is not supported.
+# No grammar can be made of these: they are no schema, nothing satisfies them, or they ask for something that is not supported.
 BAD_SCHEMAS: list[Any] = [
     {"type": "banana"},
     {"type": 5},

@@ -1,4 +1,4 @@
-"""A router with fake nodes behind it, over real sockets, in this process. No torch, no Ray, no download."""
+"""Runs a router with fake nodes in this process, over real sockets; without torch, Ray or downloads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CORPUS = [
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A byte-level BPE as small as it can be: all bytes, some merges, three special tokens."""
+    """A folder with a minimal byte-level BPE tokenizer: all bytes, some merges, three special tokens."""
     folder = tmp_path_factory.mktemp("model")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,12 +68,12 @@ def tokenizer(model_folder: str) -> Tokenizer:
     return Tokenizer.from_folder(model_folder)
 
 
-# In the tokenizer below: three special tokens, then the bytes in the order of their characters.
+# The tokenizer below has three special tokens, and then the bytes in the order of their characters.
 LETTERS = hashed_token(67, 93)
 
 
 class RunningRouter:
-    """A router on an event loop of its own, and the nodes that it knows."""
+    """A router on its own event loop, and the fake nodes that it knows."""
 
     def __init__(self, config: RouterConfig, rule: TokenRule, eos: int, door: str = "") -> None:
         self.config = config
@@ -87,8 +87,8 @@ class RunningRouter:
         self.client = self.new_client()
 
     def new_client(self) -> httpx.Client:
-        # Straight to the router, whatever proxy the environment names. To read the certificates for TLS, which no test
-        # speaks here, would take longer than to start the router.
+        # Ignore proxies in the environment. Do not read TLS certificates, which no test here uses: that takes longer than starting
+        # the router.
         return httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=False)
 
     def official_client(self) -> openai.OpenAI:
@@ -107,7 +107,7 @@ class RunningRouter:
         return self.begin(work).result(30)
 
     def look(self, what: Callable[[], T]) -> T:
-        """On the event loop, where it is safe."""
+        """Calls `what` on the router's event loop, where reading its state is safe, and returns the result."""
 
         async def do() -> T:
             return what()
@@ -130,7 +130,7 @@ class RunningRouter:
         self.look(lambda: self.server.set_members(infos))
 
     def wait_ready(self, *node_ids: str) -> None:
-        """Until the router has these nodes (all of them, if none is named) in view."""
+        """Waits until the router can use these nodes, or all of its nodes if none is named."""
         wanted = set(node_ids or self.nodes)
 
         async def wait() -> None:
@@ -163,7 +163,7 @@ class RunningRouter:
         return next((value for value in found if value is not None), 0.0)
 
     def expected(self, prompt: str, count: int, *, seed: int, special: bool = True) -> str:
-        """The text that any path through the cluster must give."""
+        """The text that the router must answer, whichever nodes serve the request."""
         tokenizer = self.server.services.model.tokenizer
         ids = tokenizer.encode(prompt, special=special)
         return tokenizer.decode(
@@ -210,8 +210,8 @@ def bombarded(
     unknown_fields: UnknownFields = UnknownFields.IGNORE,
     **node: Any,
 ) -> Iterator[RunningRouter]:
-    """A router with one node of each role. Whatever is sent to it in the block, it answers afterwards, and nothing is
-    left behind, and none of its tasks has died."""
+    """A router with one node of each role. After the block it checks that the router still answers, holds nothing, and has lost none of
+    its tasks."""
     config = RouterConfig(
         tokenizer_path=model_folder,
         model_name="fake",
@@ -242,7 +242,7 @@ def end_token(tokenizer: Tokenizer) -> int:
 
 @pytest.fixture
 def start_router(model_folder: str, end_token: int, request: pytest.FixtureRequest) -> Iterator[StartRouter]:
-    """Starts routers with `prefill` and `decode` fake nodes (or `aggregated`), ready to be asked; stops them all."""
+    """Starts routers with `prefill` and `decode` (or `aggregated`) fake nodes and waits until they are ready; stops them at the end."""
     started: list[RunningRouter] = []
 
     def start(

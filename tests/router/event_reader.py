@@ -1,4 +1,4 @@
-"""A client that reads a stream of events one at a time, and may hang up or stop reading at any moment."""
+"""A client that reads an event stream one event at a time, and may close the connection or stop reading at any moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 class EventReader:
-    """By hand on a socket: an HTTP library would read ahead, and tests are about who reads when."""
+    """Reads from a plain socket, because an HTTP library would read ahead, and tests control when the client reads."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class EventReader:
         return self.status
 
     def _read_chunk(self) -> bool:
-        """One chunk of the transfer coding. False at the end of the body."""
+        """Reads one chunk of the transfer coding. Returns False at the end of the body."""
         while True:
             size, found, rest = self._buffer.partition(b"\r\n")
             if found and len(rest) >= int(size, 16) + 2:
@@ -83,7 +83,7 @@ class EventReader:
         return "\n".join(line[6:] for line in block.decode().split("\n") if line.startswith("data: "))
 
     def text(self, count: int | None = None) -> str:
-        """The next `count` characters, or all to the end. An event has as many as had come when it was written."""
+        """The next `count` characters of text, or all to the end. An event holds the characters that had come when it was written."""
         out = ""
         while count is None or len(out) < count:
             data = self.next_event()
@@ -97,7 +97,7 @@ class EventReader:
         return out
 
     def rest(self) -> list[Any]:
-        """Everything to the end: JSON bodies, and "[DONE]" as it stands."""
+        """All events to the end: JSON bodies, and "[DONE]" as a string."""
         found: list[Any] = []
         while (data := self.next_event()) is not None:
             found.append(data if data == "[DONE]" else json.loads(data))

@@ -1,7 +1,7 @@
-"""Nodes that speak wire/ over real sockets and make up their tokens: everything of a node but the model.
+"""Fake nodes for router tests: they speak wire/ over real sockets, and make up their tokens without a model.
 
-A token is a function of the prompt, the seed and its index alone, as with real nodes' stateless sampling. So a test
-can say what text any request must give, whatever nodes it went over.
+A token is a function of the prompt, the seed and the token's index, as with the stateless sampling of real nodes. So a test knows the
+text that any request must get, whichever nodes serve it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TokenRule = Callable[[Sequence[int], int, int], int]  # prompt, seed, index -> t
 
 
 def hashed_token(low: int, high: int) -> TokenRule:
-    """Any token from `low` to `high`, as if at random."""
+    """A rule that picks a token from `low` to `high` by a hash."""
 
     def rule(prompt: Sequence[int], seed: int, index: int) -> int:
         text = f"{list(prompt)}/{seed}/{index}".encode()
@@ -57,12 +57,12 @@ def hashed_token(low: int, high: int) -> TokenRule:
 
 
 def scripted(tokens: Sequence[int]) -> TokenRule:
-    """These tokens, over and over."""
+    """A rule that repeats these tokens."""
     return lambda prompt, seed, index: tokens[index % len(tokens)]
 
 
 class Board:
-    """What the fake nodes share instead of a KV transfer: which prompts have been read, and the first tokens."""
+    """Shared by the fake nodes in place of KV transfers: the first token of each prompt that a prefill node has handed off."""
 
     def __init__(self, rule: TokenRule, eos: int) -> None:
         self.rule = rule
@@ -104,23 +104,24 @@ class FakeNode:
         self.ended_turns: list[TurnEnded] = []
         self.pings = 0
         self.asks = 0
-        # What it does wrong, set by tests.
+        # Faults that tests switch on.
         self.refuse: WireError | None = None  # the answer to every Submit
         self.pause_at: int | None = None  # output index before which every request stops
-        self.mute = False  # answers no ping and sends no token
-        self.wedged = False  # its engine stands still: no token, and no word about what it holds
-        self.hide_first_token = False  # the prefill node's report is lost
+        self.mute = False  # it answers no ping and sends no token
+        self.wedged = False  # its engine hangs: it sends no token, and does not say what it holds
+        self.hide_first_token = False  # it does not report the first token, as if the report were lost
         self.report_first_token_as: int | None = None
-        self.error_at: tuple[int, WireError] | None = None  # at this output index, this error
+        # The output index at which requests fail, and the error
+        self.error_at: tuple[int, WireError] | None = None
         self.errors_left = 1_000_000
         self.state = NodeState.READY
         self.status_fields: dict[str, object] = {}
         self.counters = NodeCounters()
-        self.queue_s = 0.0  # that each request is said to have waited here
+        self.queue_s = 0.0  # how long traces say that each request waited here
         self.preemptions = 0
-        self.clock_ahead = 0.0  # of all other clocks
+        self.clock_ahead = 0.0  # how far its clock is ahead of all others
         self.hide_traces = False
-        self.forget_vectors = False  # a request for a vector ends without one
+        self.forget_vectors = False  # requests for a vector end without one
         self._lock = self.board.changed
         self._running: dict[str, _Running] = {}
         self.answers = KeptAnswers(AnswersConfig(), self._send, time.monotonic)
@@ -165,23 +166,23 @@ class FakeNode:
             self._lock.notify_all()
 
     def report(self, submit: Submit, error: WireError) -> None:
-        """Out of the blue: an error for a request that is not even here any more."""
+        """Sends an error for any request, even one that is no longer here."""
         chunk = TokenChunk(submit.request_id, 0, [], finish=FinishReason.ERROR, error=error)
         with self._lock:
             self._send(submit.reply_to, [chunk])
 
     def say(self, submit: Submit, start: int, tokens: list[int], finish: FinishReason | None) -> None:
-        """A report out of its turn."""
+        """Sends a chunk that the node's work does not call for."""
         with self._lock:
             self._send(submit.reply_to, [TokenChunk(submit.request_id, start, tokens, finish=finish)])
 
     def forget(self, request_id: str) -> None:
-        """It loses a request, which must not happen."""
+        """Loses a request without a message, which a real node never does."""
         with self._lock:
             del self._running[request_id]
 
     def become(self, info: NodeInfo) -> None:
-        """It was started again at the same address."""
+        """Becomes another incarnation at the same address, as after a restart."""
         with self._lock:
             self.info = info
             self._channel._lines.epoch = info.epoch
@@ -192,7 +193,7 @@ class FakeNode:
             return list(self._running)
 
     def kill(self) -> None:
-        """As kill -9 leaves it: nothing is said, and its ports are closed."""
+        """Ends as after kill -9: sends nothing more, and closes its ports."""
         with self._lock:
             if self._dead:
                 return
@@ -280,7 +281,7 @@ class FakeNode:
         return time.monotonic() + self.clock_ahead
 
     def _tell_trace(self, submit: Submit) -> None:
-        """One span, of the moment in which its last token was made."""
+        """Sends a trace with one span: the moment of the request's last token."""
         now = self._now()
         span = Span(
             TracePhase.PREFILL if self.role is Role.PREFILL else TracePhase.DECODE, now - 0.001, now, 1
@@ -323,11 +324,11 @@ class FakeNode:
                 else:
                     self._lock.notify_all()
                     self._lock.release()
-                    time.sleep(0)  # others' turn: the lock is one for the whole cluster
+                    time.sleep(0)  # let other threads run: all fake nodes share one lock
                     self._lock.acquire()
 
     def _step(self) -> dict[str, list[TokenChunk]]:
-        """One token for every request that can go on."""
+        """Makes one token for each request that can go on."""
         batches: dict[str, list[TokenChunk]] = {}
         for request_id, running in list(self._running.items()):
             chunk = self._advance(running)
@@ -416,7 +417,7 @@ VECTOR_SIZE = 8
 
 
 def fake_vector(prompt: Sequence[int], pooling: Pooling) -> bytes:
-    """How often each token is in the prompt, by its remainder: texts that share words are near to each other."""
+    """Counts the prompt's tokens by their remainders, so that texts that share words get similar vectors."""
     counts = [0.0] * VECTOR_SIZE
     for token in prompt:
         counts[token % VECTOR_SIZE] += 1

@@ -1,4 +1,4 @@
-"""HTTP by hand on a socket: for what no HTTP library would send, and for who reads and writes when."""
+"""HTTP on a plain socket, for requests that no HTTP library sends, and for tests that control when each side reads and writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def connect(router: RunningRouter, *, receive_buffer: int | None = None) -> sock
 
 
 def talk(router: RunningRouter, data: bytes) -> tuple[int, dict[str, str], Any]:
-    """What comes back until the server closes the connection."""
+    """Sends `data` and reads the answer until the server closes the connection. Returns status, headers and body."""
     with closing(connect(router)) as connection:
         connection.sendall(data)
         return parse(read_to_end(connection))
@@ -54,7 +54,7 @@ def post(body: bytes, path: str = "/v1/completions", **headers: str) -> bytes:
 
 
 def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], Any]:
-    """One answer that says its length, on a connection that goes on."""
+    """Reads one answer with a Content-Length, and leaves the connection open."""
     answer = b""
     while b"\r\n\r\n" not in answer:
         answer += connection.recv(1)

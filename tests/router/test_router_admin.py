@@ -1,4 +1,4 @@
-"""/admin is a door for operators alone."""
+"""Only operators may use /admin."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ SOON = 5.0
 
 
 class Place:
-    """An admission with `capacity` places, on a loop of its own."""
+    """An admission with `capacity` places, on its own event loop."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ def test_waiting_has_an_end() -> None:
 
 
 class Blocks(Place):
-    """Room for so many tokens."""
+    """An admission that counts KV tokens, not places."""
 
     def __init__(self, tokens: int, **settings: float) -> None:
         super().__init__(1000, **settings)
@@ -220,7 +220,7 @@ class Blocks(Place):
         return asyncio.create_task(self.admission.acquire(tenant, count, self.clock() + SOON, tokens))
 
     def begin(self, slots: Slots) -> None:
-        """Its node reports the blocks as taken."""
+        """The request's node reports its blocks as taken."""
         slots.begin_one()
         self.free -= slots.tokens
 

@@ -1,7 +1,7 @@
-"""Requests made from our own API document, valid and not: each is answered as the document says.
+"""Valid and invalid requests generated from Tandem's own API document: each is answered as the document says.
 
-Slow, because making such a request takes longer than answering it. What makes them takes a second to import, which
-collecting this file does not have to wait.
+Slow, because generating such a request takes longer than answering it. The generator takes a second to import, so it is not imported
+when pytest collects this file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def api() -> Any:
     import schemathesis
 
     document = make_document(keys_required=False)
-    # Or nearly every request would be refused for its model, and nothing after that would be reached.
+    # Without this nearly every request would be refused for its model, and later checks would not be reached.
     for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest", "MessagesRequest"):
         document["components"]["schemas"][name]["properties"]["model"] = {"const": "fake"}
     return schemathesis.openapi.from_dict(document)

@@ -43,7 +43,7 @@ def test_every_deadline_of_a_request_is_on_the_page(name: str) -> None:
 
 
 def published() -> set[str]:
-    """Every metric, as a scrape names it."""
+    """The names of all metrics in a scrape."""
     registry = RouterMetrics().registry
     registry.register(
         LinkCollector(

@@ -1,4 +1,4 @@
-"""Background responses outlive the router that began them: any other finds them on the node that decodes them."""
+"""Background responses outlive the router that began them: any other router finds them on the node that decodes them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pause(router: RunningRouter, at: int | None) -> None:
 
 
 def begin_stream(router: RunningRouter, count: int) -> tuple[str, list[dict[str, Any]]]:
-    """The first events of a response in the background, whose connection is lost then."""
+    """Begins a background response, reads its first events, and drops the connection. Returns its id and the events."""
     body = {"input": "weather?", "background": True, "stream": True, "tools": [WEATHER]}
     seen: list[dict[str, Any]] = []
     with router.client.stream("POST", "/v1/responses", json=body) as stream:
@@ -69,7 +69,7 @@ def stream(router: RunningRouter, response_id: str, after: int = -1) -> list[dic
 
 @pytest.fixture
 def whole(pair: Pair) -> list[dict[str, Any]]:
-    """The events of one that nothing happens to, but what names it."""
+    """The events of an undisturbed response, without its ids."""
     begun = create(pair[0], background=True, tools=[WEATHER]).json()
     return stream(pair[0], begun["id"])
 
@@ -103,7 +103,7 @@ def test_its_router_is_killed_and_another_one_streams_the_rest(
 
 
 def same(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what the prefill node said of its cache, which only the first router received."""
+    """The events without the prefill node's count of cached tokens, which only the first router received."""
     events[-1]["response"]["usage"]["input_tokens_details"] = {}
     return events
 

@@ -1,4 +1,4 @@
-"""A client that goes away is cancelled on both nodes, in whatever phase it is."""
+"""When a client disconnects, its request is cancelled on both nodes, in every phase."""
 
 from __future__ import annotations
 

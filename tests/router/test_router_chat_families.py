@@ -154,7 +154,7 @@ TOLD_IN_WORDS = {"chatml", "gemma2", "gemma3"}  # templates that write no calls
 
 
 def turn_of(name: str) -> tuple[str, str]:
-    """A prompt, and the turn that the template writes after it for a model that thought and called."""
+    """A prompt, and the turn that the template writes after it for a model that has reasoned and called a tool."""
     prompt = family(name).render([USER], tools=[WEATHER], extra={"enable_thinking": True, "thinking": True})
     history = family(name).render([USER, CALLED], tools=[WEATHER], add_generation_prompt=False)
     asked, answered = (text.rpartition(USER["content"])[2] for text in (prompt, history))

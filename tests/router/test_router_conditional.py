@@ -1,4 +1,4 @@
-"""Conditional P/D: from measured rates, not from a constant."""
+"""Conditional P/D decides by measured rates, not by a constant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Crowds that behave badly: what they cost is bounded, and all other answers are right."""
+"""Many misbehaving clients at once: their cost is bounded, and all other answers are right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
 
 CROWD = 100
-# What a connection may hold for a client that does not read: asyncio's high-water mark, and the events of one turn.
+# The bytes that a connection may hold for a client that does not read: asyncio's high-water mark, and the events of one turn.
 MOST_BUFFERED = 256 << 10
 
 
@@ -105,7 +105,7 @@ def test_a_crowd_that_sends_its_headers_slowly(router: RunningRouter) -> None:
 def test_however_long_the_reasons_of_many_choices_are_the_answer_is_sent(
     router: RunningRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They go into a header, which is cut; one that ends in a space cannot be sent at all."""
+    """The reasons go into a header, which is cut; a header that ends in a space cannot be sent at all."""
     dispatcher = router.server.services.dispatcher
     choose = dispatcher._placement.choose
 

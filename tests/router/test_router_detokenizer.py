@@ -69,7 +69,7 @@ def test_any_tokens_in_any_portions_give_what_decoding_them_at_once_gives(
 
 @pytest.fixture(scope="module")
 def metaspace() -> Tokenizer:
-    """As SentencePiece models are: words begin with ▁, and rare characters fall back to bytes."""
+    """A tokenizer like SentencePiece models': words begin with ▁, and rare characters fall back to bytes."""
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.pre_tokenizer = pre_tokenizers.Split("▁▁▁▁", "isolated")

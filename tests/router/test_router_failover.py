@@ -1,4 +1,4 @@
-"""A machine dies; the stream goes on: no token twice, none missing, the same text as without the failure."""
+"""A machine dies and the stream goes on: no token is repeated or missing, and the text is the same as without the failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def submitted(node: FakeNode, count: int = 1) -> None:
 
 
 def serving(router: RunningRouter) -> FakeNode:
-    """The decode node that the one request under way is on."""
+    """The decode node of the one running request."""
     nodes = [node for node in router.nodes.values() if node.role is Role.DECODE and node.submits]
     return max(nodes, key=lambda node: len(node.running))
 
@@ -214,7 +214,7 @@ def test_a_decode_node_that_began_from_another_first_token_goes_on_from_the_one_
 
 
 def test_a_prefill_node_that_was_told_to_stop_ends_nothing(start_router: StartRouter) -> None:
-    """Its decode node gave the transfer up and reads the prompt itself; the prefill node says that it will send no token."""
+    """The decode node has given the transfer up and computes the prompt itself; the prefill node reports that it will send no token."""
     router = start_router()
     prefill, decode = router.nodes["p0"], router.nodes["d0"]
     prefill.set(pause_at=0)
@@ -334,7 +334,7 @@ def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> N
 def test_a_node_that_was_only_stopped_is_told_what_is_over_and_serves_again(
     start_router: StartRouter,
 ) -> None:
-    """As SIGSTOP and SIGCONT leave it: it comes back with work that is no longer wanted."""
+    """After SIGSTOP and SIGCONT the node comes back with requests that are no longer wanted."""
     router = start_router(prefill=0, decode=2, heartbeat=Heartbeat(ping_interval=0.1, silence=1.5))
     for name in ("d0", "d1"):
         router.nodes[name].set(pause_at=5)

@@ -1,4 +1,4 @@
-"""Counters of all router processes on a port: added up right, and never falling, whichever is asked and whichever ends."""
+"""The counters of all router processes on a port: their sum is right and never falls, whichever process is asked and whichever ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_counters_are_sums_of_all_and_gauges_of_the_living(
 
 
 class _Process:
-    """One that counts, and tells another what it knows as over its desk."""
+    """A router process that counts, and tells another one its figures, as through its desk."""
 
     def __init__(self) -> None:
         self.siblings = Siblings()
@@ -72,7 +72,7 @@ class _Nothing:
 @given(st.lists(st.tuples(st.sampled_from(["count", "ask", "end", "start"]), st.integers(0, 9)), max_size=40))
 @example([("start", 0), ("start", 0), ("count", 1), ("ask", 0), ("end", 0), ("end", 0), ("ask", 0)])
 def test_the_sum_never_falls(events: list[tuple[str, int]]) -> None:
-    """One that is asked asks those that live; one may end without a word, which the others notice before another one ends."""
+    """The asked process asks all others that live. A process may end silently; the others notice that before another one ends."""
     living, shown = [_Process()], 0.0
     for what, which in events:
         process = living[which % len(living)]

@@ -1,4 +1,4 @@
-"""Calls as each family of models writes them: read while they are written, and enforced as they are read."""
+"""Tool calls in the format of each family of models: the readers parse them while they stream, and grammars enforce the same formats."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NOW: tuple[str, dict[str, Any]] = ("now", {})
 JSON = '{"city": "Þórshöfn, east", "days": 2, "exact": true, "where": {"at": [62.5, -7]}}'
 PYTHON = 'weather(city="Þórshöfn, east", days=2, exact=True, where={"at": [62.5, -7]})'
 
-# Each as its family writes two calls, one after the other.
+# For each format: two calls, one after the other, as its family writes them.
 WRITTEN: dict[ToolFormat, str] = {
     ToolFormat.HERMES: '<tool_call>\n{"name": "weather", "arguments": JSON}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     ToolFormat.LLAMA3: '{"name": "weather", "parameters": JSON}; {"name": "now", "parameters": {}}',
@@ -177,7 +177,7 @@ def test_what_is_no_call_is_text_as_it_was_written(name: ToolFormat, said: str) 
 @settings(max_examples=30)
 @given(data=st.data())
 def test_nothing_that_a_model_writes_breaks_a_reader(name: ToolFormat, data: st.DataObject) -> None:
-    """Fragments of calls in any order say the same however they are cut."""
+    """Fragments of calls in any order are read the same, however the text is cut."""
     text = WRITTEN[name]
     at = st.integers(0, len(text))
     fragment = st.tuples(at, at).map(lambda edges: text[min(edges) : max(edges)])
@@ -223,7 +223,7 @@ class EnforcedFormat:
 
 
 def enforced_text(name: ToolFormat) -> str:
-    """Without what comes before the call, and without a stop token."""
+    """The enforced text, without the part before the call and without a stop token."""
     if name is ToolFormat.HARMONY:
         return WRITTEN[name].partition("<|start|>assistant")[2].removesuffix("<|call|>")
     return WRITTEN[name].replace("functions.now:1", "functions.now:0")

@@ -1,4 +1,4 @@
-"""Whatever a client sends is answered: with what it asked for, or with a 4xx that says why. Never a 5xx."""
+"""Every request of a client gets its answer or a 4xx that says why, and never a 5xx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router as its process holds it."""
+"""The methods of a router's process."""
 
 from __future__ import annotations
 

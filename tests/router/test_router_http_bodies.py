@@ -1,4 +1,4 @@
-"""What all bodies take together while they are read."""
+"""All bodies together take bounded memory while they are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_answer, read_to_end
 
 LIMITS = Limits(body_bytes=10_000, body_bytes_at_once=25_000)
-MOST = 9_900  # of a body of 10 000
+MOST = 9_900  # bytes sent of a body of 10,000
 
 
 def held(router: RunningRouter) -> int:
@@ -36,7 +36,7 @@ def router(start_router: StartRouter) -> Iterator[RunningRouter]:
 
 
 def begin(router: RunningRouter) -> socket.socket:
-    """A body of which all but a little is there."""
+    """Sends a request with all of its body except the last bytes."""
     before = held(router)
     connection = connect(router)
     connection.sendall(post(body(10_000)[:MOST], content_length="10000"))

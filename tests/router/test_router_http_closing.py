@@ -1,5 +1,5 @@
-"""An answer that ends its connection is read by a client that is still sending, too: a connection that is closed with
-bytes unread is reset, and the answer lost."""
+"""A client that is still sending must be able to read an answer that ends its connection. If the router closed the connection with bytes
+unread, the kernel would reset it, and the answer would be lost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_chunk_that_is_none_ends_a_request_that_is_being_read(start_router: St
 
 @contextmanager
 def refused_while_sending(router: RunningRouter) -> Iterator[socket.socket]:
-    """The connection of a client that has been answered, and has not ended what it sends."""
+    """The connection of a client that has got its answer and is still sending."""
     with closing(connect(router)) as connection:
         connection.sendall(post(b"", content_length=str(SIZE)))
         assert parse(read_to_end(connection))[0] == 503

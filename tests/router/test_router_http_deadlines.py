@@ -1,4 +1,4 @@
-"""A client may leave its connection in any state: none of them lasts for ever."""
+"""A client may leave its connection in any state, and the router ends every such connection in bounded time."""
 
 from __future__ import annotations
 

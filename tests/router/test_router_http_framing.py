@@ -1,5 +1,5 @@
-"""Where a request ends. A proxy before the router must see it at the same place: a request that two readers could
-end differently carries another one past the first of them."""
+"""Where a request ends. A proxy before the router must find the same end: if two readers could end a request differently,
+it could carry another request past the proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads and chunked bodies, however their bytes arrive."""
+"""Heads and chunked bodies are parsed the same, however their bytes arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in messages: what a client may send, what it is told of everything else, and what reaches the nodes."""
+"""Images in messages: what a client may send, the errors for everything else, and what nodes get."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def saved(mode: str, kind: str, **options: Any) -> bytes:
 
 
 def turned() -> bytes:
-    """As a camera writes a picture that was taken upright."""
+    """A picture taken upright, as a camera writes it: rotated, with its orientation in EXIF."""
     exif = Image.Exif()
     exif[0x0112] = 6
     return saved("RGB", "JPEG", exif=exif)
@@ -184,7 +184,7 @@ def test_a_picture_is_read_as_it_was_taken(router: RunningRouter) -> None:
 
 
 def bomb() -> bytes:
-    """A PNG that says it is far larger than its bytes."""
+    """A PNG whose header claims far more pixels than its data has."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

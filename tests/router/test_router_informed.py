@@ -1,4 +1,4 @@
-"""Routers know what nodes have cached because the nodes say so: whole nodes with a model that computes nothing, over real sockets."""
+"""Routers learn from nodes what these have cached. The tests run whole nodes, with a model that computes nothing, over real sockets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def start_nodes(start_router: StartRouter) -> StartNodes:
 
 
 def router_of(start_router: StartRouter, *nodes: NodeInfo) -> RunningRouter:
-    """Another router, which has these nodes alone."""
+    """Starts another router, which has only these nodes."""
     router = start_router(prefill=0, decode=0)
     router.look(lambda: router.server.set_members(list(nodes)))
     router.wait_ready(*(node.node_id for node in nodes))

@@ -1,4 +1,4 @@
-"""A router and a real node service with the real scheduler under continuum: all of it but the model."""
+"""A router and a real node service with the real scheduler under continuum; only the model is fake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIN_S = 600.0
 
 
 class ScriptRunner(FakeRunner):
-    """Every answer is this script."""
+    """A runner whose every answer is this script."""
 
     def __init__(self, script: list[int]) -> None:
         super().__init__(num_blocks=4096, max_model_len=2048)

@@ -1,4 +1,4 @@
-"""What the router concludes from what a node has acknowledged."""
+"""What the router concludes from a node's acknowledgements."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_node_is_deaf_by_the_pings_that_it_answered_and_not_by_how_late_the_ro
 
 
 class CountingOutbox:
-    """Refuses frames once so many were sent."""
+    """Refuses frames after a given number of them."""
 
     def __init__(self, most: int = 100) -> None:
         self.frames: list[tuple[str, bytes]] = []

@@ -1,4 +1,4 @@
-"""A client that sends a lot holds up no other, and what cannot fit is refused before it has cost anything."""
+"""A client with a large input delays no other client, and an input that cannot fit is refused before it costs any work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = "1234567890" * 40_000
 
 
 async def longest_pause(work: Callable[[], Any]) -> tuple[float, float]:
-    """The event loop's longest pause while another thread works, and how long that worked."""
+    """Runs `work` in another thread. Returns the event loop's longest pause meanwhile, and how long the work took."""
     began = last = time.perf_counter()
     pause = 0.0
     working = asyncio.ensure_future(asyncio.to_thread(work))
@@ -73,7 +73,7 @@ def test_a_long_chat_is_rendered_beside_everything_else(tokenizer: Tokenizer) ->
 
 
 def composing() -> Tokenizer:
-    """A tokenizer that puts characters together before it looks at them."""
+    """A tokenizer that composes Unicode characters before it tokenizes."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend = tokenizers.Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, []))
     backend.normalizer = normalizers.NFC()

@@ -1,4 +1,4 @@
-"""What requests keep is bounded in sum, to their end."""
+"""The memory that all requests keep is bounded in total, until they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which figures a scrape finds: those that vLLM's dashboards ask for, and those that our dashboard and our alerts do."""
+"""A scrape finds the metrics that vLLM's dashboards use, and those that Tandem's dashboard and alerts use."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def families(router: RunningRouter) -> list[Metric]:
 
 
 def samples(router: RunningRouter, name: str) -> dict[str, float]:
-    """By engine, node or what else tells them apart."""
+    """The samples of a metric, by the label that tells them apart (engine, node or another one)."""
     return {
         sample.labels.get("engine", sample.labels.get("le", "")): sample.value
         for family in families(router)

@@ -1,4 +1,4 @@
-"""The official client, unchanged."""
+"""OpenAI's own client, unchanged, works with the router."""
 
 from __future__ import annotations
 

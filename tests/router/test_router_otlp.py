@@ -57,7 +57,7 @@ class Collector:
         self._thread.start()
 
     def spans(self) -> dict[str, list[dict[str, Any]]]:
-        """By the instance that they happened on."""
+        """The spans, by the instance that reported them."""
         found: dict[str, list[dict[str, Any]]] = {}
         for _, _, body in self.posts:
             for resource in body["resourceSpans"]:
@@ -77,7 +77,7 @@ class Collector:
 
 
 def read(body: bytes) -> dict[str, Any]:
-    """A request of the protocol in its JSON form, ids in hexadecimal."""
+    """Decodes a request of the protocol into its JSON form, with ids in hexadecimal."""
     found: dict[str, Any] = json_format.MessageToDict(ExportTraceServiceRequest.FromString(body))
     for resource in found["resourceSpans"]:
         for scope in resource["scopeSpans"]:
@@ -201,7 +201,7 @@ def test_what_waits_when_the_router_stops_is_sent(start_router: StartRouter, col
 
 
 def exported(collector: Collector, offers: int) -> RouterMetrics:
-    """What an exporter without a router counts when it has closed."""
+    """The counters of an exporter without a router, after it has closed."""
 
     async def go() -> RouterMetrics:
         metrics = RouterMetrics()

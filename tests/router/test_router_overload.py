@@ -12,7 +12,7 @@ from tests.router.event_reader import EventReader
 
 
 def occupy(router: RunningRouter) -> EventReader:
-    """One request that holds the only place until the node is resumed."""
+    """Starts a request that holds the only place until the node is resumed."""
     router.nodes["d0"].set(pause_at=1)
     events = router.stream(max_tokens=3)
     events.text(count=1)
@@ -33,7 +33,7 @@ def test_a_full_queue_is_said_at_once_with_the_time_to_come_back(start_router: S
 
 
 def test_a_decode_node_is_given_no_work_for_which_it_has_no_blocks(start_router: StartRouter) -> None:
-    """Its free blocks are what the requests there are expected to take. The next request waits where it holds nothing."""
+    """The node's free blocks are promised to its running requests, so the next request waits in the router, where it holds nothing."""
     router = start_router(prefill=1, timeouts=Timeouts(token_idle=0.2))
     decode, admission = router.nodes["d0"], router.server.services.dispatcher.admission
     full = {"free_blocks": 40, "wanted_blocks": 38, "running": 9, "total_blocks": 100}

@@ -1,4 +1,4 @@
-"""Answers of any size are made in bounded pieces, and are what they would be in one."""
+"""Answers of any size are written in bounded pieces, and equal the answer written at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last ten minutes: bounded, and right about who was slow and why."""
+"""The record of the last ten minutes is bounded, and right about which requests were slow and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several routers before the same nodes: none holds anything that another needs."""
+"""Several routers use the same nodes, and no router holds state that another needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shortlist holds what a policy would choose among all nodes, or one that is about as good."""
+"""The shortlist holds the node that a policy would choose among all nodes, or one about as good."""
 
 from __future__ import annotations
 

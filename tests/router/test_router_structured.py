@@ -1,4 +1,4 @@
-"""Answers in a form that the client asks for: what is sent to the nodes, and what is refused at once."""
+"""Answers in a form that the client asks for: what nodes are told, and what is refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router takes another one's place at the same address: no connection is refused or reset, and no answer cut."""
+"""A router takes over the address of another one: no connection is refused or reset, and no answer is cut."""
 
 from __future__ import annotations
 

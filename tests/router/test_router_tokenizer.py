@@ -1,4 +1,4 @@
-"""A text that is cut and put together again has the ids that it has as a whole, always."""
+"""A text that is tokenized in parts always gets the ids that it gets as a whole."""
 
 from __future__ import annotations
 

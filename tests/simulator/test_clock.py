@@ -1,4 +1,4 @@
-"""A clock that jumps runs its timers as life would, and every time in the same order."""
+"""A virtual clock runs timers as a real one does, and in the same order in every run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner finds the least that is enough, says why, and draws it."""
+"""The planner finds the cheapest cluster that is enough, says why, and draws it."""
 
 from __future__ import annotations
 

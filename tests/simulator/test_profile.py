@@ -1,4 +1,4 @@
-"""Costs that are measured on a cluster whose costs are known come out as they are."""
+"""The profiler, on a cluster with known costs, measures these costs."""
 
 from __future__ import annotations
 

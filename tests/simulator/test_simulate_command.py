@@ -1,4 +1,4 @@
-"""`tandem simulate` as its user meets it: what it prints, and one sentence for what cannot be meant."""
+"""`tandem simulate` as a user runs it: its output, and one sentence for each invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated cluster does: as many tokens as were asked for, when the costs say, on the nodes that the router chose."""
+"""A simulated cluster makes as many tokens as were asked for, at the times that the costs give, on the nodes that the router chose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's scheduler trace is a traffic: the requests that it took, when they came, and how long they were."""
+"""A node's scheduler trace becomes traffic: the requests that it took, their arrivals and their lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are taken at once leave behind what single steps leave behind."""
+"""A run of steps that is simulated at once leaves the scheduler as single steps do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request would have taken in another cluster: the router's own memory of its traffic, played again."""
+"""How long a request would have taken in another cluster, simulated from the traffic that the router remembers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def node_costs(
     per_context: float = 1,
     per_request: float = 64,
 ) -> CostModel:
-    """8 ms for a step, about; a prompt of 1,024 tokens takes nine times as long."""
+    """Costs of about 8 ms for a decode step; a prompt of 1,024 tokens takes nine times as long."""
     last = 1025
     prefill = CostTable(
         [1.0, float(last)],
@@ -89,5 +89,5 @@ def a_setup(
 
 
 def apart(text: Sequence[tuple[float, int, int]]) -> list[TraceRow]:
-    """Requests by (when, prompt, answer) that have nothing in common."""
+    """Requests by (time, prompt tokens, answer tokens) that share no text."""
     return [TraceRow(at, prompt, answer) for at, prompt, answer in text]

@@ -1,6 +1,6 @@
-"""What every message between Tandem's processes is, in a form that can be kept and compared: one file for each version.
+"""Describes every message between Tandem's processes in a form that can be stored and compared, one file for each version.
 
-`python -m tests.wire.descriptions` writes that of WIRE_VERSION again. Only a version that was never released may be written again.
+`python -m tests.wire.descriptions` rewrites the file of WIRE_VERSION. Do that only for a version that was never released.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _struct(info: inspect.StructType, cls: Any, structs: dict[str, Any], enums: 
 
 
 def breaks(older: Description, newer: Description) -> list[str]:
-    """What a process of the one version would misread of the other's. A sentence for each."""
+    """The messages that a process of one version would misread from the other, a sentence for each."""
     found = []
     for channel, members in older["channels"].items():
         for missing in set(members) - set(newer["channels"].get(channel, [])):
@@ -142,7 +142,7 @@ def breaks(older: Description, newer: Description) -> list[str]:
 
 
 def not_named(older: Description, newer: Description, since: Mapping[str, int], version: int) -> list[str]:
-    """What the newer version added that a node of the older one could not read, and that SINCE does not name with that version."""
+    """The additions of the newer version that a node of the older one could not read, and that SINCE does not name with this version."""
     added = set(newer["channels"]["router to node"]) - set(older["channels"]["router to node"])
     for name, struct in newer["structs"].items():
         if struct["refuses_unknown"] and name in older["structs"]:

@@ -1,4 +1,4 @@
-"""Members of the cluster as tests need them: endpoints of this process's key, and sockets that send whatever bytes a test likes."""
+"""Cluster members for tests: endpoints with this process's key, and sockets that send any bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel waits for on TCP connections, as /proc/net/tcp has it."""
+"""Reads the kernel's timers of TCP connections from /proc/net/tcp."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _ESTABLISHED = "01"
 
 
 def timers_of(endpoint: str) -> list[str]:
-    """On every connection that was accepted here."""
+    """The timers of all connections that were accepted at `endpoint`."""
     here = f":{int(endpoint.rpartition(':')[2]):04X}"
     with open("/proc/self/net/tcp") as table:
         rows = [line.split() for line in table.readlines()[1:]]

@@ -1,4 +1,4 @@
-"""Whether a process listens at an address: asked of its machine's kernel, without waiting."""
+"""Whether a process listens at an address, asked of the kernel without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process keeps of its log for those who ask from elsewhere."""
+"""The recent log lines that a process keeps for other processes to ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process writes to its log."""
+"""The format of the lines that a process logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a long work says of itself, and how its silence is counted."""
+"""The progress reports of long work, and how its silence is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One blow after the other, and the next one only when the cluster is whole again."""
+"""Chaos strikes once at a time, and again only when the cluster is whole."""
 
 from __future__ import annotations
 

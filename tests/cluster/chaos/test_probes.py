@@ -1,4 +1,4 @@
-"""Answers that are known, and everything else that an answer can be."""
+"""Probes accept the known answers and report every other one."""
 
 from __future__ import annotations
 

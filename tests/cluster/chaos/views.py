@@ -1,4 +1,4 @@
-"""What a controller would say of small clusters."""
+"""Builds a controller's answers about small clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cluster a command talks to, and what is said when none is there."""
+"""How a command finds its cluster, and its message if there is none."""
 
 from __future__ import annotations
 

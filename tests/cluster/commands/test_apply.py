@@ -1,4 +1,4 @@
-"""`tandem apply`: what it says before, while nodes are replaced, and in the end."""
+"""`tandem apply`: its output before, during and after the replacement of nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says of machines that it is shown."""
+"""The doctor's findings about given machines."""
 
 from __future__ import annotations
 

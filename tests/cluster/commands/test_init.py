@@ -1,4 +1,4 @@
-"""`tandem init`: what it writes is what the settings say, and can be served from."""
+"""`tandem init` writes a file that matches the given settings and that `tandem serve` accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says of the ways between machines and between GPUs that it is shown."""
+"""The doctor's findings about the links between given machines and GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem logs`: lines of all processes in one order, each once, and what is not there is said."""
+"""`tandem logs` prints the lines of all processes in one order, each once, and says which lines are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem status` and the commands that change a cluster, without one."""
+"""`tandem status` and the commands that change a cluster, without a real one."""
 
 from __future__ import annotations
 

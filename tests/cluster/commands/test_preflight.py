@@ -1,4 +1,4 @@
-"""What cannot work is found before anything is loaded."""
+"""Preflight finds a configuration that cannot work before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster on one screen."""
+"""`tandem status` fits a cluster on one screen."""
 
 from __future__ import annotations
 

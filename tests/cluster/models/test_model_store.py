@@ -1,4 +1,4 @@
-"""Names become folders; what is missing is fetched once, whole or not at all."""
+"""The model store resolves names to folders, and fetches a missing model once, whole or not at all."""
 
 from __future__ import annotations
 

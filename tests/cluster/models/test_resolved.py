@@ -1,4 +1,4 @@
-"""What follows from the model and from other sections is filled in where it is read."""
+"""Settings that follow from the model or from other sections are filled in where the configuration is read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A name on the hub stands for one commit today and for another tomorrow. Asked of a hub on this machine, over HTTP, by
-the hub's own client."""
+"""A name on the hub may stand for another commit tomorrow: the hub's own client asks a hub on this machine, over HTTP."""
 
 from __future__ import annotations
 

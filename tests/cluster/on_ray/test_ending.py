@@ -1,4 +1,4 @@
-"""SIGTERM to an actor's process, in a process of a test's own."""
+"""SIGTERM to an actor's process, here a process that the test starts."""
 
 from __future__ import annotations
 

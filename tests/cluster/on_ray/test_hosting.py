@@ -1,4 +1,4 @@
-"""A node as its process holds it, and what becomes of errors on the way out of one."""
+"""The methods of a node's process, and how errors leave it."""
 
 from __future__ import annotations
 

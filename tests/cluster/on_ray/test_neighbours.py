@@ -1,4 +1,4 @@
-"""What deployments on one Ray cluster know of each other, with Ray's store in this process's memory."""
+"""What deployments on one Ray cluster learn of each other, with Ray's store in this process's memory."""
 
 from __future__ import annotations
 

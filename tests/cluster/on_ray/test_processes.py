@@ -1,4 +1,4 @@
-"""Signals to real processes: what is stopped wakes by itself, and no other process is hit."""
+"""Signals to real processes: a stopped process is woken, and no other process gets a signal."""
 
 from __future__ import annotations
 

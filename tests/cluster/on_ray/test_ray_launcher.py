@@ -1,4 +1,4 @@
-"""Which running process a controller that comes back adopts."""
+"""Which running processes a restarted controller adopts."""
 
 from __future__ import annotations
 

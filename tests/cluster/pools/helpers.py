@@ -1,4 +1,4 @@
-"""A cluster without processes: a launcher whose nodes do what a test tells them, and a clock that a test moves."""
+"""A cluster without processes: a fake launcher, fake nodes and routers that do what the test says, and a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tandem.wire.progress import Report
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
 
-PATIENCE_S = 60.0  # on a busy machine; it only ends what hangs
+PATIENCE_S = 60.0  # long enough for a busy machine; it only ends a test that hangs
 
 TIMEOUTS = ClusterTimeouts(
     start_s=100.0,
@@ -45,7 +45,7 @@ TIMEOUTS = ClusterTimeouts(
 
 
 def in_loop(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an async test, within a deadline, and fails it when it leaves a task behind."""
+    """Runs an async test within a deadline, and fails it if it leaves a task behind."""
 
     @functools.wraps(scenario)
     def test(*args: Any, **kwargs: Any) -> None:
@@ -61,7 +61,7 @@ def in_loop(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...,
 
 
 async def settle() -> None:
-    """Lets everything run that can run without time passing."""
+    """Runs all tasks until each waits for time to pass or for the test."""
     ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]  # what the loop would run next
     await asyncio.sleep(0)
     for _ in range(1000):
@@ -97,12 +97,12 @@ class FakeClock(Clock):
         self._now = max(self._now, end)
 
     def stand_still(self, seconds: float) -> None:
-        """As when the process was stopped: time has passed, and nothing has happened yet."""
+        """Advances the clock without waking any task, as if the process had been stopped."""
         self._now += seconds
 
 
 class FakeProcess:
-    """What nodes and routers have in common: it starts, it may die, it is stopped."""
+    """The common part of fake nodes and routers: starting, dying, draining and stopping."""
 
     def __init__(self) -> None:
         self.start_error: TandemError | None = None
@@ -118,9 +118,9 @@ class FakeProcess:
         self.may_stop.set()
         self.on_stop: Callable[[], None] = lambda: None
         self.log = RecentLines()
-        self.mute = asyncio.Event()  # set: it answers nothing any more, like a stopped process
-        self.report: Report = lambda what, share: None  # of what it starts or loads
-        self.may_load = asyncio.Event()  # what it is told to once it serves
+        self.mute = asyncio.Event()  # set: it answers no call, like a stopped process
+        self.report: Report = lambda what, share: None  # reports the progress of its start or load
+        self.may_load = asyncio.Event()  # set: it finishes the loads that it is told to do while it serves
         self.may_load.set()
 
     async def _begin(self) -> None:
@@ -198,13 +198,13 @@ class FakeNode(FakeProcess):
         self.step_age_s = 0.0
         self.free_blocks = 90
         self.resets = 0
-        self.finished: dict[str, int] = {}  # requests, by how they ended
-        self.heard: list[str] = []  # where routers listen
-        self.silent_s: float | None = None  # to routers; None: as to the controller
-        self.admitted: list[list[str]] = []  # keys, each time that it was told
+        self.finished: dict[str, int] = {}  # number of requests by how they ended
+        self.heard: list[str] = []  # the addresses of the routers that it has heard
+        self.silent_s: float | None = None  # how long routers have not heard it; None: as for the controller
+        self.admitted: list[list[str]] = []  # the keys of each `admit` call
         self.adapters: dict[str, str] = {}
         self.adapter_error: TandemError | None = None
-        self.files = "files"  # what its machine has in every folder
+        self.files = "files"  # the content of every folder on its machine
         self.times_told = 0
         self.is_routed: Callable[[FakeNode], bool] = lambda node: False
         self.routed_when_told: bool | None = None
@@ -299,16 +299,16 @@ class FakeRouter(FakeProcess):
         self.hears: Callable[[NodeInfo], NodeSighting] = lambda info: NodeSighting(
             info.node_id, info.epoch, 0.0
         )
-        self.serves = False  # at its URL
+        self.serves = False  # whether it answers at its URL
         self.load = RouterQueue()
-        self.door = ""  # of the router whose listening socket it took
+        self.door = ""  # the door of the router from which it took the listening socket
         self.left_with: float | None = None
         self.may_leave = asyncio.Event()
         self.may_leave.set()
         self.memberships: list[list[NodeInfo]] = []
         self.paused: list[str] = []
-        self.desks: dict[str, str] = {}  # of those on its port, as it was last told
-        self.forgot: list[list[str]] = []  # nodes that had emptied their caches
+        self.desks: dict[str, str] = {}  # the desks of the routers on its port, as last told
+        self.forgot: list[list[str]] = []  # the nodes that had emptied their caches, for each call
         self.on_members: Callable[[], None] = lambda: None
         self.adapters_of: Callable[[str], dict[str, str]] = lambda node_id: {}
         self.hears_adapters = True
@@ -362,7 +362,7 @@ Prepare = Callable[[FakeProcess, int], None]
 
 
 class FakeLauncher:
-    """Keeps every process that it ever launched, by name. One that runs already is adopted."""
+    """Keeps every process that it launched, by name. A launch adopts the process of that name if it still runs."""
 
     def __init__(self) -> None:
         self.nodes: defaultdict[str, list[FakeNode]] = defaultdict(list)
@@ -417,7 +417,7 @@ class FakeLauncher:
             self.prepare[name](process, earlier)
 
     def node(self, node_id: str) -> FakeNode:
-        """The latest incarnation."""
+        """The latest incarnation of a node."""
         return self.nodes[node_id][-1]
 
     @property
@@ -438,12 +438,12 @@ def one_machine(cores: int = 4) -> Host:
 
 
 class FakeHosts:
-    """Machines that a test adds and takes away."""
+    """Machines that the test adds and removes."""
 
     def __init__(self, *hosts: Host) -> None:
         self.hosts = list(hosts)
         self.wanted: dict[Role, int] = {}
-        self.offers: dict[str, Offer] = {}  # of machines whose places follow from what they have, by name
+        self.offers: dict[str, Offer] = {}  # by name: the machines whose places follow from their resources
         self.needs: Needs = {}
         self.taken: Sequence[TakenPlace] = ()
         self.error: TandemError | None = None
@@ -464,7 +464,7 @@ class FakeHosts:
         )
 
     async def changed(self, timeout_s: float) -> None:
-        """Time is the test's: only a change ends it."""
+        """Ignores the timeout, because the test controls time; returns only at a change."""
         await self._changed.wait()
         self._changed.clear()
 
@@ -518,7 +518,7 @@ def pools_of(nodes: Iterable[tuple[str, Role]]) -> PoolsConfig:
 
 
 class Rig:
-    """A controller with everything around it in a test's hands."""
+    """A controller whose whole environment the test controls."""
 
     def __init__(
         self,
@@ -544,13 +544,13 @@ class Rig:
         )
 
     async def fix_model(self, config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
-        """A hub whose names stand for `self.commit` now."""
+        """Resolves the model as a hub would where its name stands for `self.commit` now."""
         commit = commit or self.commit
         model = msgspec.structs.replace(config.model, path=f"org/model@{commit}")
         return (msgspec.structs.replace(config, model=model) if commit else config), commit
 
     async def kill_controller(self) -> None:
-        """As its process ends: nothing that it began goes on, nothing that it launched is touched."""
+        """Ends the controller as its process's death does: its tasks end, and the processes that it launched go on."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -567,7 +567,7 @@ class Rig:
         )
 
     def lose_machine(self, name: str) -> Host:
-        """With all that runs there. No message says that it has ended."""
+        """Removes a machine and all processes on it; no message announces their end."""
         for process in self.launcher.everything:
             if (
                 isinstance(process, FakeNode | FakeRouter)
@@ -579,5 +579,5 @@ class Rig:
 
     @property
     def routed(self) -> set[str]:
-        """The nodes that the router was last told of."""
+        """The ids of the nodes that the router was last told of."""
         return self.launcher.router.node_ids

@@ -1,4 +1,4 @@
-"""What a controller keeps, in this process' memory."""
+"""A controller's state store, in this process's memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from tandem.wire.errors import TandemError
 
 
 class MemoryStore:
-    """A `cluster.launcher.StateStore` for controllers that all end with this process."""
+    """A `cluster.launcher.StateStore` that several controllers of one test may use one after another."""
 
     def __init__(self) -> None:
         self.state: bytes | None = None
-        self.error: TandemError | None = None  # it is away
+        self.error: TandemError | None = None  # raised by every call: the store is away
 
     async def load(self) -> bytes | None:
         if self.error is not None:

@@ -1,4 +1,4 @@
-"""Two pools that serve a made-up load, second by second, and say of themselves what nodes say."""
+"""Simulates two pools that serve a given load, second by second, and report what real nodes report."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.helpers import FakeClock
 
-START_S = 20.0  # for a node to load its model
+START_S = 20.0  # how long a node takes to load its model
 DRAIN_S = 5.0
 PROMPT = 500
-READS_PER_S = 5000.0  # prompt tokens, one node
+READS_PER_S = 5000.0  # prompt tokens that one node computes in a second
 BLOCKS = 1000
 BLOCKS_PER_REQUEST = 20
-STEP_S = 0.02  # of an empty decode step, and what each answer in it adds
+STEP_S = 0.02  # an empty decode step, and the time that each answer in it adds
 STEP_PER_ANSWER_S = 0.001
 
 
@@ -32,7 +32,7 @@ class SimulatedPool:
     minimum: int
     maximum: int
     wanted: int = 0
-    ready_at: float | None = None  # when what is starting or going has started or gone
+    ready_at: float | None = None  # when the node that starts or leaves has done so
     counters: NodeCounters = field(default_factory=NodeCounters)
     waiting_tokens: float = 0.0
     answers: float = 0.0
@@ -81,7 +81,7 @@ class Simulation:
         requests_per_s: Callable[[float], float],
         *,
         answer_s: float = 10.0,
-        seed: int | None = 0,  # None: as even as can be
+        seed: int | None = 0,  # None: perfectly even arrivals
         prefill: tuple[int, int, int] = (1, 1, 8),  # at first, min, max
         decode: tuple[int, int, int] = (1, 1, 8),
         slo: SloConfig | None = None,
@@ -94,7 +94,7 @@ class Simulation:
             Role.PREFILL: SimulatedPool(Role.PREFILL, *prefill),
             Role.DECODE: SimulatedPool(Role.DECODE, *decode),
         }
-        self.decisions: list[tuple[float, Resize, int]] = []  # when, what, the size before
+        self.decisions: list[tuple[float, Resize, int]] = []  # time, decision, previous size
         slo = slo or SloConfig(ttft_s=2.0, inter_token_s=0.06)
         config = TandemConfig(slo=slo, autoscaling=AutoscalingConfig())
         self.said: list[str] = []
@@ -170,7 +170,7 @@ class Simulation:
         )
 
     def turns(self, role: Role) -> int:
-        """How often the pool changed its direction."""
+        """How often the pool changed between growing and shrinking."""
         directions = [resize.size > before for _, resize, before in self.decisions if resize.role is role]
         return sum(one != other for one, other in pairwise(directions))
 

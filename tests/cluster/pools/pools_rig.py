@@ -1,4 +1,4 @@
-"""Pools and machines as tests of the controller name them."""
+"""Builds pools and machines for tests of the controller."""
 
 from __future__ import annotations
 

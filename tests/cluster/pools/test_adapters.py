@@ -1,4 +1,4 @@
-"""Adapters while the cluster serves: every node has them or none, also when a controller dies in between."""
+"""Adapters change while the cluster serves: every node gets them or none does, even if a controller dies in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools that scale by themselves: against simulated loads, and each rule alone."""
+"""The autoscaler, against simulated loads, and each of its rules alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.cluster.pools.pool_simulation import PROMPT, READS_PER_S, Simulation
 
 SLO = SloConfig(ttft_s=2.0, inter_token_s=0.1)
 CONFIG = AutoscalingConfig(period_s=1.0, grow_after_s=5.0, shrink_after_s=20.0, settle_s=3.0)
-ONE_NODE_READS = READS_PER_S / PROMPT  # requests in a second
+ONE_NODE_READS = READS_PER_S / PROMPT  # requests per second that one prefill node computes
 
 
 async def pass_time(simulation: Simulation, seconds: int) -> None:
@@ -79,7 +79,7 @@ async def test_under_a_steady_load_pools_find_their_size_and_stay(
 async def test_chance_makes_no_pool_go_up_and_down(
     requests_per_s: float, answer_s: float, prefill: int, decode: int, seed: int
 ) -> None:
-    """Requests that come by chance may show late that a pool is too small; they never make it swing."""
+    """Random arrivals may show late that a pool is too small, but they never make its size swing."""
     simulation = Simulation(
         lambda _: requests_per_s, answer_s=answer_s, seed=seed, prefill=(prefill, 1, 8), decode=(decode, 1, 8)
     )
@@ -222,7 +222,7 @@ def decided(
             {"blocks": 0.6, "step_s": 0.03, "wait_s": 1.2},
             "decode: from 2 to 3: requests wait 1.2 s for room, more than 1.0 s (50% of slo.ttft_s)",
         ),
-        (Role.PREFILL, {"busy": 0.5, "wait_s": 9.0}, None),  # it is not this pool that they wait for
+        (Role.PREFILL, {"busy": 0.5, "wait_s": 9.0}, None),  # they wait for the other pool
         (
             Role.PREFILL,
             {"busy": 0.5},
@@ -242,7 +242,7 @@ def test_every_decision_says_why(role: Role, measured: dict[str, float], why: st
 
 @in_loop
 async def test_requests_that_wait_in_routers_make_the_pool_grow_that_writes_answers() -> None:
-    """Its nodes take no more requests at once, and say of themselves that there is time and room."""
+    """The decode nodes are at their limit of requests, although they report spare time and free blocks."""
     simulation = Simulation(lambda _: 2.0, seed=None)
     await pass_time(simulation, 60)
     assert simulation.decisions == []
@@ -326,7 +326,7 @@ def test_a_size_that_proved_too_small_is_not_tried_again_under_the_same_load() -
 
 
 def test_nodes_that_write_what_fewer_could_not_are_not_idle() -> None:
-    """A step with fewer answers is shorter, so two nodes look as if one would do."""
+    """A step with fewer answers is shorter, so two nodes look as if one were enough."""
     slow = loads(nodes=1, step_s=0.2, written_per_s=800.0)
     growth = decided(pool(wanted=1), slow)
     assert (growth.size, growth.breach) == (2, Breach(1, pytest.approx(2.0), 800.0))

@@ -1,4 +1,4 @@
-"""What comes back: nodes that were left out, and a controller that was killed."""
+"""Nodes that were left out start again, and a controller continues after it was killed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_router_that_was_left_out_is_tried_again_with_the_pools() -> Non
 
 @in_loop
 async def test_what_a_node_has_worked_with_is_no_mistake() -> None:
-    """Its memory may not be free yet when the next one begins."""
+    """The previous node's memory may not be free yet when the next one starts."""
     async with Rig(*PD) as rig:
         await rig.controller.start()
         rig.launcher.prepare["decode-0"] = lambda process, earlier: (
@@ -200,7 +200,7 @@ async def test_a_node_that_died_while_there_was_no_controller_is_replaced() -> N
 
 @in_loop
 async def test_what_is_asked_while_nodes_are_taken_over_forgets_no_process() -> None:
-    """A machine that is seen again late: its node is not adopted yet when a command drains it."""
+    """A machine reappears late, so its node is not adopted yet when a command drains it."""
     hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", prefill=1))
     async with Rig(pools=pools(2, 1), hosts=hosts) as rig:
         await rig.controller.start()
@@ -223,7 +223,7 @@ async def test_what_is_asked_while_nodes_are_taken_over_forgets_no_process() -> 
 
 @in_loop
 async def test_a_controller_that_comes_back_before_the_control_store_waits_for_it_and_takes_over() -> None:
-    """It gave up after a while once, and no controller looked after the nodes any more."""
+    """If it gave up, no controller would look after the nodes any more."""
     async with Rig(*PD) as rig:
         await rig.controller.start()
         await rig.kill_controller()
@@ -311,7 +311,7 @@ async def test_a_controller_that_does_not_know_a_setting_names_it_and_touches_no
 
 @in_loop
 async def test_the_controllers_environment_is_that_of_its_process() -> None:
-    """Not what was applied: the process that it was for may not have come up."""
+    """The applied environment does not count, because the process for it may not have started."""
     async with Rig(*PD) as rig:
         await rig.controller.start()
         wanted = replace(rig.config, controller=ControllerConfig(env={"PYTHONPATH": "/later"}, start_s=7))

@@ -323,7 +323,7 @@ async def test_a_bug_while_starting_ends_start() -> None:
 
 
 async def started_with_a_blind_router(rig: Rig) -> asyncio.Task[None]:
-    """Its router does not hear decode-0. The task waits until it does, for at most 30 s."""
+    """Starts a cluster whose router does not hear decode-0. The returned task waits for at most 30 s until it does."""
     blind = RouterQueue(out_of_view={"decode-0": "it has not reported its status yet"})
     rig.launcher.prepare["router"] = lambda router, earlier: setattr(router, "load", blind)
     await rig.controller.start()

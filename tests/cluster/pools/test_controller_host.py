@@ -1,4 +1,4 @@
-"""The controller's process, asked by several commands, without Ray."""
+"""The controller's process, without Ray, with several commands that call it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class FakeDeployment:
 
 
 class Rig:
-    """The host's platform as well, and what a follower asks."""
+    """The rig with the host's platform, and the questions of a following command."""
 
     def __init__(self, ended: ClusterEnd | None = None) -> None:
         self.id = "one"
@@ -207,7 +207,7 @@ async def test_a_start_that_fails_is_told_to_who_follows(
 
 @in_loop
 async def test_a_cluster_that_answers_after_all_serves() -> None:
-    """A controller that came back, whose machines came later: it is drained before it ends, as any other."""
+    """A controller has restarted and its machines have reappeared later: it is drained before it ends, like any other."""
     async with Rig() as rig:
         rig.made.error = Unavailable("no machine")
         rig.made.may_start.set()

@@ -1,5 +1,5 @@
-"""Whatever is asked of the controller, and whatever happens to machines, nodes and itself, in any order: when nothing
-happens any more, the cluster is what it should be."""
+"""Random sequences of commands and of failures of machines, nodes and the controller: when nothing more happens, the
+cluster reaches its wanted state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Cluster(RuleBasedStateMachine):
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, left
 
-    # --- what happens
+    # --- events
 
     def new_host(self, prefill: int, decode: int, spare_cores: int) -> Host:
         self.hosts_made += 1
@@ -79,7 +79,7 @@ class Cluster(RuleBasedStateMachine):
         self.run(begin())
 
     async def ask(self, request: Coroutine[Any, Any, Any]) -> None:
-        """A command asks, and does not wait."""
+        """Sends a command's request without waiting for the result."""
 
         async def answered() -> None:
             with contextlib.suppress(TandemError):  # refused, with a reason
@@ -143,7 +143,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(role=ROLES, index=st.integers(0, 8), times=st.integers(1, 2))
     def starts_fail(self, role: Role, index: int, times: int) -> None:
         if f"{role.value}-{index}" in self.rig.launcher.prepare:
-            return  # three failures in a row, and it is left out, as it should be
+            return  # a node that has failed three times in a row is left out
         failing = {"left": times}
 
         def prepare(process: Any, earlier: int) -> None:
@@ -166,7 +166,7 @@ class Cluster(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.run(self.rig.clock.advance(seconds))
 
-    # --- what always holds
+    # --- invariants
 
     @invariant()
     def one_process_for_each_id(self) -> None:
@@ -184,7 +184,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(abruptly=st.booleans())
     def will_end(self, abruptly: bool) -> None:
-        """Stopped in the middle of anything, it leaves no process either."""
+        """Sets how the controller ends at last. Even if it is stopped in the middle of something, it must leave no process behind."""
         self.ends_abruptly = abruptly
 
     @rule()

@@ -1,4 +1,4 @@
-"""Hosts that share a machine share out its cores."""
+"""Several hosts on one machine divide its cores among themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine that is about to go is emptied: its nodes drain, others take their places elsewhere, nothing new comes to it."""
+"""A machine that is about to leave is emptied: its nodes drain, others start elsewhere, and nothing new starts there."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_the_last_that_writes_answers_waits_for_the_next_one() -> None:
 
 @in_loop
 async def test_where_none_takes_over_it_goes_all_the_same() -> None:
-    """It will be ended soon, whatever is left of it."""
+    """The machine will be ended soon, even if its node has work left."""
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
     async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
         await rig.controller.start()

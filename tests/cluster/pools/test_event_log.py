@@ -1,4 +1,4 @@
-"""Events, numbered, as another process follows them."""
+"""The numbered event log, as another process follows it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.cluster.pools.pools_rig import PD, machine, pools
 
 
 def keys_of(rig: Rig) -> list[str]:
-    """The keys of the processes that run."""
+    """The public keys of all running processes."""
     nodes = [key_of(node.info.request_endpoint) for node in rig.launcher.running]
     routers = [
         key_of_fake(router.name, router.incarnation)

@@ -1,4 +1,4 @@
-"""The controller collects lines of all processes, and says which gave none."""
+"""The controller collects the log lines of all processes, and names those that gave none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes move to machines that have what their pool needs now."""
+"""Nodes move to machines that have the resources which their pool needs now."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def labelled(rig_config: TandemConfig, role: str, **pool: object) -> TandemConfi
 
 
 def three_machines() -> FakeHosts:
-    """One in zone b, two in zone a: the first nodes that decode are on these."""
+    """One machine in zone b and two in zone a; the first decode nodes are on these two."""
     head = replace(one_machine(8), slots={}, fits=frozenset())
     hosts = FakeHosts(head, *(machine(name, prefill=1, decode=2) for name in "123"))
     resources = {"prefill": 1.0, "decode": 2.0}

@@ -1,4 +1,4 @@
-"""A deployment serves one content: one commit of what its name stands for, and no node with other weights."""
+"""A deployment serves one content: its model's name is resolved to one commit, and no node has other weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_node_with_other_weights_is_left_out_and_the_rest_serves() -> No
 
 @in_loop
 async def test_a_node_that_comes_back_with_other_weights_stays_away() -> None:
-    """The folder was written to. It is tried again, because what has worked may work again."""
+    """The model's folder has changed. The controller tries the node again, because it has worked before."""
     async with Rig(*PD) as rig:
         rig.launcher.prepare["decode-0"] = with_content("others", from_start=1)
         rig.launcher.prepare["prefill-0"] = with_content("the weights")

@@ -1,4 +1,4 @@
-"""Pools and nodes that get no new requests for a while, and prefix caches that are emptied."""
+"""Pausing pools and nodes, so that they get no new requests, and emptying prefix caches."""
 
 from __future__ import annotations
 

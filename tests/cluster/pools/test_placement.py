@@ -1,4 +1,4 @@
-"""Cores, devices and memory, shared out so that no two nodes tread on each other."""
+"""Placement divides cores, devices and memory so that no two nodes share any."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_nodes_take_turns_on_gpus_and_share_the_memory_of_each() -> None:
 
 
 def wide(**pools: tuple[int, int]) -> TandemConfig:
-    """Each pool: how many nodes, and of how many ranks."""
+    """A configuration with (nodes, ranks of a node) for each pool."""
     return TandemConfig(
         pools=PoolsConfig(
             **{

@@ -1,4 +1,4 @@
-"""Places for nodes, and what is said when there are too few."""
+"""Places for nodes, and the message when there are too few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that change their role, routers on every machine, pools that scale by themselves: what the controller does."""
+"""The controller changes nodes' roles, keeps a router on every machine, and lets pools scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another configuration while the cluster serves: nodes are replaced one by one, or all of it is taken back."""
+"""A new configuration while the cluster serves: nodes are replaced one by one, or the whole change is rolled back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG_S = 160.0
 
 
 def wish(rig: Rig, *, model: str | None = None, seqs: int = 77, **changes: object) -> TandemConfig:
-    """The rig's configuration, with something that nodes read when they start."""
+    """The rig's configuration with a change that needs new nodes."""
     config = rig.config
     if model is not None:
         config = replace(config, model=replace(config.model, path=model))
@@ -291,7 +291,7 @@ class Watched:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.hurt = 0.0  # until when a test's own blows may be felt
+        self.hurt = 0.0  # until this time the effects of the test's own kills are ignored
 
     def look(self, least: dict[Role, int]) -> None:
         if self.rig.clock.now() < self.hurt:

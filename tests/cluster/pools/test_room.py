@@ -1,4 +1,4 @@
-"""How many nodes one machine is trusted with, and what is said of more."""
+"""How many nodes one machine may get, and the message when more are asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers are replaced one by one when they read something different, or all of it is taken back."""
+"""Routers whose configuration changes are replaced one by one, or the whole change is rolled back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG_S = 160.0
 
 
 def wish(rig: Rig, *, failovers: int = 7, seqs: int | None = None) -> TandemConfig:
-    """With something that routers read when they start, and, for `seqs`, something that nodes read."""
+    """The rig's configuration with a change that needs new routers, and with `seqs` one that needs new nodes."""
     config = replace(rig.config, router=replace(rig.config.router, max_failovers=failovers))
     return config if seqs is None else replace(config, scheduler=replace(config.scheduler, max_num_seqs=seqs))
 

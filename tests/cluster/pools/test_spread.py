@@ -1,4 +1,4 @@
-"""Nodes whose ranks are on several machines: where they are put, what they take, and what the loss of a machine costs."""
+"""Nodes with ranks on several machines: their placement, their resources, and the effect of losing a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starts or loads takes as long as it takes, while it says something new; `timeouts.start_s` counts its silence."""
+"""A start or load may take any time while it reports progress; `timeouts.start_s` limits only the time without any."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hold_back(process: FakeProcess, earlier: int) -> None:
 
 
 def stands_still(script: Script) -> bool:
-    """By the rule: some pause between two different words is longer than the limit."""
+    """Whether some pause between two different reports is longer than the limit."""
     silent, last = 0, "loading the weights"
     for pause, word in script:
         silent += pause
@@ -69,7 +69,7 @@ def test_a_node_that_starts_is_ended_if_and_only_if_it_stood_still(script: Scrip
 
 @in_loop
 async def test_what_a_start_took_is_announced_and_stays_what_it_was() -> None:
-    """To who plans how many nodes there must be before they are needed. A controller that comes back has not seen it."""
+    """The planner reads the announced time, to start nodes before they are needed. A restarted controller has not measured it."""
     async with Rig(*PD, timeouts=PATIENT) as rig:
         rig.launcher.prepare["decode-0"] = hold_back
         rig.launcher.prepare["prefill-0"] = hold_back

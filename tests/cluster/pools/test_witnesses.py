@@ -1,4 +1,5 @@
-"""Silence towards the controller ends nothing that serves: routers vouch for nodes, clients and nodes for routers."""
+"""A process that serves is not ended because the controller cannot reach it: routers vouch for nodes, and clients and nodes
+for routers."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tandem.wire.nodes import NodeSighting, NodeState, Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, endpoint_of, in_loop, settle
 from tests.cluster.pools.pools_rig import PD, machine, pool_of, pools
 
-FOR_GOOD = 2 * TIMEOUTS.start_s  # longer than anything is waited for
+FOR_GOOD = 2 * TIMEOUTS.start_s  # longer than any wait
 LONG_ENOUGH = TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s)
 
 
@@ -62,7 +63,7 @@ async def test_what_routers_hear_of_it_may_be_the_reason_to_replace_it(trouble: 
 
 @in_loop
 async def test_a_node_is_left_alone_while_no_router_can_be_asked() -> None:
-    """Everything is silent: it is the controller that is cut off."""
+    """All processes are silent, so the controller itself must be cut off."""
     async with Rig(*PD) as rig:
         await rig.controller.start()
         for process in rig.launcher.everything:
@@ -130,7 +131,7 @@ class CutOff:
     routed: set[str]  # before
 
     async def kill_controller_for(self, seconds: float) -> None:
-        """Another one starts at once, and finds the machine as far away as the first did."""
+        """Kills the controller. The next one starts at once, and cannot reach the machine either."""
         await self.rig.kill_controller()
         start = asyncio.create_task(self.rig.controller.start())
         await self.rig.clock.advance(seconds)
@@ -197,7 +198,7 @@ async def test_what_such_a_machine_had_is_given_up_when_routers_no_longer_hear_i
 async def test_a_machine_that_is_not_seen_keeps_what_routers_hear(
     sizes: tuple[int | None, int | None],
 ) -> None:
-    """Ray takes a machine for dead whose control network is cut. The tokens of its nodes flow."""
+    """Ray takes a machine for dead if its control network is cut, while its nodes still send tokens."""
     async with cut_off(sizes) as cut:
         rig, node = cut.rig, cut.node
         await rig.clock.advance(FOR_GOOD)
@@ -237,7 +238,7 @@ async def test_nothing_is_placed_on_a_machine_that_is_not_seen() -> None:
 
 @in_loop
 async def test_a_controller_that_stood_still_holds_nobody_responsible_for_it() -> None:
-    """Stopped for minutes in the middle of its questions. When it goes on, every deadline has passed at once."""
+    """The controller is stopped for minutes while it asks its processes. When it continues, all deadlines have passed at once."""
     async with Rig(*PD) as rig:
         await rig.controller.start()
         for process in rig.launcher.everything:

@@ -1,4 +1,4 @@
-"""What an operator writes for `ray up` about machines that are there."""
+"""Builds the part of an operator's `ray up` file that describes existing machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The provider as Ray's cluster launcher and Ray's autoscaler use it, on hosts that are only noted down."""
+"""The provider as Ray's cluster launcher and autoscaler use it, on hosts that exist only in the record."""
 
 from __future__ import annotations
 

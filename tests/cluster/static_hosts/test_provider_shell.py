@@ -1,4 +1,4 @@
-"""What is handed to `ssh`. An ssh of our own stands on the PATH: it notes its arguments and runs the command here."""
+"""The arguments that `ssh` gets. A fake ssh on the PATH records them and runs the command here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem why`: the parts add up to the whole, whatever the trace is like."""
+"""`tandem why`: the parts of any trace add up to the whole time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks: taken, shared, given back, found again, forgotten."""
+"""The block pool: blocks are allocated, shared, freed, found again and evicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A follower of the events knows what is cached."""
+"""A follower of the events knows which blocks are cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that are kept for later prompts: where, how they are found, copied, evicted and forgotten."""
+"""Checkpoints of recurrent states for later prompts: where they are made, found, copied, evicted and dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks: a token reads its own chunk and nothing before."""
+"""Chunked attention: a token reads its own chunk and nothing before it."""
 
 from __future__ import annotations
 

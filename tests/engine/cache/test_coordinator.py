@@ -1,4 +1,4 @@
-"""Several groups, one answer: the longest prefix on which all of them agree."""
+"""Several groups: a hit is the longest prefix on which all of them agree."""
 
 from __future__ import annotations
 

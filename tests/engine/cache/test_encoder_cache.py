@@ -1,4 +1,4 @@
-"""The encoder cache: what is promised to a request is there until its tokens are computed, within the room and the budget that there are."""
+"""The encoder cache keeps what it has promised to a request until the request's tokens are computed, within its room and budget."""
 
 from __future__ import annotations
 

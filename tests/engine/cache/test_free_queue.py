@@ -1,4 +1,4 @@
-"""The free queue against the simplest thing that could be one: a list."""
+"""The free queue behaves like a plain list."""
 
 from __future__ import annotations
 

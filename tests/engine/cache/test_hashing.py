@@ -1,4 +1,4 @@
-"""Hashes: equal when and only when the KV would be."""
+"""Two blocks have the same hash if and only if their KV is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows: what is never read again is given up, and a hit needs only what will be read."""
+"""Sliding windows: blocks that no later token reads are freed, and a hit needs only the blocks that will be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The blocks of recurrent states: as many for one token as for a thousand, all of them or none, and never in the prefix cache."""
+"""The blocks of recurrent states: a request needs as many for one token as for a thousand, gets all or none of them, and
+they are never in the prefix cache."""
 
 from __future__ import annotations
 

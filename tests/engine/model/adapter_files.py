@@ -1,4 +1,4 @@
-"""LoRA adapters with random weights, written by PEFT itself."""
+"""Writes LoRA adapters with random weights, by PEFT itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def loaded(path: Path) -> PreTrainedModel:
 
 
 def save_adapter(model: Path, folder: Path, seed: int, **options: Any) -> Path:
-    """Large enough to change the answer."""
+    """Saves an adapter whose weights are large enough to change the answer."""
     wanted: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options}
     adapted = get_peft_model(loaded(model), LoraConfig(task_type="CAUSAL_LM", **wanted))
     random = torch.Generator().manual_seed(seed)
@@ -31,7 +31,7 @@ def save_adapter(model: Path, folder: Path, seed: int, **options: Any) -> Path:
 def merged_answers(
     model: Path, adapter: Path, prompts: list[list[int]], num_tokens: int, folder: Path
 ) -> list[list[int]]:
-    """What `generate` says with the adapter merged into the weights by PEFT."""
+    """The answers of `generate` after PEFT has merged the adapter into the weights."""
     whole = PeftModel.from_pretrained(loaded(model), adapter).merge_and_unload()
     whole.save_pretrained(folder)
     return [answer.tokens for answer in tiny.reference(folder, prompts, num_tokens)]

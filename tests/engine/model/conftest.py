@@ -1,4 +1,4 @@
-"""Tiny models gain nothing from threads, and lose much where many test runs share a machine."""
+"""Limits torch to one thread: tiny models gain nothing from more, and lose much when several test runs share a machine."""
 
 from __future__ import annotations
 

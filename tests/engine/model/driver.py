@@ -1,7 +1,6 @@
-"""Drives a model runner by hand: says what each step computes, and keeps the block tables a scheduler would.
+"""Drives a model runner without a scheduler: the test says what each step computes, and the driver keeps the block tables.
 
-It is unkind on purpose: blocks are handed out in random order, and one that is freed is filled with NaN, so that
-reading what is not a request's own spoils its answer.
+It hands out blocks in random order and fills freed blocks with NaN, so that a request which reads a foreign block gets a wrong answer.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class DrivenRequest:
     num_prompt: int
     sampling: SamplingParams
     computed: int
-    blocks: list[list[int]]  # per group; 0 where a block was given back or never needed
-    pooling: Pooling | None = None  # a vector is wanted, and no token
+    blocks: list[list[int]]  # per group; 0 for a block that was freed or never needed
+    pooling: Pooling | None = None  # the request ends in a vector, not in tokens
     lora: str | None = None  # its adapter's identity
     vector: list[float] | None = None
     borrowed: int = 0  # leading blocks of every group that belong to another request
-    known: bool = False  # the runner has seen it
+    known: bool = False  # whether the runner has seen the request
     resumed: bool = False
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
 
@@ -57,7 +56,7 @@ class Driver:
         self.requests: dict[str, DrivenRequest] = {}
         self.drafts: dict[str, list[int]] = {}
         self.num_accepted = 0
-        self.failing: set[str] = set()  # requests whose logits are expected to be no numbers
+        self.failing: set[str] = set()  # requests whose logits are expected to be NaN
         self.last: ModelOutput = ModelOutput({})
         self._keeps_states = any(group.blocks_per_request for group in self.groups)
         self._finished: set[str] = set()
@@ -76,8 +75,8 @@ class Driver:
         shared_tokens: int = 0,
         lora: str | None = None,
     ) -> DrivenRequest:
-        """With `prefix_of`, the first tokens are a prefix hit: the other request's blocks are shared. Recurrent states are copied, and must
-        be those after these tokens."""
+        """Adds a request. With `prefix_of`, its first tokens are a prefix hit and it shares that request's blocks. Recurrent states are
+        copied; the other request's states must be those after these tokens."""
         request = DrivenRequest(
             req_id,
             prompt + (output or []),
@@ -105,7 +104,7 @@ class Driver:
         return request
 
     def adopt(self, req_id: str, other: Driver) -> DrivenRequest:
-        """Take over a request from another node: its computed KV is copied block by block."""
+        """Takes over a request from another node, and copies its computed KV block by block."""
         theirs = other.requests[req_id]
         request = DrivenRequest(
             req_id,
@@ -144,8 +143,8 @@ class Driver:
     def step(
         self, work: dict[str, int], hooks: LayerHooks | None = None, *, guesses: bool = True
     ) -> ModelOutput:
-        """Compute so many tokens of each request; drafts, if there are any, are added after a newest token. Without `guesses` none are
-        wanted for the next step."""
+        """Computes this many tokens of each request, with its drafts after its newest token. Without `guesses` the runner makes no drafts
+        for the next step."""
         new: list[NewRequestData] = []
         cached = CachedRequestData()
         scheduled: dict[str, int] = {}
@@ -233,7 +232,7 @@ class Driver:
         return output
 
     def generate(self, num_tokens: int, max_chunk: int = 1 << 30) -> dict[str, list[int]]:
-        """Run every request until it has so many output tokens, in chunks of random size."""
+        """Runs every request until it has `num_tokens` output tokens, in chunks of random size."""
         while unfinished := [r for r in self.requests.values() if len(r.output) < num_tokens]:
             work = {
                 r.req_id: self.random.randint(1, min(r.pending, max_chunk))
@@ -255,7 +254,7 @@ class Driver:
         return grown
 
     def _slide(self, request: DrivenRequest) -> None:
-        """Give back what no later token reads. The runner does not know: it must not read those blocks."""
+        """Frees the blocks that no later token reads. The runner is not told, and must not read them."""
         for group, table in zip(self.groups, request.blocks, strict=True):
             if group.window is None:
                 continue

@@ -38,10 +38,11 @@ TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 NUM_TOKENS = 6
 LENGTHS = (1, 6, 21)
 LAYERS = 4
-MOVED = 4  # of so many classes one is handed over in the middle of a prompt: it is loaded twice for that
+# One class in this many is moved to another runner in the middle of a prompt, which loads it a second time
+MOVED = 4
 MOST_WEIGHTS = 20_000_000
 
-# What configurations call the sizes that make a model large. Each is set where a configuration has it.
+# The names by which configurations call the sizes that make a model large. Each is set if a configuration has it.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim"), 32),
     **dict.fromkeys(
@@ -95,7 +96,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }  # fmt: skip
 
-# What some need besides, because their sizes hang together otherwise.
+# Further sizes for the classes whose sizes depend on each other in other ways.
 BESIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "olmo_hybrid": {"linear_num_key_heads": 4},
@@ -145,7 +146,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def tiny_config(model_type: str) -> Any:
-    """Raises whatever the configuration's class does."""
+    """A tiny configuration of the type. Raises any error that the configuration's class raises."""
     kind = type(AutoConfig.for_model(model_type))
     return kind(**_small(kind, model_type))
 
@@ -165,7 +166,7 @@ def _small(kind: Any, model_type: str) -> dict[str, Any]:
 
 
 def run(model_type: str, *, cut: bool = True) -> Outcome:
-    """What comes of a class. `cut`: prompts in uneven chunks and mixed batches."""
+    """Serves a class and returns the outcome. `cut`: also with prompts in uneven chunks and mixed batches."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             torch.manual_seed(tiny.hash_of(model_type))
@@ -184,7 +185,8 @@ def run(model_type: str, *, cut: bool = True) -> Outcome:
             rng = random.Random(model_type)
             prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
             expected = [answer.tokens for answer in tiny.reference(Path(folder), prompts, NUM_TOKENS)]
-        except Exception as error:  # whatever transformers raises for sizes that do not fit together
+        # transformers raises all kinds of errors for sizes that do not fit together.
+        except Exception as error:
             return Outcome(model_type, "not built", f"{type(error).__name__}: {_line(error)}")
         try:
             return _serve(model_type, Path(folder), prompts, expected, cut)
@@ -284,7 +286,7 @@ def _line(error: Exception) -> str:
 
 
 def _reason(text: str) -> str:
-    """Without the name of this one model."""
+    """The reason without this model's name."""
     _, found, rest = text.partition(" cannot be served: ")
     return rest if found else text
 
@@ -349,7 +351,7 @@ def row(outcome: Outcome) -> str:
 
 
 def bytes_of_a_token(outcome: Outcome) -> str:
-    """By the formula that gives what was measured with the tiny model; empty where none does."""
+    """The formula that matches the measurement of the tiny model; empty if none does."""
     if not outcome.attending:
         return "nothing"
     default = AutoConfig.for_model(outcome.model_type).get_text_config()
@@ -395,7 +397,7 @@ HEADS = (
     "decoder_attention_heads",
 )
 SIZES = ("head_dim", "qk_head_dim", "nope+rope", "hidden/heads", "one")
-# What a layer keeps of a token.
+# Formulas for what a layer keeps of a token.
 FORMULAS: tuple[Callable[[Any], int | None], ...] = (
     _latent,
     _latent_and_index,

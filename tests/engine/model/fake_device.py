@@ -1,15 +1,14 @@
-"""A device on a CPU that computes later than it is asked to: streams, events, page-locked copies, graphs.
+"""A fake asynchronous device on a CPU: streams, events, page-locked copies and graphs.
 
-Tensors of the device are wrappers. What is done with them is put in a stream's line and carried out when something waits
-for it, or at a random moment; what a copy to the device reads from page-locked memory is read then, not before. Streams
-know nothing of each other but what events say. So whatever an engine frees, overwrites or reads too early shows in its
-results. Work outside all streams (what a peer writes into the cache) goes to `memory(tensor)` directly, as RDMA does.
+The device's tensors are wrappers. An operation on them is queued in a stream, and runs when something waits for it or at a random
+moment; a copy from page-locked memory reads that memory only then. Only events order streams among each other. So memory that an engine
+frees, overwrites or reads too early shows in its results. Work outside all streams (a peer's writes into the cache) goes to
+`memory(tensor)` directly, as with RDMA.
 
-`present` is for one thread, and patches `torch.cuda` for all; another thread that works with the device's tensors goes
-through `in_thread` meanwhile.
+`present` belongs to one thread, but patches `torch.cuda` for all. Another thread that works with the device's tensors must use
+`in_thread` meanwhile.
 
-Each operation also runs at once on a shadow of its tensors, which gives the result its shape. Nothing else is read from
-a shadow.
+Each operation also runs at once on shadows of its tensors, to learn the result's shape. Shadows serve no other purpose.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _LOOKS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_selec
 
 
 class DeviceTensor(torch.Tensor):
-    """`shadow` has the shape; `box` holds the memory once the device has come so far."""
+    """A tensor of the device. `shadow` has its shape; `box` holds its memory once the device has computed it."""
 
     shadow: torch.Tensor
     box: list[torch.Tensor]
@@ -62,7 +61,7 @@ class DeviceTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def data_ptr(self) -> int:  # where the device's memory is, for what writes to it by itself
+    def data_ptr(self) -> int:  # the address of the device's memory, for code that writes to it directly
         return (self.box[0] if self.box else self.shadow).data_ptr()
 
     def get_device(self) -> int:
@@ -78,7 +77,7 @@ class Line:
         self.given = self.done = 0
 
     def add(self, work: Callable[[], None] | tuple[Line, int]) -> None:
-        """A place in another line is waited for."""
+        """Queues work, or a wait for a place in another line."""
         self._work.append(work)
         self.given += 1
 
@@ -93,8 +92,8 @@ class Line:
 
 
 class FakeDevice:
-    """`pace`: how likely it is that some of the work in line is done when more is added, or when an event is asked whether
-    it has come. 0: only what is waited for."""
+    """`pace`: the probability that some queued work runs when more is added, or when an event is queried. 0: work runs only when something
+    waits for it."""
 
     def __init__(self, seed: int = 0, pace: float = 0.0) -> None:
         self._random = random.Random(seed)
@@ -104,7 +103,7 @@ class FakeDevice:
         self.lines = [self.default]
         self.pace = pace
         self.num_waits = 0
-        self.operations: set[str] = set()  # by name, of all that were given so far
+        self.operations: set[str] = set()  # the names of all operations so far
         self.made_bytes = 0
         self.emptied = False
         self.capability = 9, 0
@@ -119,7 +118,7 @@ class FakeDevice:
 
     @property
     def recording(self) -> list[Callable[[], None]] | None:
-        """What this thread does goes there; other threads' work goes on."""
+        """The list that records this thread's work; None if it does not record. Other threads' work is not recorded."""
         return getattr(self._current, "recording", None)
 
     @recording.setter
@@ -148,13 +147,13 @@ class FakeDevice:
             self.may_advance()
 
     def finish_line(self) -> None:
-        """What a look at a value waits for: its own stream."""
+        """Runs all work of the current stream, as reading a value on the host does."""
         if self.recording is not None:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.wait_until(self.line, self.line.given)
 
     def may_advance(self) -> None:
-        """It is for the device to say how far it has come."""
+        """Lets the device run some queued work, at random."""
         if self.pace and self._random.random() < self.pace:
             line = self._random.choice(self.lines)
             line.run_until(self._random.randint(line.done, line.given))
@@ -175,7 +174,7 @@ class FakeDevice:
 
     @contextmanager
     def present(self) -> Iterator[FakeDevice]:
-        """Within, `cuda:0` is this device, for torch and for callers of torch.cuda."""
+        """Within the block, `cuda:0` is this device, for torch and for callers of torch.cuda."""
         with _Patched(self), self.in_thread():
             yield self
 
@@ -186,7 +185,7 @@ class FakeDevice:
 
 
 def memory(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies in the device's memory now."""
+    """The content of the device's memory now."""
     assert isinstance(tensor, DeviceTensor)
     return tensor.box[0]
 
@@ -224,7 +223,7 @@ class _Operations(TorchDispatchMode):
             assert isinstance(target, torch.Tensor)
             return target.copy_(memory(leaves[1]))
         self._device.operations.add(name)
-        # What is in ordinary host memory is read before the call returns; page-locked memory when the copy runs.
+        # A copy reads ordinary host memory before the call returns, and page-locked memory when it runs.
         late = leaves
         if not (name == "copy_" and not blocking):
             late = [_frozen(leaf) for leaf in leaves]
@@ -265,14 +264,14 @@ class _Operations(TorchDispatchMode):
 
 def _frozen(leaf: Any) -> Any:
     is_host = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor)
-    # Weights stay as they are; copying them for each operation would only take time.
+    # Weights never change, so they need not be copied for each operation.
     return (
         leaf.clone() if is_host and leaf.numel() < 4096 and not isinstance(leaf, torch.nn.Parameter) else leaf
     )
 
 
 class _Functions(TorchFunctionMode):
-    """What names a device, or looks at values, before it becomes an operation."""
+    """Handles the functions that name a device or read values, before they become operations."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -419,7 +418,7 @@ class _Patched:
             "graph_pool_handle": lambda: object(),
             "set_device": lambda *_: None,
             "empty_cache": device.empty,
-            # An allocator that never forgets: what was made since the last look counts.
+            # The fake allocator never frees, so count the allocations since the last call.
             "reset_peak_memory_stats": lambda *_: None,
             "memory_allocated": lambda *_: 0,
             "max_memory_allocated": lambda *_: device.made_bytes,

@@ -1,5 +1,5 @@
-"""As much of FlashInfer as we use, by its documentation, in torch: so that what we plan and hand over is tested
-where there is no GPU. Its kernels read device buffers each time they run; its plans are made from host tensors."""
+"""The part of FlashInfer that Tandem uses, written in torch from its documentation, so that plans and arguments are tested without a GPU.
+Its kernels read device buffers each time they run; its plans are made from host tensors."""
 
 from __future__ import annotations
 

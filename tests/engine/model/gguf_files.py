@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp's converter writes them, of tiny models."""
+"""Writes GGUF files of tiny models as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _weights(source: Path, config: dict[str, Any], kind: str) -> dict[str, np.nd
     for name, tensor in load_file(source / "model.safetensors").items():
         data = tensor.numpy()
         if kind == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            # The two halves of what is turned together, one by one.
+            # Interleave the two halves that a rotation turns together.
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
         if kind.startswith("gemma") and name.endswith("norm.weight"):
@@ -87,7 +87,7 @@ def _weights(source: Path, config: dict[str, Any], kind: str) -> dict[str, np.nd
 
 
 def llama3_factors(head: int, rope: dict[str, Any]) -> np.ndarray:
-    """What the converter makes of llama3's rope_parameters: `rope_freqs.weight`."""
+    """The tensor `rope_freqs.weight` that the converter makes of llama3's rope_parameters."""
     factors = []
     low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
     high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]

@@ -1,4 +1,4 @@
-"""Layer hooks that write down when they were called."""
+"""Layer hooks that record their calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Quantized checkpoints of a tiny model, written here bit by bit as their tools write them, and the ordinary checkpoint
-of the numbers that they stand for."""
+"""Writes quantized checkpoints of a tiny model in the layouts of the usual tools, and the ordinary checkpoint with the same weights."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def config(**options: Any) -> LlamaConfig:
 
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[N, M] to int32 [N, M * bits / 32], one by one."""
+    """Packs [N, M] into int32 [N, M * bits / 32], in order."""
     per = 32 // bits
     packed = torch.zeros(codes.shape[0], codes.shape[1] // per, dtype=torch.int64)
     for place in range(per):
@@ -186,7 +185,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Parts, t
 
 
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Path, Path]:
-    """The quantized checkpoint, and the ordinary one."""
+    """Saves both, and returns the folders of the quantized and of the ordinary checkpoint."""
     torch.manual_seed(0)
     written, quantize = FORMATS[name]
     model = AutoModelForCausalLM.from_config(config(**options)).to(dtype)

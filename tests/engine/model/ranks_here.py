@@ -1,4 +1,4 @@
-"""All ranks of a node in this process, a thread each, with gloo between them: what they compute is what processes compute."""
+"""Runs all ranks of a node in this process, each in a thread, with gloo between them. They compute what processes would compute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Load = Callable[[Shard | None], TorchRunner]
 
 
 class EndOfRank(Exception):
-    """Raised by what loads a rank's part: this rank has nothing to follow."""
+    """Raised by the function that loads a rank's part, to end this rank without steps."""
 
 
 class _Queues:
@@ -51,9 +51,9 @@ def ranks_here(
     lines: list[socket.socket] | None = None,
     tier_lines: list[socket.socket] | None = None,
 ) -> Iterator[TorchRunner]:
-    """Rank 0's runner; the others follow until the end. A width of 1 is a model that is whole. `width`: of all stages together. `lines`:
-    each rank keeps the KV of its heads apart, and these come to lead to what moves it at the others. `tier_lines`: and to what copies it to
-    tiers."""
+    """Yields rank 0's runner; the other ranks follow its steps until the block ends. `width`: the number of ranks of all stages together;
+    1 is a whole model. `lines`: a list that makes each rank keep the KV of its heads apart, and gets the lines to the threads that move
+    that KV. `tier_lines`: the same for the threads that copy it to tiers."""
     if width == 1:
         yield load(None)
         return

@@ -1,7 +1,7 @@
-"""What a CUDA graph does, on a CPU: operations are recorded once and run again on the very same tensors.
+"""Imitates a CUDA graph on a CPU: operations are recorded once and run again on the same tensors.
 
-Whatever the recorded work read from the host is frozen, and looking at a result while recording is an error, as it is
-there. A library's kernel is one operation (`torch.library.custom_op`), and may read what it was given each time.
+As in a CUDA graph, values that the recorded work reads from the host are frozen, and reading a result while recording is an error. A
+library's kernel is one operation (`torch.library.custom_op`), and reads its arguments each time it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters that come and go while requests use them: each step's rows get their own, and what no one needs is forgotten."""
+"""Adapters come and go while requests use them: each row of a step gets its own, and unused ones are dropped."""
 
 from __future__ import annotations
 

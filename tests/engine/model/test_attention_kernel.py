@@ -1,4 +1,4 @@
-"""One answer, whichever of torch's ways is taken to it."""
+"""All of torch's attention kernels give the same answer."""
 
 from __future__ import annotations
 

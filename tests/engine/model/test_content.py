@@ -1,4 +1,4 @@
-"""A model is what its files say, not what it is called."""
+"""A model's identity is the content of its files, not its name."""
 
 from __future__ import annotations
 

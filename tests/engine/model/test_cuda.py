@@ -1,4 +1,4 @@
-"""What only CUDA has, as far as it can be told without it: on which device and stream, and what is left behind."""
+"""Code for CUDA, as far as it can be tested without it: the device and stream of each call, and what stays allocated."""
 
 from __future__ import annotations
 

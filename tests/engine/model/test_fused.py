@@ -1,4 +1,4 @@
-"""What is found in a model, and that it computes what its modules did; how many launches a layer is on a GPU."""
+"""The parts of a model that are found and fused compute what its modules did; and a layer's number of launches on a GPU."""
 
 from __future__ import annotations
 

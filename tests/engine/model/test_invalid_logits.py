@@ -1,4 +1,4 @@
-"""Logits that are no numbers end their own request, and no token is taken from them."""
+"""A request whose logits are NaN ends with an error, and gets no token from them."""
 
 from __future__ import annotations
 

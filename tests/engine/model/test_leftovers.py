@@ -1,4 +1,4 @@
-"""What a checkpoint holds and its model does not take: refused by name where it changes the answer, else tolerated."""
+"""Tensors of a checkpoint that its model does not use: refused by name if they would change the answer, else ignored."""
 
 from __future__ import annotations
 

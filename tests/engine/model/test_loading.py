@@ -1,4 +1,4 @@
-"""What is loaded, from where; what is refused, and in which words."""
+"""Which files are loaded, which models are refused, and with which messages."""
 
 from __future__ import annotations
 

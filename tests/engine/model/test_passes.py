@@ -1,4 +1,4 @@
-"""Prompts that want logits everywhere: a step is cut so that few rows of them are in memory at once."""
+"""Prompts that want logits for all tokens: a step is cut so that only few rows of logits are in memory at once."""
 
 from __future__ import annotations
 

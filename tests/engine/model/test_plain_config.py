@@ -1,4 +1,4 @@
-"""What is read without transformers says what transformers says, or nothing."""
+"""Configurations that are read without transformers give the same values as transformers, or none."""
 
 from __future__ import annotations
 

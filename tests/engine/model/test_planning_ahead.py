@@ -48,7 +48,7 @@ PLAIN, ALL = KINDS[:5], KINDS
 
 @dataclasses.dataclass
 class Told:
-    """What was said of one request."""
+    """The updates of one request."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)

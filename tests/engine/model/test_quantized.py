@@ -1,4 +1,4 @@
-"""Quantized checkpoints: the tokens of the ordinary checkpoint of the same numbers, in whichever way they are computed."""
+"""A quantized checkpoint gives the tokens of the ordinary checkpoint with the same weights, on every path."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def prompts_of(architecture: str) -> list[list[int]]:
 
 
 def as_it_comes(runner: TorchRunner) -> TransformersForward:
-    """Without recording: how the same model computes each step."""
+    """The same model without recording, as the reference for each step."""
     steps = runner.forward
     assert isinstance(steps, RecordedSteps)
     runner._forward = steps._forward

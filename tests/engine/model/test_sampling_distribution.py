@@ -29,7 +29,7 @@ EOS = frozenset({2, 5})
 
 
 class Bench:
-    """A sampler over requests that are only histories."""
+    """A sampler for requests that consist only of their tokens so far."""
 
     def __init__(self, vocab: int = VOCAB, capacity: int = 8, max_tokens: int = 64) -> None:
         self.requests = RequestRows(capacity, max_tokens, 4, 1)

@@ -1,4 +1,4 @@
-"""A model whose layers are cut into stages says what the whole one says."""
+"""A model cut into pipeline stages gives the whole model's answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.engine.model.ranks_here import EndOfRank, ranks_here
 
 NUM_TOKENS = 8
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "phi3")
-# Ranks, and the stages that they make.
+# (number of ranks, number of stages)
 SHAPES = ((2, 2), (4, 2))
 
 
@@ -72,7 +72,7 @@ def staged(request: pytest.FixtureRequest, saved: Saved) -> Iterator[TorchRunner
 
 @pytest.fixture(params=SHAPES, ids=lambda shape: f"{shape[0]}-ranks-in-{shape[1]}-stages")
 def apart(request: pytest.FixtureRequest, saved: Saved) -> Iterator[TorchRunner]:
-    """Each rank keeps the KV of its layers and heads in memory of its own."""
+    """A runner whose ranks each keep the KV of their layers and heads in their own memory."""
     ranks, stages = request.param
     with ranks_here(ranks, functools.partial(load, saved[0]), stages, []) as runner:
         yield runner
@@ -232,7 +232,7 @@ def parameters(runner: TorchRunner) -> int:
 
 
 def refusal(path: Path, stages: int = 2) -> str:
-    """What every rank says."""
+    """The refusal, which must be the same on every rank."""
 
     said: list[str] = []
 

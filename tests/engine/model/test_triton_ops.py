@@ -1,5 +1,5 @@
-"""Triton's kernels beside the formulas that they stand for, in Triton's own interpreter: no GPU is needed, and no line of
-theirs has another meaning there. `make test-gpu-packages` brings Triton; elsewhere this is skipped."""
+"""The Triton kernels, compared with their formulas in Triton's own interpreter, which needs no GPU and runs the same lines.
+`make test-gpu-packages` installs Triton; without it these tests are skipped."""
 
 from __future__ import annotations
 

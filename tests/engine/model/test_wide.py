@@ -1,4 +1,4 @@
-"""A model that several ranks share says what the whole one says, however the work is cut up, shared or lost."""
+"""A model shared by several ranks gives the whole model's answers, in whatever chunks and batches it runs."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_cut_is_refused(name: str, width: int, why: str, tmp_path
 
 
 def _load_or_none(path: Path, shard: Shard | None) -> TorchRunner:
-    """The other ranks find out the same; here rank 0's word is enough."""
+    """Rank 0 loads its part and raises its own error. The other ranks must refuse theirs as well, and end."""
     assert shard is not None
     if shard.rank == 0:
         return load(path, shard)

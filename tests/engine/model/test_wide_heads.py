@@ -1,4 +1,4 @@
-"""Every rank has the heads that its queries ask for, and all heads are somewhere."""
+"""Every rank has the KV heads that its queries read, and every head is on some rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one per architecture, saved as checkpoints so that they load like any other."""
+"""Writes checkpoints of tiny models with random weights, one per architecture."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         num_local_experts=4,
         num_experts_per_tok=1,
         attention_chunk_size=WINDOW,
-        floor_scale=4,  # of which its own queries' scale depends, beyond some thousand tokens
+        floor_scale=4,  # the scale of its queries depends on this, beyond some thousand tokens
     ),
     "gemma3n": _config(
         "Gemma3nTextConfig",
@@ -309,7 +309,7 @@ def build(architecture: str) -> PreTrainedModel:
     torch.manual_seed(hash_of(architecture))
     model = AutoModelForCausalLM.from_config(ALL[architecture](), attn_implementation="eager")
     for name, parameter in model.named_parameters():
-        # Some parts begin as zeros or ones, which would hide that they are left out.
+        # Some parameters are initialized to zeros or ones, which would hide that the code ignores them.
         if parameter.std() == 0 or parameter.isnan().any() or "sinks" in name:
             torch.nn.init.normal_(parameter, mean=0.0 if "bias" in name else 1.0, std=0.2)
     return model.eval()
@@ -332,7 +332,7 @@ def hash_of(text: str) -> int:
 
 
 def reference(path: Path, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
-    """What transformers generates greedily, one prompt at a time, in float32."""
+    """transformers' greedy answers, one prompt at a time, in float32."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     answers = []

@@ -1,4 +1,4 @@
-"""Tiny models that read images, with random weights, a tokenizer and an image processor, saved as checkpoints load."""
+"""Writes checkpoints of tiny vision models, with random weights, a tokenizer and an image processor."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def smolvlm(folder: Path, kind: str = "SmolVLM") -> Path:
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if "vision_model" in name or "connector" in name:
-            # An image must change what the model says by more than rounding.
+            # An image must change the logits by more than rounding.
             torch.nn.init.normal_(parameter, mean=0.0 if "bias" in name else 0.1, std=0.3)
     model.generation_config.eos_token_id = text["eos_token_id"]
     model.save_pretrained(path)
@@ -138,7 +138,7 @@ class VisionFamily:
     rules: ImageRules
     words: tokenizers.Tokenizer
     placeholder: str
-    begin: str  # what a chat template writes around an image
+    begin: str  # the text that a chat template writes before an image
     end: str
     processor: Any  # transformers' own
     save: Callable[[Path], Path]
@@ -191,7 +191,7 @@ def prompt_of(
 def reference(
     path: Path, prompts: Sequence[Sequence[str | bytes]], num_tokens: int, family: VisionFamily = SMOLVLM
 ) -> list[list[int]]:
-    """What transformers' `generate` says to each, alone. No token ends it."""
+    """The answer of transformers' `generate` to each prompt alone. No token ends an answer."""
     model = AutoModelForImageTextToText.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -1,4 +1,4 @@
-"""These tests need the native library, as those of the kernels do."""
+"""These tests need the native library, like those of the kernels."""
 
 from tests.kernels.conftest import _library, pytest_generate_tests
 

@@ -1,4 +1,4 @@
-"""What a step was given stays where it is until the step is over."""
+"""The arrays of a step stay valid until the step is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library's threads: nothing runs between steps, nothing is left behind."""
+"""The library's threads sleep between steps, and all end with it."""
 
 from __future__ import annotations
 

@@ -44,14 +44,14 @@ def consume(transfer_id: str = "t") -> KVTransferParams:
 
 
 class FakeConnector(SchedulerConnector):
-    """Answers as the test says, and remembers what it was asked. `offers` says what comes from outside, once: tokens beyond
-    those found here, and whether they arrive later; None defers."""
+    """Answers as the test says, and records the calls. `offers`, by request and used once: the tokens from outside beyond those found
+    here, and whether they arrive later; None defers the answer."""
 
     def __init__(self) -> None:
         self.offers: dict[str, tuple[int | None, bool]] = {}
-        self.keeps: set[str] = set()  # ids whose blocks it keeps when they finish
+        self.keeps: set[str] = set()  # requests whose blocks it keeps when they finish
         self.calls: list[tuple[object, ...]] = []
-        self.blocks: dict[str, list[list[int]]] = {}  # the table of each request, as it was told
+        self.blocks: dict[str, list[list[int]]] = {}  # each request's block tables, as the connector was told
         self.pending = False
         self.on_finished: Callable[[TransferRequest], bool] | None = None
 
@@ -95,7 +95,7 @@ class FakeConnector(SchedulerConnector):
 
 
 class Driver:
-    """A scheduler, a fake model and maybe a fake connector; the audit runs after every step."""
+    """Drives a scheduler with a fake model and perhaps a fake connector. Audits the scheduler after every step."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Driver:
         arrival_time: float | None = None,
         **fields: object,
     ) -> Request:
-        """`prompt` as a number is that many tokens that no other request shares."""
+        """Adds a request. A number as `prompt` stands for that many tokens that no other request has."""
         tokens = unique_tokens(request_id, prompt) if isinstance(prompt, int) else prompt
         request = Request(
             request_id,
@@ -196,7 +196,7 @@ class Driver:
             self.step()
 
     def run(self, most: int = 1000) -> int:
-        """Until there is nothing left to do; returns the number of steps."""
+        """Steps until no work is left; returns the number of steps."""
         for count in range(most):
             if not self.scheduler.has_work():
                 return count

@@ -1,9 +1,9 @@
-"""A model runner without a model, which knows at every slot of the KV cache what must stand there.
+"""A model runner without a model that knows the right content of every slot of the KV cache.
 
-The KV of a token is a number made of everything that it depends on. Each step writes what it computes and
-reads what attention would read, so a block that was given away too early, cached too early, written by a peer
-too late, or found for the wrong tokens is caught in the step that would have answered wrongly from it. The
-next token is a function of the tokens before it: every request must end as if it had been alone.
+The KV of a token is a number made of everything that it depends on. Each step writes the KV of its tokens and reads what attention
+would read. So it catches a block that was freed too early, cached too early, written by a peer too late, or found for the wrong tokens,
+in the step that would have answered wrongly from it. The next token is a function of the tokens before it, so every request must get
+the answer that it would get alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WRONG = -99  # sampled from something misread: no request may ever be given it
 
 
 def kv_chain(token_ids: Sequence[int], salt: object = None, media: Sequence[MediaFeature] = ()) -> list[int]:
-    """For each position, the one right content of its KV."""
+    """The right content of the KV at each position."""
     value = zlib.crc32(repr(salt).encode())
     chain = []
     seen = {
@@ -39,7 +39,7 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 def alone(prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = ()) -> list[int]:
-    """What a request answers when it has the model to itself."""
+    """The answer of a request that runs alone."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         tokens.append(next_token(tokens))
@@ -50,7 +50,7 @@ def alone(prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = ()) -> 
 
 @dataclasses.dataclass
 class KnownRequest:
-    """What the runner was told of a request."""
+    """The runner's record of a request."""
 
     tokens: list[int]
     tables: list[list[int]]
@@ -61,11 +61,12 @@ class FakeModel:
         self.groups = groups
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> content
         self.known: dict[str, KnownRequest] = {}
-        self.salts: dict[str, object] = {}  # a request's salt and adapter, which the runner is not told
+        # By request: its salt and adapter, which a real runner does not get
+        self.salts: dict[str, object] = {}
         self.media: dict[str, Sequence[MediaFeature]] = {}  # by request
-        self.encoded: dict[str, int] = {}  # the parts of images that there are
+        self.encoded: dict[str, int] = {}  # the encoded parts of images
         self.propose: Callable[[str, list[int]], list[int]] = lambda request_id, tokens: []
-        # With `tolerant` a wrong read is not an error, but what is sampled from it is WRONG.
+        # With `tolerant` a wrong read is no error, but the token sampled from it is WRONG.
         self.tolerant = False
         self.misread: set[str] = set()
 
@@ -82,7 +83,7 @@ class FakeModel:
     def read(
         self, who: str, tables: Sequence[Sequence[int]], chain: Sequence[int], first: int, end: int
     ) -> None:
-        """Everything that the tokens from `first` to `end` attend to is right."""
+        """Checks all KV that the tokens from `first` to `end` attend to."""
         for group, table in zip(self.groups, tables, strict=True):
             if group.kind is AttentionKind.STATE:
                 continue  # it was read before this step wrote another
@@ -101,7 +102,7 @@ class FakeModel:
             self.kv[block, STATE] = content
 
     def state_is(self, tables: Sequence[Sequence[int]], content: int) -> bool:
-        """All of a request's blocks of states hold what follows from these tokens and no others."""
+        """Whether all state blocks of a request hold the state after exactly these tokens."""
         return all(
             self.kv.get((block, STATE)) == content
             for group, table in zip(self.groups, tables, strict=True)
@@ -134,7 +135,7 @@ class FakeModel:
         assert computed.keys() == step.num_scheduled_tokens.keys()
         chains = {}
         stale: set[str] = set()
-        # All of a step is written before any of it is read, as a layer of a real forward pass does it.
+        # Write the whole step before reading any of it, as a layer of a real forward pass does.
         for request_id, count in step.num_scheduled_tokens.items():
             known = self.known[request_id]
             tokens = known.tokens + step.spec_token_ids.get(request_id, [])
@@ -142,14 +143,14 @@ class FakeModel:
             chains[request_id] = self.chain(request_id, tokens)
             start = computed[request_id]
             self._look(request_id, start, start + count)
-            # A state goes on from the token before; where there is none it begins, whatever lies in the blocks.
+            # A state continues from the previous token; at the first token it begins from zero, whatever the blocks hold.
             if start and not self.state_is(known.tables, chains[request_id][start - 1]):
                 assert self.tolerant, f"{request_id}: its state is not that of token {start - 1}"
                 stale.add(request_id)
             for group, table in zip(self.groups, known.tables, strict=True):
                 if group.kind is AttentionKind.STATE:
                     assert len(table) == group.blocks_per_request
-                    # A state cannot go back, so it is kept after the last token that is no guess.
+                    # A state cannot go back, so it is saved after the last token that is not a draft.
                     last = start + count - len(step.spec_token_ids.get(request_id, ())) - 1
                     self._write_state(table, -1 if request_id in stale else chains[request_id][last])
                     continue
@@ -173,7 +174,7 @@ class FakeModel:
         chains: dict[str, list[int]],
         stale: set[str],
     ) -> None:
-        """A request that reads something wrong computes something wrong, which others may read in the same step."""
+        """Reads for all requests. A request that reads wrong KV computes wrong KV, which others may read in the same step."""
         self.misread = set(stale)
         for request_id in stale:
             start = computed[request_id]
@@ -224,4 +225,4 @@ class FakeModel:
             elif blocks is not None:
                 for table, new_blocks in zip(self.known[request_id].tables, blocks, strict=True):
                     table += new_blocks
-        # A window that moves on gives blocks back without a word: the runner's tables still name them.
+        # A sliding window frees blocks without telling the runner, whose tables still name them.

@@ -1,4 +1,4 @@
-"""Requests in line: who is admitted, what is found for them, what makes them wait."""
+"""Waiting requests: which is admitted, which cached tokens it finds, and what makes it wait."""
 
 from __future__ import annotations
 

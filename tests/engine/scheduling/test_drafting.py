@@ -1,4 +1,4 @@
-"""Guessing stops where it does not pay, goes on where it does, and never costs more than its allowance."""
+"""Drafting stops where it does not pay, goes on where it does, and never costs more than its allowance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSS = 0.02
 
 @dataclasses.dataclass
 class Node:
-    """Steps take what a line says, and each request's next token is guessed right as often as it says."""
+    """A simulated node: a step's time is linear in its rows, and each request's drafts are right with a given probability."""
 
     chances: dict[str, float]
     fixed_s: float = 0.004
@@ -81,7 +81,7 @@ class Node:
 
     @property
     def cost(self) -> float:
-        """As a share of the time that the same tokens take without drafts."""
+        """The time spent, as a share of the time that the same tokens take without drafts."""
         return self.seconds / self.alone_s
 
 

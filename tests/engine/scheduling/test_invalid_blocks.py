@@ -1,4 +1,4 @@
-"""Blocks that turn out wrong after they were used: everything that was read from them is undone."""
+"""Blocks are found to be wrong after requests have read them: everything computed from them is undone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def invalid(*blocks: int) -> ConnectorOutput:
 
 
 def book_garbage(driver: Driver, step, transfers):
-    """The step runs on wrong KV; requests that read it get nothing for it."""
+    """Books a step that ran on wrong KV; requests that read it must get no token."""
     driver.model.tolerant = True
     updates = driver.finish(step, transfers)
     driver.model.tolerant = False

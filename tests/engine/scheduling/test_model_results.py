@@ -1,4 +1,4 @@
-"""What the model sampled, booked: tokens, ends, and what is reported of them."""
+"""Booking a step's results: tokens, finish reasons, and the updates for routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step is planned while the one before it runs: what counts already, what waits, and what comes to nothing."""
+"""A step is planned while the previous one runs: what it may count on, what must wait, and what is discarded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beside decodes prompts get as many tokens as fit into a step of the length that was asked for."""
+"""Beside decodes, prompts get as many tokens as fit into a step of the wanted length."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Clock:
 
 
 class TimedRunner(FakeRunner):
-    """Its steps take as long as their prompts are."""
+    """A runner whose steps take time in proportion to their prompt tokens."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(num_blocks=2000, max_model_len=6000)

@@ -1,4 +1,4 @@
-"""Requests that end in a vector: scheduled as prompts, beside answers, and never given a token."""
+"""Requests that end in a vector are scheduled like prompts, beside answers, and never get a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When memory runs out: who gives way, and that nothing is lost or wrong for it."""
+"""Preemption when blocks run out: which request gives way, and that no token is lost or wrong."""
 
 from __future__ import annotations
 

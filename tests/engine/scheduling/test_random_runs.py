@@ -1,7 +1,7 @@
-"""Thousands of random lives of a scheduler, each audited after every step.
+"""Thousands of random runs of a scheduler, each audited after every step.
 
-A run is made from its number alone: `World` says what can happen, and a failure names the run that shows it.
-TANDEM_RANDOM_RUNS sets how many; a few hundred by default. Slow, because it is many lives.
+A run follows from its number alone: `World` has the events, and a failure names the run. TANDEM_RANDOM_RUNS sets how many runs there
+are; the default is a few hundred. Slow, because there are many.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.engine.scheduling.world import GROUPS, GROUPS_WITH_STATES, Source, Wo
 
 RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "240"))
 BATCHES = 12
-REMEMBERED = (171, 3687)  # each was the only one of thousands to show something
+REMEMBERED = (171, 3687)  # runs that were the only ones of thousands to show a fault
 
 
 def random_world(
@@ -63,7 +63,7 @@ def random_world(
 
 
 def random_pace(number: int) -> dict[str, Any]:
-    """Steps that take as long as chance will have it, and prompts that get what fits."""
+    """A configuration with random step times, in which prompts get as many tokens as fit into a step."""
     draw, now = random.Random(-number), 0.0
 
     def clock() -> float:

@@ -1,4 +1,4 @@
-"""An answer that says the same again and again ends, wherever its tokens came from."""
+"""An answer that repeats itself ends, wherever its tokens came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line itself: order, removal from anywhere, and the cost of both."""
+"""The waiting queue: its order, removal from any place, and the cost of both."""
 
 from __future__ import annotations
 

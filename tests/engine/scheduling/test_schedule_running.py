@@ -1,4 +1,4 @@
-"""Requests that run: the budget, the caps, the order."""
+"""Running requests: the token budget, the limits, and the order."""
 
 from __future__ import annotations
 

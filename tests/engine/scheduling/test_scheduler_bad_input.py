@@ -1,4 +1,4 @@
-"""What can't run is refused when it comes, with a reason; nothing that is sent raises out of a step."""
+"""A request that cannot run is refused on arrival with a reason; no input makes a step raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that a router plans by: they must be right, and cheap."""
+"""The statistics by which routers plan are right and cheap."""
 
 from __future__ import annotations
 

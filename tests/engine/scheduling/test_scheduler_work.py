@@ -1,5 +1,4 @@
-"""When there is something to do, and when only an event can change that: the loop that steps must neither spin nor
-sleep through it."""
+"""Whether the scheduler has work, or only an event can give it some: the loop must neither spin nor sleep through work."""
 
 from __future__ import annotations
 

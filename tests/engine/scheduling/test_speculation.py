@@ -1,4 +1,4 @@
-"""Drafts: packed, verified, taken back when wrong, and never found by another request."""
+"""Drafts are packed and verified, taken back when wrong, and never found by another request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler trace says what was decided, whatever was decided, and changes nothing."""
+"""The scheduler trace records every decision and changes none."""
 
 from __future__ import annotations
 

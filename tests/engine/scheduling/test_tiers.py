@@ -1,5 +1,5 @@
-"""The scheduler with a tier of its cache: the real connector, over a model that knows what must stand in every slot, and
-copies that are made as late as they may be."""
+"""The scheduler with a cache tier: the real connector, a model that knows the right content of every slot, and copies that are made as
+late as possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "40"))
 
 
 class LateMover(Mover):
-    """Copies the model's KV when it is told to. What a store may read was computed before it was submitted."""
+    """Copies the model's KV when the test says so. A store must only read KV that was computed before it was submitted."""
 
     stored_bytes = 0
     loaded_bytes = 0
@@ -148,7 +148,7 @@ class TierWorld:
         return alone(prompt, min(self.max_tokens[request_id], room), [EOS])
 
     def run(self, prompt: Sequence[int], max_tokens: int = 2) -> list[int]:
-        """One request, to its end; returns its answer."""
+        """Runs one request to its end and returns its answer."""
         request_id = self.ask(prompt, max_tokens)
         self.finish()
         return self.driver.outputs[request_id]

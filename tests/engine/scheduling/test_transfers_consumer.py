@@ -1,4 +1,4 @@
-"""A decode node's side of a handoff: waiting for KV, going on from the first token, and every way it can fail."""
+"""A decode node's side of a handoff: it waits for KV and continues from the first token, or fails in every possible way."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_a_load_needs_a_free_place_among_the_running():
 
 
 def test_requests_that_hold_what_the_first_in_line_needs_give_way_when_nobody_runs():
-    """Two loads fill the pool; each needs one more block to go on. They must not wait for each other for ever."""
+    """Two loads fill the pool, and each request needs one more block to continue. They must not wait for each other for ever."""
     connector = FakeConnector()
     driver = Driver(connector=connector, num_blocks=5)
     loads = {}

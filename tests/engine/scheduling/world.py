@@ -1,8 +1,7 @@
-"""Everything that can happen to a scheduler, with peers that write when they please and a model that notices.
+"""A world for a scheduler: peers that write at any allowed time, a connector, and a model that notices wrong KV.
 
-Drawn at random by `test_random_runs.py` and `test_stateful_scheduler.py`. In this world a request ends in one
-of three ways: with the answer that it would have had alone, because it was aborted, or with the error that the
-policy for failed loads asks for.
+`test_random_runs.py` and `test_stateful_scheduler.py` draw its events at random. A request must end in one of three ways: with the
+answer that it would get alone, by an abort, or with the error that the policy for failed loads prescribes.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ GROUPS: dict[str, tuple[KVCacheGroup, ...]] = {
     "two block sizes": (sliding(11, block_size=8), FULL),
 }
 
-# Beside attention, and alone. Kept apart: a random run draws from the groups above by its number.
+# Groups with recurrent states, beside attention and alone. They have their own list, because a run's number picks from the list above.
 STATES = KVCacheGroup(AttentionKind.STATE, FULL.block_size, (1,), blocks_per_request=2)
 GROUPS_WITH_STATES: dict[str, tuple[KVCacheGroup, ...]] = {
     "full and states": (FULL, STATES),
@@ -58,11 +57,12 @@ class Source(enum.Enum):
     """Where a request's KV comes from."""
 
     HERE = enum.auto()
-    HERE_AND_SENT = enum.auto()  # computed here and sent away: its blocks stay
-    LATER = enum.auto()  # all from a peer, while other steps run
+    HERE_AND_SENT = enum.auto()  # computed here and sent to a peer, so the connector keeps its blocks
+    LATER = enum.auto()  # all of it from a peer, while other steps run
     LATER_IN_PART = enum.auto()
-    CACHED = enum.auto()  # some of it, later, and again whenever it is admitted without blocks
-    AT_ONCE = enum.auto()  # some of it, there when the step runs
+    # Some of it, while other steps run, and again each time it is admitted without blocks
+    CACHED = enum.auto()
+    AT_ONCE = enum.auto()  # some of it, before the step runs
 
 
 @dataclasses.dataclass
@@ -71,7 +71,7 @@ class Load:
     tables: list[list[int]]
     start: int
     end: int
-    written: bool | None = None  # whether what was written last is right; None: nothing was
+    written: bool | None = None  # whether the peer's last write was right; None: it has not written
 
 
 class WorldConnector(FakeConnector):
@@ -79,12 +79,12 @@ class WorldConnector(FakeConnector):
         super().__init__()
         self.sources: dict[str, Source] = {}
         self.deferrals: dict[str, int] = {}
-        self.loads: dict[str, Load] = {}  # under way
-        self.unreported: set[str] = set()  # whose loads have ended, which the scheduler has not been told yet
-        self.loads_at_once: list[Load] = []  # of the step that is being planned
+        self.loads: dict[str, Load] = {}  # loads under way
+        self.unreported: set[str] = set()  # requests whose loads have ended without the scheduler knowing yet
+        self.loads_at_once: list[Load] = []  # loads of the step that is being planned
         self.found: dict[str, int] = {}
-        self.loaded: set[str] = set()  # a handoff comes once
-        self.kept: dict[str, tuple[Request, list[list[int]]]] = {}  # producers' blocks
+        self.loaded: set[str] = set()  # requests with a handoff, which comes only once
+        self.kept: dict[str, tuple[Request, list[list[int]]]] = {}  # blocks kept for producers' requests
 
     def get_num_new_matched_tokens(
         self, request: TransferRequest, num_computed_tokens: int
@@ -135,8 +135,8 @@ class WorldConnector(FakeConnector):
 
 
 class LazyDevice:
-    """A model runner whose steps run as late as they can: when their results are wanted. Until then whatever was true
-    when they were planned must stay true."""
+    """A model runner that runs each step as late as possible: when its result is needed. Everything that the step was planned with must
+    stay true until then."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -236,14 +236,14 @@ class World:
         worker = WorldWorker(self) if with_connector else None
         self.engine = Engine(self.scheduler, self.device, worker, ahead=ahead, clock=clock)
         self.on_failure = on_failure
-        self.quick_peers = quick_peers  # they write at once when a load begins, and maybe again
+        self.quick_peers = quick_peers  # peers write at once when a load begins, and perhaps again later
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.news = ConnectorOutput()
-        self.spoil_next = False  # whether the next load at once goes wrong
-        self.quarantined: list[int] = []  # blocks of failed loads that a peer still writes to
+        self.spoil_next = False  # whether the next load `AT_ONCE` fails
+        self.quarantined: list[int] = []  # blocks of failed loads that a peer may still write to
 
-    # --- what can happen
+    # --- events
 
     def add(
         self,
@@ -281,7 +281,7 @@ class World:
             self.aborted.add(request_id)
 
     def peer_writes(self, which: int, good: bool) -> None:
-        """At any time before the scheduler learns that a load ended, in whatever state the request is."""
+        """A peer writes a load's blocks. That may happen in any state of the request, until the scheduler learns that the load has ended."""
         loads = sorted(self.connector.loads)
         if loads:
             load = self.connector.loads[loads[which % len(loads)]]
@@ -296,15 +296,15 @@ class World:
         spoil: bool = False,
         unsafe: bool = False,
     ) -> None:
-        """A load ends: well, or with its first `num_valid` tokens only. `spoil`: a block of it is wrong. `unsafe`: a
-        peer may still write to what is not valid."""
+        """Ends a load: whole, or with its first `num_valid` tokens only. `spoil`: one of its blocks is wrong. `unsafe`: a peer may still
+        write to the blocks that are not valid."""
         loads = sorted(self.connector.loads)
         if not loads:
             return
         load = self.connector.loads.pop(loads[which % len(loads)])
         request_id = load.request.request_id
         self.connector.unreported.add(request_id)
-        if not load.written:  # once is enough: no other request writes there
+        if not load.written:  # write only once: no other request writes to these blocks
             self._write(load, load.start, load.end, good=True)
         if num_valid is not None:
             valid = load.start + num_valid % (load.end - load.start + 1)
@@ -333,7 +333,7 @@ class World:
         ]
 
     def peer_writes_late(self) -> None:
-        """To blocks in quarantine, which nothing else may use."""
+        """A peer writes to blocks in quarantine, which nothing else may use."""
         for group in self.model.groups:
             for block in self.quarantined:
                 for position in (STATE, *range(group.block_size)):
@@ -346,11 +346,11 @@ class World:
             self.news.released_blocks.add(self.quarantined.pop(which % len(self.quarantined)))
 
     def send(self, which: int) -> None:
-        """A producer's connector lets go of blocks that must be untouched until now."""
+        """A producer's connector frees blocks, whose content must be unchanged until now."""
         kept = sorted(self.connector.kept)
         if not kept:
             return
-        self.device.run_all()  # it sends nothing before that is computed
+        self.device.run_all()  # it sends only KV that is computed
         request_id = kept[which % len(kept)]
         request, tables = self.connector.kept.pop(request_id)
         chain = self.model.chain(request_id, request.all_token_ids)
@@ -387,7 +387,7 @@ class World:
                 assert self.on_failure is LoadFailurePolicy.FAIL
 
     def settle(self) -> None:
-        """Everything that is under way ends well; then every request must end too, and nothing be left."""
+        """Lets all loads and sends succeed. Then every request must end, and no block may be left in use."""
         self.pause(PauseState.UNPAUSED)
         self.connector.deferrals.clear()
         self.spoil_next = False
@@ -437,7 +437,7 @@ class World:
         self.model.write(load.tables, chain if good else [GARBAGE] * load.end, start, end)
 
     def _spoil(self, load: Load) -> int:
-        """Makes the last block of the load wrong, and returns it."""
+        """Makes the last block of the load wrong, and returns that block."""
         group, table = self.model.groups[-1], load.tables[-1]
         last = load.end - 1
         if group.kind is AttentionKind.STATE:

@@ -1,5 +1,4 @@
-"""A model that has no idea: random logits, leaning towards what closes a text. Whatever sense its answers make comes
-from their grammar."""
+"""A model with random logits, biased towards tokens that close a text. So any structure in its answers comes from their grammar."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ROOM = 512
 
 @functools.cache
 def backend() -> tokenizers.Tokenizer:
-    """All bytes, and merges that cross what a grammar keeps apart: `": "`, `"},` and the like."""
+    """A tokenizer with all bytes, and merges across the borders of a grammar's parts, such as `": "` and `"},`."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -73,7 +72,7 @@ def logits_at(seed: int, position: int) -> torch.Tensor:
 
 
 class Model:
-    """One request in one sampler. `output` may be what another node has said so far."""
+    """One request in one sampler. `output`: the tokens that another node has sampled before."""
 
     def __init__(self, params: SamplingParams, seed: int = 0, output: list[int] | None = None) -> None:
         self.seed = seed
@@ -93,7 +92,7 @@ class Model:
         return self.sampler.failed.get(self.row)
 
     def sample(self, drafts: list[int] | None = None) -> list[int]:
-        """The next token; with drafts also what follows each of them that was right."""
+        """Samples the next token; with drafts, also the token after each right draft."""
         drafts = drafts or []
         known = int(self.requests.num_tokens[self.row])
         self.requests.tokens[self.row, known : known + len(drafts)] = drafts
@@ -108,7 +107,7 @@ class Model:
         return chosen[: accepted + 1]
 
     def finish(self, limit: int = 400) -> str:
-        """Until it ends, which it must."""
+        """Samples until the answer ends, which must happen within `limit` tokens."""
         while not self.output or self.output[-1] != END:
             assert len(self.output) < limit, decode(self.output)
             self.sample()

@@ -1,4 +1,4 @@
-"""JSON schemas that have an instance, and whose instances are short enough to be written by chance."""
+"""Draws JSON schemas that have instances, all short enough for a random model to write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling grammars while others go on: who waits, for how long, and how it ends."""
+"""Grammars are compiled in the background: which requests wait, for how long, and how the wait ends."""
 
 from __future__ import annotations
 
