@@ -62,12 +62,12 @@ UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ign
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
 	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 -m "not slow and not integration and not more" $(UNITS)
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile \
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder \
 		-m "(slow or integration) and not own_cluster and not more" $(UNITS)
 
 test-more: install
 	@$(BIN)/tandem models fetch > /dev/null
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile $(if $(SHARE),--share $(SHARE)) \
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder $(if $(SHARE),--share $(SHARE)) \
 		-m "more and not own_cluster" $(UNITS)
 	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 $(if $(SHARE),--share $(SHARE)) -m "more and own_cluster" tests/integration
 

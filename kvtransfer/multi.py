@@ -284,7 +284,7 @@ def create_connector(context: ConnectorContext) -> tuple[SchedulerConnector, Wor
     if context.has_peers and context.rank_lines and context.config.connector != "nixl":
         raise ConfigurationError(
             f"transfer.connector is {context.config.connector}, and this node's ranks keep their KV apart, which nixl alone hands over: "
-            "take nixl, or set tensor_parallel to 1"
+            "set transfer.connector to nixl, or tensor_parallel to 1"
         )
     if context.has_peers:
         parts.append(find_connector(context.config.connector)(context))

@@ -34,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getvalue("dist") == "loadfile":
+        # The longest first, so that no process has one of them left when the others are done.
+        items.sort(
+            key=lambda item: (
+                0 if item.path.name in ON_ONE_RAY else 1 if "integration" in item.path.parts else 2
+            )
+        )
     share = config.getoption("--share")
     if share is None:
         return

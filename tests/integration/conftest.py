@@ -196,7 +196,8 @@ def float32_config(smollm2_path: Path, prefill: int, decode: int, aggregated: in
         ),
         # Send every prompt to a prefill node, however short, because these tests are about transfers.
         router=_replace(base.router, port=0, local_prefill=LocalPrefill.NEVER),
-        transfer=TransferConfig(lease_s=5.0, canary_share=1.0),
+        # On a busy machine, too, the KV is waited for instead of computed again.
+        transfer=TransferConfig(lease_s=5.0, patience_s=60.0, canary_share=1.0),
         debug=True,
     )
 
