@@ -4,6 +4,7 @@ but the first, which keeps the ranks there."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -27,6 +28,8 @@ from tandem.node.ranks.keeper import RankKeeper
 from tandem.wire.errors import InternalError, Unavailable
 from tandem.wire.logs import LogPosition, begin_logging, recent_page
 from tandem.wire.sockets import raise_descriptor_limit
+
+logger = logging.getLogger(__name__)
 
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives each of its nodes
 _ROUND_S = 3600.0  # one wait for the ranks' end; it is repeated
@@ -87,6 +90,7 @@ class RanksActor:
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
         begin_logging(settings.logs, f"{settings.node_id}-machine{machine}")
         raise_descriptor_limit()
+        logger.info("keeps the ranks of %s on its machine %d", settings.node_id, machine)
         self._keeper = RankKeeper(settings, machine, find_model_here)
         self._end = PoliteEnd(self._keeper.stop)
         threading.Thread(target=self._end_with_ranks, name="end-with-ranks", daemon=True).start()
