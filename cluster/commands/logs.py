@@ -158,10 +158,10 @@ def show_logs(
     which: WhichCluster, chosen: LogFilter, *, follow: bool, as_json: bool, url: str | None = None
 ) -> None:
     """Shows the lines. With `follow` it runs until it is interrupted."""
-    out, aside = (
-        Console(highlight=False, soft_wrap=True),
-        Console(stderr=True, highlight=False, soft_wrap=True),
-    )
+    # While a cluster is joined, sys.stdout goes to the log.
+    stdout = sys.stdout
+    out = Console(file=stdout, highlight=False, soft_wrap=True)
+    aside = Console(stderr=True, highlight=False, soft_wrap=True)
     shown: list[ShownLine] = []
 
     async def work(cluster: OperatedCluster) -> None:
@@ -170,12 +170,12 @@ def show_logs(
                 aside.print(f"[yellow]![/] {remark.process}: {escape(remark.text)}")
             for line in lines:
                 if as_json and follow:
-                    print_json_line(line)
+                    print_json_line(line, stdout)
                 elif as_json:
                     shown.append(line)
                 else:
                     out.print(_text(line))
-            sys.stdout.flush()
+            stdout.flush()
 
     with_controller(which, work, url)
     if as_json and not follow:

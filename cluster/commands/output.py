@@ -77,12 +77,13 @@ def wants_json(options: argparse.Namespace) -> bool:
     return str(options.format) == "json"
 
 
-def print_json_line(value: object) -> None:
-    """Prints one JSON document on a line of its own."""
+def print_json_line(value: object, stream: TextIO | None = None) -> None:
+    """Prints one JSON document on a line of its own, to standard output unless a stream is given."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
-    sys.stdout.flush()
+    stream = stream or sys.stdout
+    stream.write(msgspec.json.encode(value).decode() + "\n")
+    stream.flush()
 
 
 def print_json(value: object) -> None:

@@ -108,7 +108,7 @@ def test_its_logs_are_those_of_all_its_machines(tandem: Tandem) -> None:
         return {line["process"] for line in json.loads(tandem("logs", name, "-o", "json"))}
 
     assert processes("prefill-0") == {"prefill-0", "prefill-0-machine1", "prefill-0-machine2"}
-    assert processes("prefill-0-machine2") == {"prefill-0-machine2"}
+    assert "prefill-0-machine2" in tandem("logs", "prefill-0-machine2")
 
 
 @pytest.mark.parametrize(
