@@ -33,6 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="I/N", help="run the I-th of N parts of the chosen tests")
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A share may have no test."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--share") is not None:
+        session.exitstatus = pytest.ExitCode.OK
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getvalue("dist") == "loadfile":
         # The longest first, so that no process has one of them left when the others are done.
