@@ -230,8 +230,11 @@ class ShardedTransport(NixlTransport):
 
     # ── moves ──
 
-    def _post_in_parts(self, remote: RemoteId, move: Move) -> HandleId:
-        peer = self._peers[remote]
+    def post(self, remote: RemoteId, move: Move) -> HandleId:
+        peer = self._peers.get(remote)
+        return super().post(remote, move) if peer is None else self._post_in_parts(peer, move)
+
+    def _post_in_parts(self, peer: _Peer, move: Move) -> HandleId:
         writes = move.operation is Operation.WRITE
         parts = _MoveInParts(peer, writes, [], [])
         in_shards = peer.split.of(move)
@@ -255,7 +258,7 @@ class ShardedTransport(NixlTransport):
         try:
             for part in in_shards:
                 if part.ours == _OWN:
-                    parts.own.append(self.post(peer.own[part.theirs], part.move))
+                    parts.own.append(super().post(peer.own[part.theirs], part.move))
         except TransferError as error:
             # The other parts are in flight. The move fails when they are over.
             parts.problem = str(error)
@@ -263,11 +266,13 @@ class ShardedTransport(NixlTransport):
         self._moves[handle] = parts
         return handle
 
-    def _are_parts_done(self, handle: HandleId) -> bool:
-        parts = self._moves[handle]
+    def is_done(self, handle: HandleId) -> bool:
+        parts = self._moves.get(handle)
+        if parts is None:
+            return super().is_done(handle)
         for own in list(parts.own):
             try:
-                if not self.is_done(own):
+                if not super().is_done(own):
                     continue
             except TransferError as error:
                 parts.problem = parts.problem or str(error)

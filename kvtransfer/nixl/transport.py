@@ -336,9 +336,7 @@ class NixlTransport(Transport):
             logger.warning("disconnecting from %s: %s", known.name, error)
 
     def post(self, remote: RemoteId, move: Move) -> HandleId:
-        mine, known = self._mine, self._remotes.get(remote)
-        if known is None:
-            return self._post_in_parts(remote, move)
+        mine, known = self._mine, self._remotes[remote]
         if self._prepared is None or mine is None:
             raise InternalError("a transfer before the KV cache was registered")
         if move.unit_bytes == mine.block_bytes == known.memory.block_bytes:
@@ -360,8 +358,6 @@ class NixlTransport(Transport):
         return handle
 
     def is_done(self, handle: HandleId) -> bool:
-        if handle not in self._done:
-            return self._are_parts_done(handle)
         try:
             done = self._done[handle] or self._agent.is_done(handle)
         except TransferError:
@@ -371,14 +367,6 @@ class NixlTransport(Transport):
             self._name_lanes(handle)
             self._end(handle)
         return done
-
-    # `ShardedTransport` overrides these for a peer whose memory is not in one piece.
-
-    def _post_in_parts(self, remote: RemoteId, move: Move) -> HandleId:
-        raise InternalError(f"a move to peer {remote}, which is not connected")
-
-    def _are_parts_done(self, handle: HandleId) -> bool:
-        raise InternalError(f"move {handle} is over, or never began")
 
     def _name_lanes(self, handle: HandleId) -> None:
         """Logs the lanes after a peer's first move, because UCX connects with that."""
