@@ -36,7 +36,6 @@ _REACH_AGAIN_S = 0.5
 _ADOPT_S = 5.0  # an actor under the name that does not tell its configuration within this time is replaced
 _NAME_S = 10.0  # for Ray to free the name of an actor that was killed
 _HTTP_S = 2.0
-_LOG_S = 5.0  # for the lines of one process
 _NAME_RETRY_S = 0.05  # Ray does not announce when a name is free, so creating the actor is tried again
 
 Create = Callable[[], Any]
@@ -190,11 +189,7 @@ class RayHandle:
 
     async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
         seen = (after.process, after.number) if after is not None else None
-        try:
-            async with asyncio.timeout(_LOG_S):
-                page = await answer((await self.actor()).log_page.remote(seen, last, most))
-        except TimeoutError:
-            raise Unavailable(f"it did not answer within {_LOG_S:g} s") from None
+        page = await answer((await self.actor()).log_page.remote(seen, last, most))
         return msgspec.msgpack.decode(page, type=LogPage)
 
     async def stop(self) -> None:

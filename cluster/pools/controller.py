@@ -419,7 +419,7 @@ class Controller:
         for node in self._fleet.nodes.values():
             others.update(node.log_sources())
         self._check_names([name for name in query.names if name not in others])
-        return await collected_logs(self._fleet, query)
+        return await collected_logs(self._fleet, query, self._clock)
 
     def _check_names(self, names: list[str]) -> None:
         for name in names:

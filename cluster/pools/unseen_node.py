@@ -23,12 +23,11 @@ class UnseenNode:
         self._seen = seen
         self._launch = launch
         self._found: asyncio.Task[NodeHandle] | None = None
+        self._handle: NodeHandle | None = None  # once it is found
 
     @property
     def keepers(self) -> Mapping[str, LogSource]:
-        if self._found is None or not self._found.done() or self._found.exception() is not None:
-            return {}
-        return self._found.result().keepers
+        return self._handle.keepers if self._handle is not None else {}
 
     async def start(self, report: Report) -> NodeInfo:
         return self._info
@@ -78,4 +77,5 @@ class UnseenNode:
         """If the process has ended, `launch` starts another one. Its status then shows another incarnation, so it is replaced."""
         handle = self._launch()
         await handle.start(lambda what, share: None)
+        self._handle = handle
         return handle

@@ -22,6 +22,7 @@ from tandem.cluster.pools.plan import wanted_size
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.tasks import Clock
 from tandem.wire.errors import TandemError
 from tandem.wire.logs import ClusterLogs, LogPage, LogsQuery, recent_page
 from tandem.wire.nodes import Role
@@ -140,7 +141,7 @@ def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet)
     )
 
 
-async def collected_logs(fleet: Fleet, query: LogsQuery) -> ClusterLogs:
+async def collected_logs(fleet: Fleet, query: LogsQuery, clock: Clock) -> ClusterLogs:
     """Returns the log lines of each process, the controller's own included, and for each process that did not answer the reason."""
     asked: dict[str, LogSource] = {}
     for node in fleet.nodes.values():
@@ -152,8 +153,14 @@ async def collected_logs(fleet: Fleet, query: LogsQuery) -> ClusterLogs:
             asked[router.name] = router
     # With many processes, each sends fewer lines at once.
     most = max(10, _LOG_LINES_AT_ONCE // max(len(asked), 1))
+    limit_s = fleet.config.timeouts.silence_s
     answers = await asyncio.gather(
-        *(source.log_page(query.after.get(name), query.last, most) for name, source in asked.items()),
+        *(
+            clock.within(
+                limit_s, source.log_page(query.after.get(name), query.last, most), f"reading {name}'s log"
+            )
+            for name, source in asked.items()
+        ),
         return_exceptions=True,
     )
     pages: dict[str, LogPage] = {}
