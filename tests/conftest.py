@@ -51,9 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if share is None:
         return
     part, parts = (int(number) for number in share.split("/"))
-    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part % parts]
+    kept: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        (kept if zlib.crc32(item.nodeid.encode()) % parts == part % parts else others).append(item)
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+    items[:] = kept
 
 
 # Of tests/integration: deployments on a Ray that is started once.
@@ -67,28 +70,13 @@ ON_ONE_RAY = {
     "test_serve_realtime.py",
 }
 
-# Commands in these find the one `tandem serve` of this machine.
-SERVED_HERE = {
-    "test_encoder_nodes.py",
-    "test_guides_run.py",
-    "test_killed_controllers.py",
-    "test_ports.py",
-    "test_router_processes.py",
-    "test_serve_command.py",
-    "test_serve_ranks.py",
-    "test_serve_tiers.py",
-    "test_versions_together.py",
-}
-
 
 class FileScheduling(LoadScopeScheduling):
-    """Gives whole files to xdist's processes, because the tests of a file share fixtures. One process gets all files that share a Ray,
-    and one gets all files whose `tandem serve` must be the only one on the machine."""
+    """Gives whole files to xdist's processes, because the tests of a file share fixtures. One process gets all files that share a Ray."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        file = path.rpartition("/")[2]
-        return "ray" if file in ON_ONE_RAY else "serve" if file in SERVED_HERE else path
+        file = nodeid.partition("::")[0]
+        return "ray" if file.rpartition("/")[2] in ON_ONE_RAY else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
