@@ -61,7 +61,7 @@ class KeptAnswers:
         # By answer id. An answer moves to the end when it ends, so the ended answers stand in the order of their ends.
         self._kept: OrderedDict[str, _Answer] = OrderedDict()
         self._running: dict[str, _Answer] = {}  # by the id of the request that computes it
-        self.followed: dict[str, _Answer] = {}  # by the follower's request id
+        self._followed: dict[str, _Answer] = {}  # by the follower's request id
 
     # --- the request that computes an answer
 
@@ -132,7 +132,7 @@ class KeptAnswers:
             chunk = answer.chunk(message.request_id, message.after)
             if answer.ended_at is None:
                 answer.followers[message.request_id] = message.reply_to
-                self.followed[message.request_id] = answer
+                self._followed[message.request_id] = answer
         self._send(message.reply_to, [chunk])
 
     def request_of(self, answer_id: str) -> str | None:
@@ -151,11 +151,11 @@ class KeptAnswers:
         self._unfollow(request_ids)
 
     def router_lost(self, reply_to: str) -> None:
-        self._unfollow([id for id, answer in self.followed.items() if answer.followers.get(id) == reply_to])
+        self._unfollow([id for id, answer in self._followed.items() if answer.followers.get(id) == reply_to])
 
     def _unfollow(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            answer = self.followed.pop(request_id, None)
+            answer = self._followed.pop(request_id, None)
             if answer is not None:
                 answer.followers.pop(request_id, None)
 

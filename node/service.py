@@ -276,8 +276,7 @@ class NodeService:
                     self._refuse(item, error)
             case Cancel():
                 self._abort([id for id in item.request_ids if self._live.is_owner(id, item.reply_to)])
-                if self._kept.followed:
-                    self._kept.cancelled(item.request_ids)
+                self._kept.cancelled(item.request_ids)
             case RouterLost():
                 owned = [live.submit for live in self._live.of_router(item.reply_to)]
                 self._abort([submit.request_id for submit in owned if submit.keep is None])

@@ -23,7 +23,7 @@ _CHARACTERS = 16 << 10  # the most characters of one piece
 _ITEMS = 1024
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
-_encode = json_at_once = msgspec.json.Encoder().encode
+json_at_once = msgspec.json.Encoder().encode
 
 
 class RawPieces:
@@ -40,7 +40,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
     """Yields `value` as msgspec would encode it, in bounded pieces. An iterator is written as a list whose
     items are made one by one. Objects are written member by member; lists are only split by length."""
     if _is_small(value):
-        yield _encode(value)
+        yield json_at_once(value)
     elif isinstance(value, RawPieces):
         yield from value.pieces
     elif isinstance(value, Mapping):
@@ -51,12 +51,12 @@ def json_pieces(value: Any) -> Iterator[bytes]:
                 small[name] = item
                 continue
             if small:
-                yield before + _encode(small)[1:-1]
+                yield before + json_at_once(small)[1:-1]
                 small, before = {}, b","
-            yield before + _encode(name) + b":"
+            yield before + json_at_once(name) + b":"
             yield from json_pieces(item)
             before = b","
-        yield before + _encode(small)[1:] if small else b"}"
+        yield before + json_at_once(small)[1:] if small else b"}"
     elif isinstance(value, Iterator):
         before = b"["
         for item in value:
@@ -67,11 +67,11 @@ def json_pieces(value: Any) -> Iterator[bytes]:
     elif isinstance(value, str):
         yield b'"'
         for start in range(0, len(value), _CHARACTERS):
-            yield _encode(value[start : start + _CHARACTERS])[1:-1]
+            yield json_at_once(value[start : start + _CHARACTERS])[1:-1]
         yield b'"'
     else:
         for start in range(0, len(value), _ITEMS):
-            yield (b"," if start else b"[") + _encode(value[start : start + _ITEMS])[1:-1]
+            yield (b"," if start else b"[") + json_at_once(value[start : start + _ITEMS])[1:-1]
         yield b"]"
 
 

@@ -42,8 +42,7 @@ class NodeView(msgspec.Struct, gc=False):
     def room_blocks(self) -> int:
         """Free blocks that no request on the node is expected to take. Negative when some requests will have
         to wait."""
-        status = self.status
-        return status.free_blocks + status.pinned_blocks - status.wanted_blocks - self.pending_blocks
+        return self.status.room_blocks - self.status.wanted_blocks - self.pending_blocks
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request of so many tokens would find its blocks. A node without work takes any
