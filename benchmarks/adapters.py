@@ -35,7 +35,7 @@ from tandem.machine.resources import usable_cores
 from tandem.wire.adapters import identity_of
 
 CONTEXT, DECODES = 256, 24
-CEILING = 1.3  # for a step with all adapters, as a multiple of the step without
+CEILING = 1.3  # the most that a step with all adapters may take, in steps without adapters
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -61,7 +61,8 @@ def random_work(
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """What a token needs, in elements of the checkpoint's matrices, each of which is read once per step."""
+    """The costs of one token. `layers` and `head` count elements of the checkpoint's matrices; a step reads each of
+    them once."""
 
     layers: int
     head: int  # needed only for tokens from which a next one is sampled

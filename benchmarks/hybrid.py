@@ -36,7 +36,7 @@ from tandem.machine.resources import usable_cores
 
 VOCAB = 32_000
 CONTEXT, DECODES = 256, 24  # tokens
-FLOOR = 1.5  # for a hybrid's prompt, as a multiple of a dense model's time
+FLOOR = 1.5  # the most that a hybrid's prompt may take, in times of a dense model's
 SHARED: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 768,

@@ -31,7 +31,7 @@ class RecomputeOutcome(msgspec.Struct):
     refused: int  # with 503 or 429
     failed: int
     seconds: float
-    prompt_tokens: int  # of the requests that were answered
+    prompt_tokens: int  # prompt tokens of the answered requests, together
     prompt_tokens_computed: int  # on all nodes
     prompt_tokens_twice: float  # as a share of the prompts' tokens
     preemptions: int
@@ -113,7 +113,7 @@ async def measure(options: argparse.Namespace) -> RecomputeOutcome:
                 await asyncio.sleep(1 / options.rate)
         answers = await asyncio.gather(*tasks)
         seconds = time.perf_counter() - began
-        await asyncio.sleep(1.0)  # for the nodes' last reports
+        await asyncio.sleep(1.0)  # the nodes report their last counters within this time
         after = await counters(client)
     ends = Counter(end for end, _ in answers)
     answered = [times for end, times in answers if end == "answered"]

@@ -49,7 +49,7 @@ APPLICATIONS = 50  # prompts with which many requests begin
 BLOCKS = 40_000  # of each node
 PROMPTS = (4_096, 100_000)
 QUALITY_NODES = (32, 96)  # prefill nodes and decode nodes
-TELLING_S = 0.001  # for a message from one router process to another on its port
+TELLING_S = 0.001  # how long a router process's report takes to reach a sibling
 
 
 class EveryNode(Chooser):

@@ -321,7 +321,7 @@ class Remote:
         self._process.join(10)
 
     def kill(self) -> None:
-        """For a process that would otherwise wait for a link."""
+        """Ends the process without `close`, which would wait for the link."""
         self._process.kill()
         self._process.join(10)
 

@@ -134,7 +134,7 @@ class MeasuredLoad:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    first_ttft_s: float  # of the system's very first request
+    first_ttft_s: float  # time to the first token of the system's first request
     measured: list[MeasuredLoad]
 
 

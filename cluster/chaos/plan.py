@@ -73,7 +73,8 @@ def processes_of(view: ClusterView) -> dict[ProcessKind, list[str]]:
 
 
 def chosen_kinds(rules: ChaosRules, view: ClusterView) -> list[ProcessKind]:
-    """Returns the kinds to strike. Raises ConfigurationError for a kind of which the cluster has no process."""
+    """Returns the kinds of processes to strike. Raises ConfigurationError if the rules name a kind that the cluster
+    does not run."""
     there = processes_of(view)
     if not rules.kinds:
         return [

@@ -19,8 +19,8 @@ from tandem.wire.errors import TandemError
 class WhichCluster(msgspec.Struct, frozen=True):
     """Which deployment a command is about, as the operator named it."""
 
-    address: str | None = None  # of the Ray cluster's head
-    name: str | None = None  # of the deployment; None: the only one on that cluster
+    address: str | None = None  # HOST:PORT of the Ray cluster's head
+    name: str | None = None  # the deployment's name; None means the cluster's only deployment
 
 
 def choose_address(named: str | None, environ: Mapping[str, str] = os.environ) -> str:
