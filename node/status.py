@@ -7,7 +7,7 @@ import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -16,7 +16,7 @@ from tandem.kvtransfer.base import TransferStats
 from tandem.wire.errors import InternalError, NodeLost, TandemError
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import NodeCounters, NodeStatus, TierStatus
+from tandem.wire.requests import NO_COUNTS, NodeCounters, NodeStatus, TierStatus
 
 _COUNTED = [
     name for name in NodeCounters.__struct_fields__ if name in Totals.__struct_fields__ and name != "steps"
@@ -69,7 +69,7 @@ def node_status(
     step_age_s: float,
     counters: NodeCounters,
     detail: str,
-    tiers: list[TierStatus],
+    tiers: Sequence[TierStatus],
     left_out: Sequence[str] = (),
     adapters: Mapping[str, str] | None = None,
     age_s: float = 0.0,
@@ -98,8 +98,8 @@ def node_status(
         quarantined_blocks=scheduler.quarantined_blocks,
         pinned_requests=scheduler.pinned_requests,
         pinned_blocks=scheduler.pinned_blocks,
-        tiers=tiers,
-        left_out=list(left_out),
+        tiers=tuple(tiers),
+        left_out=tuple(left_out),
         adapters=dict(adapters or {}),
         age_s=age_s,
     )
@@ -129,18 +129,22 @@ def node_counters(
         transfer_bytes_received=moved.bytes_received,
         transfer_blocks_sent=moved.blocks_sent,
         transfer_blocks_received=moved.blocks_received,
-        transfers_finished=dict(moved.outcomes),
+        transfers_finished=_copied(moved.outcomes),
         leases_expired=moved.leases_expired,
         transfer_descriptors_sent=moved.descriptors_sent,
         transfer_bytes_overlapped=moved.bytes_overlapped,
-        transfer_refusals=dict(moved.refused),
-        transfer_blocks_freed=dict(moved.blocks_freed),
+        transfer_refusals=_copied(moved.refused),
+        transfer_blocks_freed=_copied(moved.blocks_freed),
         transfer_blocks_checked=moved.blocks_checked,
-        wrong_kv=dict(Counter(moved.wrong_kv) + Counter(wrong_kv)) if moved.wrong_kv or wrong_kv else {},
-        transfer_wait_seconds=dict(moved.waits),
+        wrong_kv=_copied(Counter(moved.wrong_kv) + Counter(wrong_kv)),
+        transfer_wait_seconds=_copied(moved.waits),
         kv_checks=kv_checks,
-        encoder_fallbacks=dict(encoder_fallbacks or {}),
+        encoder_fallbacks=_copied(encoder_fallbacks or {}),
     )
+
+
+def _copied(counts: Mapping[str, Any]) -> Mapping[str, Any]:
+    return dict(counts) if counts else NO_COUNTS
 
 
 logger = logging.getLogger(__name__)

@@ -202,7 +202,7 @@ class NodePool:
         """Compares a status with the one before. Must be called before it becomes the member's status."""
         before, member.status = member.status, latest
         member.lists_any = bool(latest.left_out or latest.adapters)
-        if latest.left_out != (before.left_out if before is not None else []):
+        if latest.left_out != (before.left_out if before is not None else ()):
             self._note_accusers(latest)
         if latest.adapters != (before.adapters if before is not None else {}):
             self._adapters = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.wire.nodes import Role
-from tandem.wire.requests import NodeCounters, NodeStatus
+from tandem.wire.requests import NodeStatus
 
 # A window with fewer prompt tokens shows a step's fixed cost rather than the rate.
 MIN_PROMPT_TOKENS = 64
@@ -62,44 +62,46 @@ class NodeRates(msgspec.Struct, gc=False):
     step_s: float | None = None
     # Prompt tokens per second while prompts waited, with the node's other work included.
     line_tokens_per_s: float | None = None
-    base: NodeCounters | None = None  # where the present window of steps begins
-    line_base: NodeCounters | None = None  # where the present window with waiting prompts begins
+    # The counters with which the present window of steps began, and those with which the present window with
+    # waiting prompts began. Negative: there is no window yet.
+    steps: int = -1
+    seconds: float = 0.0
+    tokens: int = 0
+    line_seconds: float = -1.0
+    line_tokens: int = 0
 
     def on_status(self, status: NodeStatus) -> None:
         counters = status.counters
+        steps, seconds, tokens = counters.steps, counters.step_seconds, counters.prompt_tokens_computed
         if status.waiting_tokens:
-            self._on_line(counters)
+            self._on_line(seconds, tokens)
         else:
-            self.line_base = None
-        base = self.base
-        if base is None:
-            self.base = counters
+            self.line_seconds = -1.0
+        more_steps = steps - self.steps
+        if more_steps == 0:
             return
-        steps = counters.steps - base.steps
-        if steps == 0:
-            return
-        seconds = counters.step_seconds - base.step_seconds
-        prompt_tokens = counters.prompt_tokens_computed - base.prompt_tokens_computed
-        if status.role is _PREFILL:
-            if prompt_tokens >= MIN_PROMPT_TOKENS and seconds > 0:
-                self.prefill_tokens_per_s = _mixed(self.prefill_tokens_per_s, prompt_tokens / seconds)
-                self.base = counters
-        elif steps >= MIN_STEPS and seconds > 0:
-            if prompt_tokens == 0:
-                self.step_s = _mixed(self.step_s, seconds / steps)
-            self.base = counters
+        if self.steps >= 0:
+            more_seconds, more_tokens = seconds - self.seconds, tokens - self.tokens
+            if more_seconds <= 0:
+                return
+            if status.role is _PREFILL:
+                if more_tokens < MIN_PROMPT_TOKENS:
+                    return
+                self.prefill_tokens_per_s = _mixed(self.prefill_tokens_per_s, more_tokens / more_seconds)
+            elif more_steps < MIN_STEPS:
+                return
+            elif more_tokens == 0:
+                self.step_s = _mixed(self.step_s, more_seconds / more_steps)
+        self.steps, self.seconds, self.tokens = steps, seconds, tokens
 
-    def _on_line(self, counters: NodeCounters) -> None:
+    def _on_line(self, seconds: float, tokens: int) -> None:
         """Measures the line's rate while prompts wait."""
-        base = self.line_base
-        if base is None:
-            self.line_base = counters
-            return
-        tokens = counters.prompt_tokens_computed - base.prompt_tokens_computed
-        seconds = counters.step_seconds - base.step_seconds
-        if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
-            self.line_tokens_per_s = _mixed(self.line_tokens_per_s, tokens / seconds)
-            self.line_base = counters
+        if self.line_seconds >= 0:
+            more_seconds, more_tokens = seconds - self.line_seconds, tokens - self.line_tokens
+            if more_tokens < MIN_PROMPT_TOKENS or more_seconds <= 0:
+                return
+            self.line_tokens_per_s = _mixed(self.line_tokens_per_s, more_tokens / more_seconds)
+        self.line_seconds, self.line_tokens = seconds, tokens
 
     def on_local_prefill(self, tokens: int, seconds: float) -> None:
         """A node computed a prompt itself, with no other request waiting, and gave the first token after

@@ -452,7 +452,7 @@ class SimulatedNode:
             age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
             counters=counters,
             detail="",
-            tiers=[],
+            tiers=(),
         )
         self._most_blocks = max(self._most_blocks, 1 - stats.free_blocks / stats.total_blocks)
         if self._plan is not None:

@@ -20,7 +20,8 @@ import struct
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import xxhash
@@ -243,13 +244,23 @@ class TierStatus(msgspec.Struct, frozen=True):
     mirrored_bytes: int = 0  # copied from nodes whose mirror this one is
 
 
-class NodeCounters(msgspec.Struct, frozen=True, gc=False):
-    """Totals since the node's epoch began. They only grow."""
+class _NoCounts(dict[str, Any]):
+    """An empty table. Routers keep a thousand statuses, so all of them share this one instead of a dozen empty tables
+    each."""
+
+    __slots__ = ()
+
+
+NO_COUNTS: Mapping[str, Any] = _NoCounts()
+
+
+class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Totals since the node's epoch began. They only grow. Those that are zero are not sent."""
 
     requests_started: int = 0
     requests_admitted: int = 0
     queue_seconds: float = 0.0  # from arrival to the first step, for all admitted requests together
-    requests_finished: dict[str, int] = {}  # by finish reason
+    requests_finished: Mapping[str, int] = NO_COUNTS  # by finish reason
     prompt_tokens_computed: int = 0  # tokens of prompts that went through the model here
     prompt_tokens_cached: int = 0  # tokens of prompts found in the local prefix cache
     prompt_tokens_received: int = 0  # tokens of prompts whose KV came from a peer
@@ -263,10 +274,12 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False):
     encoder_tokens_reused: int = 0  # tokens of images that prompts found already made
     encoder_tokens_received: int = 0  # tokens of images that an encoder node made for a prompt here
     encoder_tokens_sent: int = 0  # an encoder node's: sent to nodes that read prompts
-    encoder_fallbacks: dict[str, int] = {}  # images that this node encoded because no rows came, by reason
+    encoder_fallbacks: Mapping[str, int] = (
+        NO_COUNTS  # images that this node encoded because no rows came, by reason
+    )
     pins_made: int = 0  # turns that kept their blocks for their job's next turn
     pins_met: int = 0  # pins whose next turn came in time and began with the same tokens
-    pins_ended: dict[str, int] = {}  # ends of pins, by reason
+    pins_ended: Mapping[str, int] = NO_COUNTS  # ends of pins, by reason
     blocks_evicted: int = 0  # of the prefix cache, for other tokens
     # A sample of the evicted blocks: how many, and how long they had been cached, and unused, all together.
     evictions_timed: int = 0
@@ -278,7 +291,7 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False):
     steps: int = 0
     step_seconds: float = 0.0
     # How many steps computed how many tokens: up to each of STEP_TOKEN_BOUNDS, and more in the last.
-    step_tokens: list[int] = []
+    step_tokens: tuple[int, ...] = ()
     tokens_scheduled: int = 0  # in all steps together
     malformed_frames: int = 0
     line_gaps: int = 0  # how often messages of a router were missing and requested again
@@ -286,24 +299,31 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False):
     transfer_bytes_received: int = 0
     transfer_blocks_sent: int = 0
     transfer_blocks_received: int = 0
-    transfers_finished: dict[str, int] = {}  # by outcome: "sent", "received", or why it ended otherwise
+    transfers_finished: Mapping[str, int] = (
+        NO_COUNTS  # by outcome: "sent", "received", or why it ended otherwise
+    )
     leases_expired: int = 0
     transfer_descriptors_sent: int = 0  # runs of bytes that were moved
     # Sent bytes that had arrived before the prompt's last forward pass ended.
     transfer_bytes_overlapped: int = 0
-    transfer_refusals: dict[str, int] = {}  # messages of peers that were not acted on, by reason
-    transfer_blocks_freed: dict[str, int] = {}  # blocks kept for a transfer, by what freed them
+    transfer_refusals: Mapping[str, int] = NO_COUNTS  # messages of peers that were not acted on, by reason
+    transfer_blocks_freed: Mapping[str, int] = NO_COUNTS  # blocks kept for a transfer, by what freed them
     transfer_blocks_checked: int = 0  # received blocks whose checksums were right
     # By the node that sent them: received blocks with a wrong checksum, or with other values when computed again.
-    wrong_kv: dict[str, int] = {}
+    wrong_kv: Mapping[str, int] = NO_COUNTS
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
-    transfer_wait_seconds: dict[str, WaitHistogram] = {}
+    transfer_wait_seconds: Mapping[str, WaitHistogram] = NO_COUNTS
     speculative_steps: int = 0  # steps in which a request had drafts
     speculative_drafted: int = 0
     speculative_accepted: int = 0
-    speculative_accepted_at: list[int] = []  # accepted tokens by their position in the draft
+    speculative_accepted_at: tuple[int, ...] = ()  # accepted tokens by their position in the draft
     kv_checks: int = 0  # received prompts that were computed again in idle time, to compare their KV
     model_errors: int = 0  # requests that ended because the model computed something that is not a number
+
+    def in_full(self) -> dict[str, Any]:
+        """Returns all counters as JSON, zero or not."""
+        plain: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(self))
+        return plain
 
 
 class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False):
@@ -333,9 +353,9 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False):
     quarantined_blocks: int = 0  # blocks of failed transfers to which a peer may still write
     pinned_requests: int = 0  # ended turns that keep their blocks for their job's next turn
     pinned_blocks: int = 0  # their blocks in no other use: given up if a request could not run otherwise
-    tiers: list[TierStatus] = []
+    tiers: tuple[TierStatus, ...] = ()
     # Prefill nodes from which this node takes nothing for a while, because their KV arrived wrong here.
-    left_out: list[str] = []
+    left_out: tuple[str, ...] = ()
     adapters: dict[str, str] = {}  # the LoRA adapters that the node has: their digests, by name
     # The age of this status. It lacks requests submitted since then, because the node reads them between two steps.
     age_s: float = 0.0

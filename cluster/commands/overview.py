@@ -73,8 +73,9 @@ def show_overview(view: ClusterView, key: str | None, console: Console, fetch: F
 def overview(view: ClusterView, key: str | None, fetch: Fetch = fetch_status) -> dict[str, Any]:
     """Returns the overview as JSON: the controller's view, and for each router its own answer or why there was none."""
     plain: dict[str, Any] = msgspec.to_builtins(view)
-    for node in plain["nodes"]:
-        if node["status"] is not None:
+    for node, seen in zip(plain["nodes"], view.nodes, strict=True):
+        if seen.status is not None:
+            node["status"]["counters"] = seen.status.counters.in_full()
             node["status"].pop("epoch", None)  # a secret: messages with it count as the node's own
     for router in plain["routers"]:
         try:

@@ -182,6 +182,6 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
             step_age_s=status.step_age_s,
             detail=status.detail,
             tiers=msgspec.to_builtins(status.tiers),
-            counters=msgspec.to_builtins(status.counters),
+            counters=status.counters.in_full(),
         )
     return node
