@@ -11,7 +11,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
@@ -34,7 +34,8 @@ from tandem.wire.nodes import Role
 from tandem.wire.tracing import TracePhase
 
 REPEATS = 5
-STEPS = 40  # steps to measure of each batch
+BATCH_TURNS = 2  # how often each batch is measured
+STEPS = 40  # steps to measure of each batch, each time
 MOST_TOKENS = 1024  # the longest answer to ask for, when a batch's last answer begins late
 FEWEST_TOGETHER = 4  # the fewest steps of a whole batch that make a measurement
 FEWEST_TOKENS = 32  # the fewest prompt tokens in a step with prompts and decodes that count
@@ -307,10 +308,14 @@ class Profiler:
         contexts = [context for context in self._grid.before if context + sizes[-1] + 2 <= self._longest]
         between = [(size, 0) for size in self._grid.prompts_between if size < sizes[-1]]
         points = [(size, context) for context in contexts for size in sizes]
-        found: dict[tuple[int, int], float] = {}
-        for index, (size, context) in enumerate([*points, *between]):
-            self._say(f"reads {size} tokens after {context}", 0.5 * index / (len(points) + len(between)))
-            found[size, context] = await self._read(size, context)
+        found = await self._in_turns(
+            [*points, *between],
+            self._repeats,
+            self._read,
+            lambda size, context: f"reads {size} tokens after {context}",
+            0.0,
+            0.5,
+        )
         table = CostTable(
             [float(size) for size in sizes],
             [float(context) for context in contexts],
@@ -318,22 +323,38 @@ class Profiler:
         )
         return table, FitError.of((table.at(*point), found[point]) for point in between)
 
-    async def _read(self, size: int, context: int) -> float:
+    async def _in_turns(
+        self,
+        points: Sequence[tuple[int, int]],
+        turns: int,
+        measure: Callable[[int, int], Awaitable[list[float]]],
+        what: Callable[[int, int], str],
+        begin: float,
+        end: float,
+    ) -> dict[tuple[int, int], float]:
+        """Measures all points once, then all again, and so on: a machine that is slower for some seconds spoils one measurement of a few
+        points, and not all of one. Returns the medians. `begin` and `end`: which part of the profile this is."""
+        found: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+        for turn in range(turns):
+            for index, point in enumerate(points):
+                done = (turn + index / len(points)) / turns
+                self._say(what(*point), begin + (end - begin) * done)
+                found[point] += await measure(*point)
+        return {point: statistics.median(taken) for point, taken in found.items()}
+
+    async def _read(self, size: int, context: int) -> list[float]:
         """The seconds of the step that computes the last `size` tokens of a prompt whose beginning is cached. If they do not fit into
         one step, the sum of the steps."""
-        taken = []
         before = self._beginnings.setdefault(context, self._prompt(context))
-        for _ in range(self._repeats):
-            if before:
-                await self._client.ask([*before, *self._prompt(1)], 1, traced=False)
-            asked = await self._client.asked([*before, *self._prompt(size)], 1)
-            steps = [step for step in asked.steps if step.reads]
-            if not steps:
-                raise Unavailable("a trace has no step that read its prompt")
-            taken.append(sum(step.seconds for step in steps))
-            self._arrivals.append((context + size, steps[0].began - asked.record.began))
-            self._answers.append(asked.seconds - (steps[-1].ended - asked.record.began))
-        return statistics.median(taken)
+        if before:
+            await self._client.ask([*before, *self._prompt(1)], 1, traced=False)
+        asked = await self._client.asked([*before, *self._prompt(size)], 1)
+        steps = [step for step in asked.steps if step.reads]
+        if not steps:
+            raise Unavailable("a trace has no step that read its prompt")
+        self._arrivals.append((context + size, steps[0].began - asked.record.began))
+        self._answers.append(asked.seconds - (steps[-1].ended - asked.record.began))
+        return [sum(step.seconds for step in steps)]
 
     # --- writing
 
@@ -346,11 +367,14 @@ class Profiler:
             if batch < batches[-1]
         ]
         points = [(batch, context) for context in contexts for batch in batches]
-        found: dict[tuple[int, int], float] = {}
-        for index, (batch, context) in enumerate([*points, *between]):
-            share = 0.5 + 0.4 * index / (len(points) + len(between))
-            self._say(f"writes {batch} answers after {context} tokens", share)
-            found[batch, context] = await self._write(batch, context)
+        found = await self._in_turns(
+            [*points, *between],
+            BATCH_TURNS,
+            self._write,
+            lambda batch, context: f"writes {batch} answers after {context} tokens",
+            0.5,
+            0.9,
+        )
         middle = STEPS / 2
         table = CostTable(
             [float(batch) for batch in batches],
@@ -360,8 +384,9 @@ class Profiler:
         pairs = ((table.at(batch, context + middle), found[batch, context]) for batch, context in between)
         return table, FitError.of(pairs)
 
-    async def _write(self, batch: int, context: int) -> float:
-        """The median time from one step's beginning to the next one's, of the steps in which the whole batch got a token."""
+    async def _write(self, batch: int, context: int) -> list[float]:
+        """The mean time from one step's beginning to the next one's, of the steps in which the whole batch got a token. It is the mean
+        because what a client waits for a token is one: a few steps of an answer take much longer than the others."""
         prompts = self._batches.setdefault(context, [])
         prompts += [self._prompt(context) for _ in range(batch - len(prompts))]
         # Cache the prompts first, so that the answers begin together. Two tokens, so that a decode node caches the prompt too.
@@ -382,7 +407,7 @@ class Profiler:
                 if step.tokens == 1 and step.beside == batch - 1 and following.beside == batch - 1
             ]
             if len(periods) >= FEWEST_TOGETHER:
-                return statistics.median(periods[:STEPS])
+                return [statistics.fmean(periods[:STEPS])]
             # The first answer ended before the last began, as over a slow link. Try again with longer answers.
             if 2 * tokens > min(MOST_TOKENS, self._longest - context):
                 raise Unavailable(
@@ -465,12 +490,17 @@ def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _never_less(rows: list[list[float]]) -> list[list[float]]:
-    """Makes the rows and columns ascending. More work never takes less time; a measurement that says so is noise."""
-    for i, row in enumerate(rows):
-        for j in range(len(row)):
-            before = [rows[i - 1][j]] if i else []
-            row[j] = max([row[j], *before, *row[max(0, j - 1) : j]])
-    return rows
+    """Makes the rows and columns ascending: more work never takes less time, and a measurement that says so is noise. Which of two such
+    measurements is wrong is not known, so it takes the middle of what the greatest before and the least after would be."""
+    height, width = range(len(rows)), range(len(rows[0]))
+    return [
+        [
+            0.5 * max(rows[k][n] for k in range(i + 1) for n in range(j + 1))
+            + 0.5 * min(rows[k][n] for k in height[i:] for n in width[j:])
+            for j in width
+        ]
+        for i in height
+    ]
 
 
 async def profile(
