@@ -1,8 +1,8 @@
 """Which files of Tandem one chat request runs through: `python -m benchmarks.one_request [--list]`.
 
 Runs a router, a prefill node and a decode node in one process, over HTTP, ZMQ and NIXL, with a real model. After some requests that load what is
-loaded once, one streamed request is observed: a file counts if one of its functions runs between the request's first byte and the end of its
-answer. Heartbeats and reports that happen to run in that time count, too.
+loaded once, some streamed requests are observed: a file counts if one of its functions runs between the first byte and the end of the answer
+of every one of them. So what only a heartbeat or a report runs, in the time of one or another request, does not count.
 """
 
 from __future__ import annotations
@@ -24,36 +24,46 @@ from tandem.cluster.models.store import prepare_model, tokenizer_folder
 from tandem.decode_node.node import DecodeNode
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig
 from tandem.kvtransfer.config import TransferConfig
-from tandem.node.config import NodeConfig
+from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.prefill_node.node import PrefillNode
-from tandem.router.config import LocalPrefill, RouterConfig
+from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig
 from tandem.router.server import RouterServer
 from tandem.wire.nodes import Role
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 3
+OBSERVED = 5
+SELDOM_S = 5.0  # between two heartbeats: longer than a request takes
 PROMPT = "Name the seas that Europe borders on, and say a sentence about each. " * 12
 
 
 class Watch:
-    """While it is `on`, records the files whose functions begin to run, in every thread that starts after it was installed."""
+    """Between `begin` and `end` records the files whose functions begin to run, in every thread that starts after it was installed."""
 
     def __init__(self) -> None:
-        self.on = False
-        self.files: set[str] = set()
+        self._on = False
+        self._now: set[str] = set()
+        self._always: set[str] | None = None  # in every observation so far
 
     def install(self) -> None:
         threading.setprofile(self._called)
         sys.setprofile(self._called)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        if self.on and event == "call":
-            self.files.add(frame.f_code.co_filename)
+        if self._on and event == "call":
+            self._now.add(frame.f_code.co_filename)
+
+    def begin(self) -> None:
+        self._now, self._on = set(), True
+
+    def end(self) -> None:
+        self._on = False
+        self._always = self._now if self._always is None else self._always & self._now
 
     def ours(self) -> dict[str, list[str]]:
         """Returns the files relative to the repository's root, by package."""
         found: dict[str, list[str]] = defaultdict(list)
-        for name in sorted(self.files):
+        for name in sorted(self._always or ()):
             path = Path(name).resolve()
             # Leaves out "<string>"
             is_ours = path.is_relative_to(ROOT) and ".venv" not in path.parts and path.is_file()
@@ -86,14 +96,17 @@ async def watched(model: str) -> dict[str, list[str]]:
     watch.install()
     path = prepare_model(model, lambda *_: None).path
     engine = EngineConfig(model=ModelConfig(path=path, threads=1), cache=CacheConfig(memory_bytes=256 << 20))
-    transfer = TransferConfig()
+    transfer, timeouts = TransferConfig(), NodeTimeouts(status_period_s=SELDOM_S)
     nodes = [
-        kind(NodeConfig(node_id=role.value, role=role, engine=engine, transfer=transfer))
+        kind(NodeConfig(node_id=role.value, role=role, engine=engine, transfer=transfer, timeouts=timeouts))
         for kind, role in ((PrefillNode, Role.PREFILL), (DecodeNode, Role.DECODE))
     ]
     infos = [await asyncio.to_thread(node.start) for node in nodes]
     config = RouterConfig(port=0, tokenizer_path=tokenizer_folder(path), model_name=Path(path).name)
-    router = RouterServer(msgspec.structs.replace(config, local_prefill=LocalPrefill.NEVER))
+    heartbeat = Heartbeat(ping_interval=SELDOM_S, silence=4 * SELDOM_S, starved=4 * SELDOM_S)
+    router = RouterServer(
+        msgspec.structs.replace(config, local_prefill=LocalPrefill.NEVER, heartbeat=heartbeat)
+    )
     url = await router.start()
     router.set_members(infos)
     try:
@@ -105,10 +118,11 @@ async def watched(model: str) -> dict[str, list[str]]:
             for number in range(WARM_UP):
                 await ask(client, config.model_name, number)
             await asyncio.sleep(1.0)
-            watch.on = True
-            chunks = await ask(client, config.model_name, WARM_UP)
-            watch.on = False
-        assert chunks > 1, "the answer was not streamed"
+            for number in range(WARM_UP, WARM_UP + OBSERVED):
+                watch.begin()
+                chunks = await ask(client, config.model_name, number)
+                watch.end()
+                assert chunks > 1, "the answer was not streamed"
     finally:
         await router.stop()
         for node in nodes:
