@@ -53,8 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part, parts = (int(number) for number in share.split("/"))
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
+    # The tests of a file share its cluster, so they stay together, and the files are dealt out in turn.
+    files = sorted({item.path for item in items if item.get_closest_marker("own_cluster")})
     for item in items:
-        (kept if zlib.crc32(item.nodeid.encode()) % parts == part % parts else others).append(item)
+        own = item.get_closest_marker("own_cluster") is not None
+        place = files.index(item.path) if own else zlib.crc32(item.nodeid.encode())
+        (kept if place % parts == part % parts else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = kept
 

@@ -34,6 +34,7 @@ from tests.engine.test_draft_model import (
     stats,
 )
 from tests.integration.one_engine import OneEngine, hand_over
+from tests.more import more
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_with_preemptions_and_a_shared_cache(
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "general"])
-@pytest.mark.parametrize("piece", [3, 64])
+@pytest.mark.parametrize("piece", [3, *more([64])])
 def test_its_guesses_are_those_of_the_whole_text(llama: Path, head: Path, native: bool, piece: int) -> None:
     driver, reference = Driver(driven(llama, head, native)), reference_of(llama, head)
     for name, prompt in PROMPTS.items():

@@ -31,6 +31,7 @@ from tests.engine.model.tiny_vision import (
     reference,
 )
 from tests.integration.one_engine import OneEngine, hand_over
+from tests.more import more
 from tests.pictures import picture
 
 NEW_TOKENS = 6
@@ -162,7 +163,7 @@ def test_their_sisters(family: VisionFamily, tmp_path: Path) -> None:
         engine.engine.shutdown()
 
 
-@pytest.mark.parametrize("batched", [1, 7, 64, 512])
+@pytest.mark.parametrize("batched", [1, 64, *more([7, 512])])
 def test_any_chunks_beside_any_others(lab: ImageLab, batched: int) -> None:
     engine = lab.start(batched=batched)
     try:
@@ -314,7 +315,7 @@ def test_a_file_that_is_no_image_ends_its_request_and_no_other(lab: ImageLab) ->
         engine.engine.shutdown()
 
 
-@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("direction", ["push", *more(["pull"])])
 def test_the_other_node_needs_no_image_for_what_is_handed_over(lab: ImageLab, direction: str) -> None:
     config = TransferConfig(connector="nixl", direction=direction)
     producer, consumer = lab.start(config, "p", batched=12), lab.start(config, "c", batched=12)

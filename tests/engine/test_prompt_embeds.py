@@ -19,6 +19,7 @@ from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.integration.one_engine import OneEngine, hand_over
+from tests.more import more
 
 NEW_TOKENS = 8
 LENGTHS = [1, 5, 16, 23, 61]
@@ -122,7 +123,7 @@ def test_models_that_ask_for_tokens_take_none(tmp_path: Path) -> None:
         engine.engine.shutdown()
 
 
-@pytest.mark.parametrize("batched", [1, 7, 64])
+@pytest.mark.parametrize("batched", [1, 64, *more([7])])
 def test_any_chunks_beside_any_others(lab: Lab, batched: int) -> None:
     engine = lab.start(batched=batched)
     tokens = [5, 9, 3, 77, 21, 8]

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 NEW_TOKENS = 16
-LENGTHS = [5, 15, 16, 17, 33, 64, 127, 200, 512, 1500]
+LENGTHS = [5, 15, 16, 17, 33, 64, 200, 600]
 
 _WORDS = (
     "river mountain engine paper window quiet seven yellow travel market garden winter music bread letter "

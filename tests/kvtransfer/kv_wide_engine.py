@@ -3,14 +3,13 @@ process. The other ranks are its threads, or processes as in a real node; the en
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +35,34 @@ def memory_of(cache: torch.Tensor, heads: HeadShare, layers: range) -> KVCacheMe
     return KVCacheMemory(cache, "fake", SLOTS, 1, 1000, heads=heads, layers=share)
 
 
+class ForkedRank:
+    """A rank as a process of its own. It is forked before the engine has threads or a NIXL agent, so nothing is imported again."""
+
+    def __init__(self, work: Callable[[], None], keeps: set[int]) -> None:
+        """`keeps`: the only open files that the process has of this one's."""
+        self.pid = os.fork()
+        if self.pid:
+            return
+        try:
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2 and descriptor not in keeps:
+                    with contextlib.suppress(OSError):
+                        os.close(descriptor)
+            work()
+        finally:
+            os._exit(1)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > until:
+                raise TimeoutError(f"the rank's process {self.pid} did not end")
+            time.sleep(0.005)
+
+
 class WideFakeEngine(FakeEngine):
     def __init__(
         self, *args: Any, ranks: int, cuts: Sequence[int] = (), processes: bool = False, **kwargs: Any
@@ -47,7 +74,7 @@ class WideFakeEngine(FakeEngine):
         self.layers: list[range] = []  # by rank
         self.caches: list[torch.Tensor] = []  # by rank
         self.threads: list[RankTransfers] = []
-        self.others: list[subprocess.Popen[bytes]] = []
+        self.others: list[ForkedRank] = []
         self.died: list[int] = []
         super().__init__(*args, **kwargs)
 
@@ -78,14 +105,11 @@ class WideFakeEngine(FakeEngine):
             self.threads.append(thread)
             return
         layers = self.layers[rank]
-        numbers = (theirs.fileno(), memory, share.first, share.count, share.total, layers.start, *shape)
         self.others.append(
-            subprocess.Popen(
-                [sys.executable, __file__, *map(str, numbers)],
-                pass_fds=[theirs.fileno(), memory],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])},
+            ForkedRank(
+                lambda: serve_rank(theirs.fileno(), memory, share, layers, shape), {theirs.fileno(), memory}
             )
-        )  # fmt: skip
+        )
         theirs.close()
 
     def memory(self) -> KVCacheMemory:
@@ -142,19 +166,8 @@ class WideFakeEngine(FakeEngine):
         assert not self.died
 
 
-def main() -> None:
-    line, memory, first, count, total, layer, *shape = map(int, sys.argv[1:])
-    torch.set_num_threads(1)
-    cache = mapped(memory, tuple(shape), torch.float32)
-    share = HeadShare(first, count, total)
-    transfers = RankTransfers(
-        socket.socket(fileno=line),
-        memory_of(cache, share, range(layer, layer + shape[1])),
-        lambda: os._exit(1),
-    )
+def serve_rank(line: int, memory: int, share: HeadShare, layers: range, shape: tuple[int, ...]) -> None:
+    cache = memory_of(mapped(memory, shape, torch.float32), share, layers)
+    transfers = RankTransfers(socket.socket(fileno=line), cache, lambda: os._exit(1))
     transfers.start()
     transfers.join(3600.0)
-
-
-if __name__ == "__main__":
-    main()

@@ -43,7 +43,7 @@ def stands_still(script: Script) -> bool:
 
 
 @given(scripts)
-@settings(max_examples=30)  # half an hour of the cluster's clock each
+@settings(max_examples=10)  # half an hour of the cluster's clock each
 def test_a_node_that_starts_is_ended_if_and_only_if_it_stood_still(script: Script) -> None:
     @in_loop
     async def scenario() -> None:

@@ -41,6 +41,7 @@ from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.fake_device import CUDA, DeviceTensor, FakeDevice, memory
+from tests.more import more
 
 BLOCK = 4
 MAX_LEN = 64
@@ -260,7 +261,7 @@ def test_blocks_of_an_aborted_prompt_are_free_when_the_device_has_written_them(
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *more([1, 2])])
 def test_whatever_comes_and_goes_answers_are_right(path: Path, truth: Truth, seed: int, graphs: bool) -> None:
     rng = random.Random(seed)
     device = FakeDevice(seed, pace=rng.choice([0.0, 0.02, 0.3]))
