@@ -151,6 +151,7 @@ def _from_torch(file: bytes) -> _Tensor:
         RuntimeError,
         EOFError,
         ValueError,
+        OverflowError,  # a part that begins beyond what can be addressed
         struct.error,
     ) as error:
         raise _NoTensorError(f"is a zip that cannot be read: {error}") from error

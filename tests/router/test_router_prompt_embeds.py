@@ -162,6 +162,19 @@ def test_a_damaged_file_is_another_tensor_or_a_refusal(
     assert embeds.is_whole
 
 
+@pytest.mark.parametrize("byte", [0x00, 0x81, 0xFF])
+def test_any_one_damaged_byte_is_another_tensor_or_a_refusal(byte: int) -> None:
+    whole = base64.b64decode(by_torch(rows(1)))
+    for place in range(len(whole)):
+        try:
+            embeds = read_embeds(
+                base64.b64encode(whole[:place] + bytes([byte]) + whole[place + 1 :]).decode(), MOST
+            )
+        except InvalidRequest:
+            continue
+        assert embeds.is_whole
+
+
 @given(st.lists(st.sampled_from(range(256)), max_size=200).map(bytes))
 def test_any_program_ends_in_a_refusal(program: bytes) -> None:
     with pytest.raises(InvalidRequest):
