@@ -63,6 +63,14 @@ class EveryNode(Chooser):
         return self._pool.snapshot()
 
 
+_read_status = msgspec.msgpack.Decoder(NodeStatus).decode
+
+
+def _as_it_comes(status: NodeStatus) -> NodeStatus:
+    """The status as a router has read it from a message: with numbers and names of its own."""
+    return _read_status(msgspec.msgpack.encode(status))
+
+
 class Cluster:
     """Nodes that report what they would at a load of about one half."""
 
@@ -97,10 +105,10 @@ class Cluster:
             waiting = rng.choice((0, 0, 1, 2)) if is_prefill else 0
             running = self._running[node.node_id] = max(0, self._running[node.node_id] + rng.randint(-2, 2))
             statuses.append(
-                NodeStatus(
+                _as_it_comes(NodeStatus(
                     node.node_id, node.role, 1, NodeState.READY, BLOCKS - 900 * running - rng.randint(0, 500), BLOCKS,
                     running, waiting, waiting * rng.randint(100, 4000), 0, 0, 0.0, counters,
-                )
+                ))
             )  # fmt: skip
         return statuses
 
