@@ -61,7 +61,7 @@ UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ign
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 2 -m "not slow and not integration and not more" $(UNITS)
+	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 3 -m "not slow and not integration and not more" $(UNITS)
 	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder \
 		-m "(slow or integration) and not own_cluster and not more" $(UNITS)
 

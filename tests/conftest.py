@@ -67,11 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 ON_ONE_RAY = {
     "test_burst.py",
     "test_end_to_end.py",
-    "test_images_served.py",
     "test_logs_from_anywhere.py",
-    "test_nccl_connector.py",
     "test_official_client.py",
-    "test_serve_realtime.py",
 }
 
 

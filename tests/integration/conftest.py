@@ -37,15 +37,17 @@ BLOCK_BYTES = 30 * 2 * 3 * 64 * 4 * BLOCK_SIZE
 _replace = msgspec.structs.replace
 
 
-# Each of these files starts its own cluster and puts it under load for minutes.
+# Each of these files starts clusters or deployments of its own.
 OWN_CLUSTERS = {
     "test_adapters_at_run_time.py",
     "test_cluster_on_ray.py",
     "test_encoder_nodes.py",
     "test_guides_run.py",
     "test_head_away.py",
+    "test_images_served.py",
     "test_killed_controllers.py",
     "test_monitoring.py",
+    "test_nccl_connector.py",
     "test_ports.py",
     "test_raylet_ends.py",
     "test_rollout.py",
@@ -53,6 +55,7 @@ OWN_CLUSTERS = {
     "test_scaling.py",
     "test_serve_command.py",
     "test_serve_ranks.py",
+    "test_serve_realtime.py",
     "test_serve_tiers.py",
     "test_two_deployments.py",
     "test_versions_together.py",
