@@ -21,6 +21,7 @@ from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, Handoff, K
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.requests import KVTransferParams, TransferRole
+from tests.idling import idle_share
 
 BLOCK_SIZE = 4
 SLOTS, HEADS, DIM = 4, 2, 8
@@ -194,6 +195,9 @@ class FakeEngine:
             if request.num_computed_tokens == request.num_prompt_tokens:
                 request.all_token_ids.append(first_token_of(request.all_token_ids))
                 self.finish(request_id)
+
+    def idle_share(self) -> float:
+        return idle_share()
 
     def run_until(self, request_id: str, states: Sequence[str], timeout_s: float = 20.0) -> str:
         """Steps until the request is in one of `states`, and returns it. Raises after `timeout_s`."""

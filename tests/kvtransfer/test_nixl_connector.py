@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kv_fake_engine import FakeEngine, consume, produce
+from kv_processes import EngineProcess
 
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
@@ -20,7 +21,6 @@ from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.errors import ConfigurationError, TransferError
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
-from tests.idling import idle_share
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # each agent takes half a second to make
@@ -125,17 +125,19 @@ def test_a_node_leaves_no_thread_and_no_socket_behind() -> None:
 
 
 def test_an_idle_connector_costs_next_to_nothing() -> None:
-    producer, consumer = (
-        FakeEngine("nixl", name, epoch, TransferConfig()) for name, epoch in (("p", 1), ("c", 2))
-    )
+    """In processes of their own: this one has threads that other tests left."""
+    producer, consumer = (EngineProcess("nixl", name, epoch) for name, epoch in (("p", 1), ("c", 2)))
     try:
         tokens = list(range(20))
-        consumer.add("r", tokens, consume("t", PeerAddress("p", 1, producer.endpoint())))
-        producer.add("r", tokens, produce("t", PeerAddress("c", 2, consumer.endpoint())))
-        consumer.step()
-        producer.run_until("r", ["freed"])
-        consumer.run_until("r", ["loaded"])
-        assert idle_share() < 2 * 0.02  # two nodes, 2% of a core each
+        consumer.call("add", "r", tokens, consume("t", producer.address))
+        producer.call("add", "r", tokens, produce("t", consumer.address))
+        consumer.call("step")
+        producer.begin("run_until", "r", ["freed"])
+        consumer.call("run_until", "r", ["loaded"])
+        producer.result()
+        producer.begin("idle_share")
+        assert consumer.call("idle_share") < 0.02
+        assert producer.result() < 0.02
     finally:
         producer.close()
         consumer.close()
