@@ -280,7 +280,7 @@ class TestOnePrefillOneDecode:
 @pytest.mark.parametrize(
     ("prefill", "decode", "aggregated"),
     [
-        pytest.param(0, 0, 1, id="aggregated"),
+        pytest.param(0, 0, 1, id="aggregated", marks=pytest.mark.more),
         pytest.param(2, 2, 0, id="2P+2D", marks=pytest.mark.more),
     ],
 )

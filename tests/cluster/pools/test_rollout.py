@@ -315,7 +315,7 @@ BLOWS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @example(sizes=(1, 1), surge=1, unavailable=1, broken="all", blows=[("kill the controller", 0, 1.0)])
 @given(
     sizes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
