@@ -49,7 +49,7 @@ def test_a_small_run_names_both_rates_and_the_floor(
     assert row["ms"] > 0 < row["raw_ms"]
 
 
-@pytest.mark.parametrize("direction", ["pull", *more(["push"])])
+@pytest.mark.parametrize("direction", more(["pull", "push"]))
 def test_what_is_called_raw_moves_the_bytes_that_the_connector_moves(direction: str) -> None:
     """Nodes of unlike widths: each rank's heads, and the connector's after that, so that neither is faster for moving less."""
     blocks = 5

@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from tandem.cluster.trace.account import a_step, first_token_s, handover, way_to_first_token
 from tandem.cluster.trace.command import TraceClient
+from tandem.router.config import Heartbeat
 from tandem.wire.tracing import TracePhase
 from tests.faults.processes import actors
 from tests.integration.conftest import (
@@ -91,7 +92,9 @@ def assert_same(answers: list[tuple[str, str]], expected: list[ExpectedAnswer]) 
 def server(deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
     """One prefill node and one decode node. `expected` is asked for first: it wants both cores."""
     config = float32_config(smollm2_path, prefill=1, decode=1)
-    router = msgspec.structs.replace(config.router, prompt_embeds=True)
+    # Patient: without its prefill node, silent on a busy machine, the decode node would compute prompts itself.
+    patient = Heartbeat(silence=20.0, starved=20.0)
+    router = msgspec.structs.replace(config.router, prompt_embeds=True, heartbeat=patient)
     with deploy(msgspec.structs.replace(config, router=router)) as running:
         yield running
 

@@ -158,8 +158,10 @@ def transfers_on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("connector", "graphs"),
-    [("device_nixl", True), ("staged_nixl", False)],
-    ids=["directly, recorded", "staged, eager"],
+    [
+        pytest.param("device_nixl", True, id="directly, recorded"),
+        pytest.param("staged_nixl", False, id="staged, eager", marks=pytest.mark.more),
+    ],
 )
 def test_answers_are_right_and_blocks_come_back_whatever_fails(
     path: Path, truth: Truth, transfers_on_device: FakeDevice, connector: str, graphs: bool
