@@ -37,7 +37,7 @@ BLOCK_BYTES = 30 * 2 * 3 * 64 * 4 * BLOCK_SIZE
 _replace = msgspec.structs.replace
 
 
-# Each of these files starts clusters or deployments of its own.
+# Each of these files starts clusters, deployments or wide nodes of its own.
 OWN_CLUSTERS = {
     "test_adapters_at_run_time.py",
     "test_cluster_on_ray.py",
@@ -48,6 +48,7 @@ OWN_CLUSTERS = {
     "test_killed_controllers.py",
     "test_monitoring.py",
     "test_nccl_connector.py",
+    "test_nodes_apart.py",
     "test_ports.py",
     "test_raylet_ends.py",
     "test_rollout.py",

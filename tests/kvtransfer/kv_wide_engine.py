@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class ForkedRank:
 
     def __init__(self, work: Callable[[], None], keeps: set[int]) -> None:
         """`keeps`: the only open files that the process has of this one's."""
+        self._ended = False
         self.pid = os.fork()
         if self.pid:
             return
@@ -49,6 +51,8 @@ class ForkedRank:
                     with contextlib.suppress(OSError):
                         os.close(descriptor)
             work()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
 
@@ -57,7 +61,8 @@ class ForkedRank:
 
     def wait(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
-        while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+        while not self._ended:
+            self._ended = os.waitpid(self.pid, os.WNOHANG) != (0, 0)
             if time.monotonic() > until:
                 raise TimeoutError(f"the rank's process {self.pid} did not end")
             time.sleep(0.005)
