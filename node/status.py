@@ -136,7 +136,9 @@ def node_counters(
         transfer_refusals=_copied(moved.refused),
         transfer_blocks_freed=_copied(moved.blocks_freed),
         transfer_blocks_checked=moved.blocks_checked,
-        wrong_kv=_copied(Counter(moved.wrong_kv) + Counter(wrong_kv)),
+        wrong_kv=dict(Counter(moved.wrong_kv) + Counter(wrong_kv))
+        if moved.wrong_kv or wrong_kv
+        else NO_COUNTS,
         transfer_wait_seconds=_copied(moved.waits),
         kv_checks=kv_checks,
         encoder_fallbacks=_copied(encoder_fallbacks or {}),
