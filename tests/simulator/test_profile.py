@@ -14,7 +14,8 @@ import pytest
 
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.simulator.costs import CostModel, Width, read_costs
-from tandem.simulator.profile import BESIDE, ProfileClient, Profiler, line_through
+from tandem.simulator.profile import BESIDE, Profiler, line_through
+from tandem.simulator.profile_client import ProfileClient
 from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
 from tests.simulator.worlds import node_costs
