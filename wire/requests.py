@@ -274,9 +274,8 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     encoder_tokens_reused: int = 0  # tokens of images that prompts found already made
     encoder_tokens_received: int = 0  # tokens of images that an encoder node made for a prompt here
     encoder_tokens_sent: int = 0  # an encoder node's: sent to nodes that read prompts
-    encoder_fallbacks: Mapping[str, int] = (
-        NO_COUNTS  # images that this node encoded because no rows came, by reason
-    )
+    # Images that this node encoded because no rows came, by reason.
+    encoder_fallbacks: Mapping[str, int] = NO_COUNTS
     pins_made: int = 0  # turns that kept their blocks for their job's next turn
     pins_met: int = 0  # pins whose next turn came in time and began with the same tokens
     pins_ended: Mapping[str, int] = NO_COUNTS  # ends of pins, by reason
@@ -299,9 +298,8 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     transfer_bytes_received: int = 0
     transfer_blocks_sent: int = 0
     transfer_blocks_received: int = 0
-    transfers_finished: Mapping[str, int] = (
-        NO_COUNTS  # by outcome: "sent", "received", or why it ended otherwise
-    )
+    # By outcome: "sent", "received", or why it ended otherwise.
+    transfers_finished: Mapping[str, int] = NO_COUNTS
     leases_expired: int = 0
     transfer_descriptors_sent: int = 0  # runs of bytes that were moved
     # Sent bytes that had arrived before the prompt's last forward pass ended.

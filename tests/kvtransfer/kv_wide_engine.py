@@ -8,7 +8,6 @@ import mmap
 import os
 import signal
 import socket
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from kv_fake_engine import DIM, HEADS, SLOTS, FakeEngine, FakeRequest, State, kv
 from tandem.engine.model.wide.shard import heads_of_rank
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+from tests.waiting import until
 
 PATIENCE_S = 20.0
 
@@ -60,12 +60,9 @@ class ForkedRank:
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> None:
-        until = time.monotonic() + timeout_s
-        while not self._ended:
-            self._ended = os.waitpid(self.pid, os.WNOHANG) != (0, 0)
-            if time.monotonic() > until:
-                raise TimeoutError(f"the rank's process {self.pid} did not end")
-            time.sleep(0.005)
+        if not self._ended:
+            until(lambda: os.waitpid(self.pid, os.WNOHANG) != (0, 0), timeout_s)
+            self._ended = True
 
 
 class WideFakeEngine(FakeEngine):
