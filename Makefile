@@ -56,7 +56,7 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
-# The quick tests take four minutes. The others wait as much as they compute: for processes and for Ray.
+# The quick tests take five minutes. The others wait as much as they compute: for processes and for Ray.
 UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/benchmarks/test_gpu_dry_run.py tests
 
 test: install
