@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import deploy, expected, loop_thread, ray_on_this_machine
+from tests.integration.conftest import deploy, loop_thread, ray_on_this_machine
+from tests.integration.reference import make_prompts
 
-__all__ = ["deploy", "expected", "loop_thread", "ray_on_this_machine"]
+__all__ = ["deploy", "loop_thread", "ray_on_this_machine"]
+
+
+@pytest.fixture(scope="session")
+def prompts(smollm2_path: Path) -> Callable[[int], list[int]]:
+    """A prompt of each length that these tests ask for."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    return lambda length: make_prompts(tokenizer, [length])[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,15 +14,14 @@ import pytest
 
 from tests.faults.processes import busiest, send
 from tests.integration.conftest import Deploy, RunningDeployment, float32_config
-from tests.integration.reference import ExpectedAnswer
 
 LONG_ANSWER = 120
-PROMPT = 9  # the index of a prompt of 32 tokens
-LONG_PROMPT = 19  # the index of a prompt of 1,500 tokens
+PROMPT = 32  # tokens
+LONG_PROMPT = 1500  # tokens, which take seconds to compute, chunk by chunk
 
 
 @pytest.fixture(scope="module")
-def server(deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
+def server(deploy: Deploy, smollm2_path: Path) -> Iterator[RunningDeployment]:
     with deploy(float32_config(smollm2_path, prefill=2, decode=2)) as running:
         yield running
 
@@ -99,11 +98,11 @@ SAMPLINGS = [
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_decode_node_lost_in_mid_stream_changes_nothing_in_the_text(
     server: RunningDeployment,
-    expected: list[ExpectedAnswer],
+    prompts: Callable[[int], list[int]],
     sampling: dict[str, Any],
     number: signal.Signals,
 ) -> None:
-    prompt = expected[PROMPT].prompt
+    prompt = prompts(PROMPT)
     undisturbed = stream(server, prompt, 0, lambda: None, **sampling)
     disturbed = stream(server, prompt, 10, lambda: send(busiest("decode"), number), **sampling)
     assert disturbed == undisturbed
@@ -111,11 +110,11 @@ def test_a_decode_node_lost_in_mid_stream_changes_nothing_in_the_text(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_prefill_node_lost_while_it_reads_the_prompt_changes_nothing_in_the_text(
-    server: RunningDeployment, expected: list[ExpectedAnswer], number: signal.Signals
+    server: RunningDeployment, prompts: Callable[[int], list[int]], number: signal.Signals
 ) -> None:
     # No node has cached these prompts, so a prefill node is busy with each of them for a while.
-    prompt = list(reversed(expected[LONG_PROMPT].prompt))
-    prompt[0] = expected[3].prompt[0]
+    prompt = list(reversed(prompts(LONG_PROMPT)))
+    prompt[0] = number
     fault = threading.Timer(0.4, lambda: send(busiest("prefill"), number))
     fault.start()
     answer = server.complete(prompt, 8)["choices"][0]["text"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 NEW_TOKENS = 16
@@ -23,12 +24,12 @@ class ExpectedAnswer:
     finish: str
 
 
-def make_prompts(tokenizer, seed: int = 7) -> list[list[int]]:
+def make_prompts(tokenizer, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     """One prompt per length. No two share a first block, so that none is served from the cached blocks of another."""
-    rng = random.Random(seed)
+    rng = random.Random(7)
     words = _WORDS.split()
     prompts = []
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         text = f"{number * 37 + 11} " + " ".join(rng.choice(words) for _ in range(length * 2))
         prompts.append(tokenizer.encode(text, add_special_tokens=False)[:length])
         assert len(prompts[-1]) == length
