@@ -96,7 +96,9 @@ def medians(of: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def validate(options: argparse.Namespace) -> list[dict[str, Any]]:
-    roles = [Role(node["role"]) for node in httpx.get(f"{options.url}/cluster").json()["nodes"]]
+    nodes = httpx.get(f"{options.url}/cluster").json()["nodes"]
+    roles = [Role(node["role"]) for node in nodes]
+    one_machine = len({node["request_endpoint"].rpartition(":")[0] for node in nodes}) == 1
     prefill, decode, aggregated = (PoolConfig(nodes=roles.count(role)) for role in ENGINE_ROLES)
     config = TandemConfig(pools=PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated))
     costs = dict.fromkeys(Role, read_costs(options.costs))
@@ -112,7 +114,8 @@ def validate(options: argparse.Namespace) -> list[dict[str, Any]]:
                 for run in (0, 1)
             )
             traffic = RecordedTraffic().of(read_trace(trace))
-            report = msgspec.to_builtins(simulate(SimulationSetup(config, costs, traffic)))
+            setup = SimulationSetup(config, costs, traffic, one_machine=one_machine)
+            report = msgspec.to_builtins(simulate(setup))
             said = medians(report)
             rows.append({"load": load, "first": first, "second": second, "simulated": said})
             # Printed at once, so that a run that is cut off has reported what it found.

@@ -7,6 +7,7 @@ simulated: the costs of steps, transfers and requests come from a file that was 
     costs            the time of a step, interpolated from measurements; many steps with the same requests are added up at once
     traffic          requests from a trace, or drawn at random
     node             a node whose engine computes nothing
+    machine          nodes that share one, and slow each other
     network          the transfers of KV between nodes
     pools            the nodes by role, and how the autoscaler resizes them
     outcome          when each answer's tokens came, and the report made of these times

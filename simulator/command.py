@@ -40,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for all pools together, where pools.*.max lets them grow (default: one for each node)",
     )
     shown.add_argument(
+        "--one-machine",
+        action="store_true",
+        help="all nodes share one machine, as `make serve` starts them, and slow each other",
+    )
+    shown.add_argument(
         "--step-by-step", action="store_true", help="take every step alone: the same answer, much later"
     )
 
@@ -49,7 +54,13 @@ def run(options: argparse.Namespace, config: TandemConfig, *, as_json: bool) -> 
     if options.machines is not None and options.machines < 1:
         raise ConfigurationError(f"--machines must be at least 1, not {options.machines}")
     setup = SimulationSetup(
-        config, costs_of(options), traffic_of(options), slo, options.machines, options.step_by_step
+        config,
+        costs_of(options),
+        traffic_of(options),
+        slo,
+        options.machines,
+        options.step_by_step,
+        options.one_machine,
     )
     setup.check()
     console = Console(stderr=as_json)

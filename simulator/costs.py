@@ -16,12 +16,14 @@ import msgspec
 from msgspec import Meta
 
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import Role
 
 LEAST_STEP_S = 1e-6
 DEFAULT_START_S = 30.0
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegativeNumber = Annotated[float, Meta(ge=0)]
+Slowdown = Annotated[float, Meta(ge=1)]
 
 
 class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +96,19 @@ class RequestCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer_s: NotNegativeNumber = 0.0  # from the step's end to the client
 
 
+class BesideCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many times as long a node's step takes while another node computes on the same machine."""
+
+    prefill: Slowdown = 1.0
+    decode: Slowdown = 1.0
+
+    def of(self, role: Role) -> float:
+        """An aggregated node does both, so it takes the larger one."""
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(
+            role, max(self.prefill, self.decode)
+        )
+
+
 class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The relative error of the costs at measured points that they were not fitted to."""
 
@@ -139,6 +154,7 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request: RequestCost = RequestCost()
     # How much shorter one step with prompts and decodes is than a step of each.
     mixed_saved_s: NotNegativeNumber = 0.0
+    beside: BesideCost = BesideCost()
     start_s: NotNegativeNumber = DEFAULT_START_S  # from a new node's launch until it serves
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     pipeline_parallel: Annotated[int, Meta(ge=1)] = 1
@@ -170,12 +186,15 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DecodeRun:
     """A run of steps in which the same requests get a token each. Computes when each step ends without walking through the steps."""
 
-    __slots__ = ("_context", "_costs", "_firsts", "_growths", "_size", "_starts", "_steps", "steps")
+    __slots__ = ("_context", "_costs", "_firsts", "_growths", "_pace", "_size", "_starts", "_steps", "steps")
 
-    def __init__(self, costs: CostModel, num_decodes: int, decode_context: float, steps: int) -> None:
-        """`decode_context`: the sum of the requests' contexts in the first step."""
+    def __init__(
+        self, costs: CostModel, num_decodes: int, decode_context: float, steps: int, pace: float = 1.0
+    ) -> None:
+        """`decode_context`: the sum of the requests' contexts in the first step. `pace`: how many times as long as usual each step takes."""
         self._costs = costs.decode
         self._size = num_decodes
+        self._pace = pace
         self._context = decode_context / num_decodes
         self.steps = steps
         # Linear pieces, added on demand. For each: the number of steps before it, the seconds of its first step, the seconds that
@@ -192,6 +211,7 @@ class DecodeRun:
         count = self.steps - begun
         if context + count > end:
             count = max(min(count, math.ceil(end - context)), 1)
+        first, growth = first * self._pace, growth * self._pace
         self._firsts.append(first)
         self._growths.append(growth)
         self._steps.append(begun + count)

@@ -21,6 +21,7 @@ from tandem.engine.scheduling.state import SchedulerStats
 from tandem.node.requests import RoleRules
 from tandem.node.status import node_counters, node_status
 from tandem.simulator.costs import LEAST_STEP_S, CostModel, DecodeRun
+from tandem.simulator.machine import SharedMachine
 from tandem.simulator.network import Network, Port, SimulatedConnector
 from tandem.simulator.outcome import AnswerLog, NodeLoad
 from tandem.simulator.traffic import ANSWERS, NameHasher
@@ -72,9 +73,10 @@ class SimulatedNode:
         tell: Callable[[TokenBatch], None],
         next_look: NextLook | None = None,
         *,
+        machine: SharedMachine | None = None,
         by_steps: bool = False,
     ) -> None:
-        """`by_steps`: simulate every step alone, and never a run of steps at once."""
+        """`machine`: None if the node has one of its own. `by_steps`: simulate every step alone, and never a run of steps at once."""
         self.info = info
         self.state = NodeState.READY
         self.born_at = loop.time()
@@ -85,6 +87,9 @@ class SimulatedNode:
         self._network = network
         self._tell = tell
         self._next_look = next_look or NextLook()
+        self._machine = machine
+        self._beside = costs.beside.of(info.role)
+        self._pace = 1.0  # how many times as long as on a machine of its own the step under way takes
         self._by_steps = by_steps
         self._port = Port(self._wake)
         self._connector = (
@@ -178,9 +183,13 @@ class SimulatedNode:
         self._timer, self._is_turning = None, True
         if ended is not None:
             self._end_step(ended)
+        if self._machine is not None:
+            self._pace = self._machine.pace(self, self._beside)
         while self._begin_next():
             pass
         self._is_turning = False
+        if self._machine is not None:
+            self._machine.note(self, self._beside, self._plan is not None or self._run is not None)
 
     def _begin_next(self) -> bool:
         """Returns False when a step is under way or the node has nothing to do; True to be called again."""
@@ -200,7 +209,7 @@ class SimulatedNode:
                 return False
         plan = self._planned(now + self._longest_step_s())
         if plan.total_num_scheduled_tokens:
-            self._begin(plan, now, self._seconds_of(plan))
+            self._begin(plan, now, self._seconds_of(plan) * self._pace)
             return False
         progressed = self._book(plan, ModelOutput({}))
         if not (progressed or self._inbox) and self.scheduler.has_work():
@@ -210,7 +219,9 @@ class SimulatedNode:
 
     def _planned(self, ends_by: float) -> SchedulerOutput:
         """Plans a step that ends by `ends_by`, after noting the statistics: a node answers with these during the step."""
-        self._stats = self.scheduler.stats() if ends_by >= self._next_look.at else None
+        # On a shared machine a step may end later than planned.
+        is_needed = ends_by >= self._next_look.at or self._machine is not None
+        self._stats = self.scheduler.stats() if is_needed else None
         self._counters = None
         return self.scheduler.schedule()
 
@@ -232,7 +243,7 @@ class SimulatedNode:
     def _begin_run(self, steps: int, now: float) -> None:
         requests = self.scheduler.running
         context = sum(request.num_computed_tokens for request in requests)
-        run = DecodeRun(self._costs, len(requests), context, steps)
+        run = DecodeRun(self._costs, len(requests), context, steps, self._pace)
         pin_ends_in = self.scheduler.seconds_until_sweep()
         if pin_ends_in is not None and pin_ends_in < run.seconds(steps - 1):
             # End the run at the first step that begins when the pin has ended: its plan may use the pin's blocks.
@@ -254,6 +265,16 @@ class SimulatedNode:
         self._plan, self._plan_began, self._plan_s = plan, began, seconds
         self._status = None
         self._timer = self._loop.call_at(began + seconds, self._go_on, plan)
+
+    def on_pace(self, pace: float) -> None:
+        """What is left of the step under way takes more or less time from now on."""
+        self.catch_up()
+        before, self._pace = self._pace, pace
+        if self._plan is not None and self._timer is not None:
+            self._timer.cancel()
+            now = self._loop.time()
+            left = max(self._plan_began + self._plan_s - now, 0.0) * pace / before
+            self._begin(self._plan, self._plan_began, now + left - self._plan_began)
 
     def _seconds_of(self, plan: SchedulerOutput) -> float:
         chunks: list[tuple[int, int]] = []

@@ -16,6 +16,7 @@ from tandem.decode_node.node import DecodeRules
 from tandem.node.requests import RoleRules
 from tandem.prefill_node.node import PrefillRules
 from tandem.simulator.costs import CostModel
+from tandem.simulator.machine import SharedMachine
 from tandem.simulator.network import Network
 from tandem.simulator.node import NextLook, SimulatedNode
 from tandem.simulator.outcome import AnswerLog, NodeLoad, SizeChange
@@ -54,9 +55,11 @@ class SimulatedPools:
         on_members: Callable[[], None],
         *,
         machines: int | None = None,
+        one_machine: bool = False,
         by_steps: bool = False,
     ) -> None:
-        """`machines`: how many machines all pools share; None: always enough for the wanted nodes."""
+        """`machines`: how many machines all pools share, with a node on each; None: always enough for the wanted nodes. `one_machine`: all
+        nodes are on the same machine, and slow each other."""
         self._config = config
         self._costs = costs
         self._network = network
@@ -65,6 +68,7 @@ class SimulatedPools:
         self._on_members = on_members
         self._by_steps = by_steps
         self._machines_left = machines
+        self._shared = SharedMachine() if one_machine else None
         self._free: list[Role] = []  # one entry per free machine: the role of its last node
         self._count = 0
         self._loop = asyncio.get_running_loop()
@@ -118,6 +122,7 @@ class SimulatedPools:
             self._outcome,
             self._tell,
             self.next_look,
+            machine=self._shared,
             by_steps=self._by_steps,
         )
         pool.nodes.append(node)

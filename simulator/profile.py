@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from tandem.simulator.costs import (
     DEFAULT_START_S,
+    BesideCost,
     CostModel,
     CostTable,
     FitError,
@@ -22,7 +23,7 @@ from tandem.simulator.costs import (
     TransferCost,
     Width,
 )
-from tandem.simulator.profile_client import ProfileClient
+from tandem.simulator.profile_client import ProfileClient, WorkStep
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 
@@ -32,7 +33,10 @@ STEPS = 40  # steps to measure of each batch, each time
 MOST_TOKENS = 1024  # the longest answer to ask for, when a batch's last answer begins late
 FEWEST_TOGETHER = 4  # the fewest steps of a whole batch that make a measurement
 FEWEST_TOKENS = 32  # the fewest prompt tokens in a step with prompts and decodes that count
-BESIDE = 128  # prompt tokens of the answer that is decoded while other prompts are computed
+BESIDE = 128  # prompt tokens of an answer that is decoded while other prompts are computed
+BATCHES_BESIDE = (1, 4)  # answers that one node writes while the other reads prompts
+TOKENS_BESIDE = 256  # of each of these answers
+PROMPT_BESIDE, PROMPTS_BESIDE = 512, 4  # tokens of these prompts, and how many are read one after another
 
 Say = Callable[[str, float], None]
 """Called with what is being measured, and the share of the whole profile that is done."""
@@ -94,8 +98,9 @@ class Profiler:
         prefill, prefill_fit = await self._measure_prefill()
         decode, decode_fit = await self._measure_decode(room)
         fit = {"prefill": prefill_fit, "decode": decode_fit}
-        transfer, bytes_per_token, mixed = TransferCost(), 0.0, 0.0
+        transfer, bytes_per_token, mixed, beside = TransferCost(), 0.0, 0.0, BesideCost()
         if len(nodes) == 2:
+            beside = await self._measure_beside()
             transfer, bytes_per_token, fit["handover"] = await self._measure_transfer()
         else:
             mixed, fit["mixed"] = await self._measure_mixed(prefill, decode)
@@ -111,6 +116,7 @@ class Profiler:
             transfer=transfer,
             request=RequestCost(arrive, per_token, max(0.0, statistics.median(self._answers))),
             mixed_saved_s=mixed,
+            beside=beside,
             start_s=max(node.start_s for node in nodes) or DEFAULT_START_S,
             tensor_parallel=width.tensor_parallel,
             pipeline_parallel=width.pipeline_parallel,
@@ -266,6 +272,61 @@ class Profiler:
         saved = [both - seconds for both, seconds in apart]
         less = max(0.0, statistics.median(saved)) if saved else 0.0
         return less, FitError.of((max(both - less, 1e-9), seconds) for both, seconds in apart)
+
+    async def _measure_beside(self) -> BesideCost:
+        """Has one node read prompts without a pause while the other writes answers: if they share a machine, both take longer than alone.
+        Both are measured alone within the same seconds, because the machine is not always equally fast."""
+        reading: list[float] = []  # how many times as long as alone, in each turn
+        writing: list[float] = []
+        if self._longest < 2 * BESIDE:
+            return BesideCost()
+        for turn in range(self._repeats):
+            for batch in BATCHES_BESIDE:
+                self._say(
+                    f"reads prompts while {batch} answers are written", 0.9 + 0.04 * turn / self._repeats
+                )
+                alone_from, alone_to = await self._read_together()
+                (begin, end), writes = await self._both(batch)
+                if writes and writes[0].began <= begin and end <= writes[-1].ended:
+                    reading.append((end - begin) / (alone_to - alone_from))
+                periods = [
+                    (step.began, following.began)
+                    for step, following in pairwise(writes)
+                    if step.beside == batch - 1 == following.beside
+                ]
+                beside = [to - since for since, to in periods if begin <= since and to <= end]
+                alone = [to - since for since, to in periods if to < begin or end < since]
+                if beside and alone:
+                    writing.append(statistics.fmean(beside) / statistics.fmean(alone))
+        return BesideCost(*(max(1.0, statistics.median(times or [1.0])) for times in (reading, writing)))
+
+    async def _both(self, batch: int) -> tuple[tuple[float, float], list[WorkStep]]:
+        """Writes a batch of answers on one node, and meanwhile reads prompts on the other. Returns when it read them, and the steps of an
+        answer."""
+        begun = asyncio.Event()
+        tokens = min(TOKENS_BESIDE, self._longest - BESIDE)
+        async with asyncio.TaskGroup() as group:
+            answers = [
+                group.create_task(
+                    self._client.ask(self._prompt(BESIDE), tokens, traced=not one, stream=True, begun=begun)
+                )
+                for one in range(batch)
+            ]
+            await begun.wait()
+            read = await self._read_together()
+        told = answers[0].result()
+        return read, [step for step in told.steps if not step.reads] if told is not None else []
+
+    async def _read_together(self) -> tuple[float, float]:
+        """Has a node read some prompts one after another. Returns when the first step began and the last one ended."""
+        size = min(PROMPT_BESIDE, self._longest - 2)
+        asked = await asyncio.gather(
+            *(self._client.asked(self._prompt(size), 1) for _ in range(PROMPTS_BESIDE))
+        )
+        steps = [step for each in asked for step in each.steps if step.reads]
+        if not steps:
+            raise Unavailable("a trace has no step that read its prompt")
+        return min(step.began for step in steps), max(step.ended for step in steps)
 
     # --- sending
 

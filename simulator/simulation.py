@@ -104,6 +104,7 @@ class SimulationSetup(msgspec.Struct, frozen=True):
     slo: ServiceLevel | None = None
     machines: int | None = None
     by_steps: bool = False
+    one_machine: bool = False
     # Give the run up when it is certain that a smaller share of the requests than this will keep the service level.
     give_up_below: float = 0.0
 
@@ -119,6 +120,10 @@ class SimulationSetup(msgspec.Struct, frozen=True):
         if self.machines is not None and self.machines < self.config.pools.total:
             raise ConfigurationError(
                 f"--machines must be at least {self.config.pools.total}, the nodes at the beginning, not {self.machines}"
+            )
+        if self.one_machine and self.machines is not None:
+            raise ConfigurationError(
+                "--machines gives each node a machine, and --one-machine one to all: give one of them"
             )
         for role in Role:
             if self.config.pools.of(role).last_size and role not in self.costs:
@@ -195,6 +200,7 @@ class _Simulation:
             self._on_tokens,
             self._on_members,
             machines=setup.machines,
+            one_machine=setup.one_machine,
             by_steps=setup.by_steps,
         )
         links.pools = self._pools

@@ -13,14 +13,17 @@ import msgspec
 import pytest
 
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.simulator.costs import CostModel, Width, read_costs
-from tandem.simulator.profile import BESIDE, Profiler, line_through
+from tandem.simulator.costs import BesideCost, CostModel, Width, read_costs
+from tandem.simulator.profile import BESIDE, PROMPT_BESIDE, PROMPTS_BESIDE, Profiler, line_through
 from tandem.simulator.profile_client import ProfileClient
 from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
 from tests.simulator.worlds import node_costs
 
-TRUE = msgspec.structs.replace(node_costs(blocks=20_000, max_model_len=8192), mixed_saved_s=0.003)
+TRUE = msgspec.structs.replace(
+    node_costs(blocks=20_000, max_model_len=8192), mixed_saved_s=0.003, beside=BesideCost(1.5, 1.25)
+)
+READ_BESIDE_AT = 1.0  # while an answer is written
 PIECE = 100  # of a prompt that is read beside an answer
 
 
@@ -36,7 +39,7 @@ class TracedCluster:
         self.batch = 1  # that is written together next: so many prompts were read one after another
         self.reads = False
         self.cached: dict[tuple[int, ...], int] = {}
-        self.writes = False  # an answer, while the next prompt is read
+        self.writes = 0  # so many of the next prompts are read while an answer is written
         self._names = (f"cmpl-{number}" for number in itertools.count())
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -61,8 +64,11 @@ class TracedCluster:
         prompt, tokens = body["prompt"], body["max_tokens"]
         # One token is always computed; of a prompt that was there as it is, no more than that is cached.
         found = self.cached.get(tuple(prompt[:64]), 0) if len(prompt) > 64 else 0
-        self.asked[name] = prompt, min(found, (len(prompt) - 1) // 16 * 16), tokens, self.writes
-        self.writes = body["stream"] and len(prompt) == BESIDE
+        self.asked[name] = prompt, min(found, (len(prompt) - 1) // 16 * 16), tokens, self.writes > 0
+        if body["stream"]:
+            self.writes = (PROMPTS_BESIDE if len(self.roles) == 2 else 1) if len(prompt) == BESIDE else 0
+        else:
+            self.writes -= 1
         if tokens == 2:
             self.batch = self.batch + 1 if self.reads else 1
         self.reads = tokens == 2
@@ -75,22 +81,41 @@ class TracedCluster:
 
     def trace(self, prompt: list[int], known: int, tokens: int, beside: bool) -> TraceRecord:
         now = TRUE.request.arrive_s
+        split = len(self.roles) == 2
+        if split and beside:
+            return self.read_beside(prompt)
         reading: list[Span] = []
         for begin in range(known, len(prompt), PIECE if beside else len(prompt)):
             piece = min(PIECE, len(prompt) - begin) if beside else len(prompt) - begin
             end = now + TRUE.step_s([(piece, begin)], int(beside), BESIDE)
             reading += pair(now, end, piece, int(beside), reads=True)
             now = end
-        split = len(self.roles) == 2
         now = end + (TRUE.transfer.handover_s + TRUE.transfer_s(len(prompt) - known) if split else 0.0)
         writing: list[Span] = []
         for place in range(tokens - 1):
-            here = 1 if place < self.alone else self.batch
+            lone = split and len(prompt) == BESIDE
+            here = 1 if place < self.alone or lone else self.batch
             seconds = TRUE.step_s([], here, here * (len(prompt) + place))
+            if lone and READ_BESIDE_AT <= now < READ_BESIDE_AT + self.beside_s(PROMPT_BESIDE):
+                seconds *= TRUE.beside.decode
             writing += pair(now, now + seconds, 1, here - 1, reads=False)
             now += seconds
         moved = TransferRecord("r", "sent", int(len(prompt) * TRUE.kv_bytes_per_token), 1) if split else None
         parts = [part(self.roles[-1], reading, moved), part(self.roles[0], writing, None)]
+        return self.record(parts, now, len(prompt), tokens)
+
+    def read_beside(self, prompt: list[int]) -> TraceRecord:
+        """A prompt that the prefill node reads while the decode node, on the same machine, writes an answer."""
+        end = READ_BESIDE_AT + self.beside_s(len(prompt))
+        reading = pair(READ_BESIDE_AT, end, len(prompt), 0, reads=True)
+        return self.record([part(self.roles[-1], reading, None)], end, len(prompt), 1)
+
+    @staticmethod
+    def beside_s(size: int) -> float:
+        return TRUE.step_s([(size, 0)]) * TRUE.beside.prefill
+
+    @staticmethod
+    def record(parts: list[NodePart], ended: float, prompt: int, tokens: int) -> TraceRecord:
         return TraceRecord(
             "r",
             "c",
@@ -102,9 +127,9 @@ class TracedCluster:
             "m",
             0.0,
             0.0,
-            now,
+            ended,
             200,
-            len(prompt),
+            prompt,
             tokens,
             [],
             [],
@@ -152,6 +177,8 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
         assert costs.fit["mixed"].worst < 0.01
     if len(roles) == 2:
         assert costs.transfer.handover_s == pytest.approx(TRUE.transfer.handover_s, rel=1e-3)
+        assert costs.beside.prefill == pytest.approx(TRUE.beside.prefill, rel=1e-6)
+        assert costs.beside.decode == pytest.approx(TRUE.beside.decode, rel=0.03)
         assert costs.transfer_s(1000) == pytest.approx(TRUE.transfer_s(1000), rel=1e-3)
 
 

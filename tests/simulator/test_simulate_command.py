@@ -93,6 +93,7 @@ def test_the_same_traffic_gives_the_same_answer(costs: Path, capsys: pytest.Capt
         (["--rate", "1", "--spread", "2"], "spread must be at least 0 and below 1"),
         (["--rate", "1", "--prefill", "0", "--decode", "0"], "node"),
         (["--rate", "1", "--machines", "0"], "--machines must be at least 1"),
+        (["--rate", "1", "--machines", "9", "--one-machine"], "--one-machine one to all: give one of them"),
         (["--rate", "1", "--traffic-seed", "-1"], "--traffic-seed must not be negative"),
         (["--trace", "nowhere.jsonl"], "--trace nowhere.jsonl cannot be read"),
         (["--trace", "node.json"], "node.json, line 1"),

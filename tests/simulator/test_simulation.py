@@ -8,6 +8,7 @@ import pytest
 from tandem.cluster.config import PoolConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
+from tandem.simulator.costs import BesideCost
 from tandem.simulator.outcome import NodeLoad, SimulationReport
 from tandem.simulator.simulation import simulate
 from tandem.simulator.traffic import PlayedTraffic
@@ -45,6 +46,26 @@ def test_prompts_are_read_on_one_node_and_answered_on_the_other() -> None:
     # The router may have a short prompt read where it is answered, when that costs less.
     assert decode.prompt_tokens_computed == 0
     assert decode.output_tokens == 600
+
+
+def test_nodes_of_one_machine_slow_each_other() -> None:
+    """While the prompt of the second request is read, the first one's answer is written."""
+    costs = msgspec.structs.replace(node_costs(), beside=BesideCost(prefill=2.0, decode=1.5))
+    setup = a_setup(apart([(0.0, 16, 400), (1.0, 1024, 1)]), costs=costs)
+    apart_s, together_s = dict[int, float](), dict[int, float]()
+    simulate(setup, None, lambda index, first_s, whole_s: apart_s.update({index: whole_s}))
+    one_machine = msgspec.structs.replace(setup, one_machine=True)
+    simulate(one_machine, None, lambda index, first_s, whole_s: together_s.update({index: whole_s}))
+    reading = costs.step_s([(1024, 0)])
+    assert together_s[1] == pytest.approx(apart_s[1] + reading)
+    # In the time that the prompt takes, two thirds of the usual steps are made.
+    assert together_s[0] == pytest.approx(apart_s[0] + 2 * reading / 3)
+
+
+def test_a_node_that_computes_alone_is_as_fast_on_a_shared_machine() -> None:
+    costs = msgspec.structs.replace(node_costs(), beside=BesideCost(prefill=2.0, decode=1.5))
+    setup = a_setup(apart([(0.0, 512, 20), (5.0, 100, 5)]), costs=costs)
+    assert simulate(msgspec.structs.replace(setup, one_machine=True)) == simulate(setup)
 
 
 def test_equal_names_are_found_in_the_cache() -> None:

@@ -14,7 +14,7 @@ from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
-from tandem.simulator.costs import CostTable, DecodeRun
+from tandem.simulator.costs import BesideCost, CostTable, DecodeRun
 from tandem.simulator.simulation import simulate
 from tandem.wire.sampling import SamplingParams
 from tests.simulator.worlds import TICK, a_setup, node_costs
@@ -165,9 +165,13 @@ def test_no_step_within_a_size_and_a_context_takes_longer_than_the_most(
     rows=SOME_ROWS,
     nodes=st.sampled_from([(1, 1, 0), (2, 1, 0), (1, 2, 0), (0, 0, 1), (0, 0, 2)]),
     blocks=st.sampled_from([90, 400]),
+    one_machine=st.booleans(),
 )
 def test_a_cluster_answers_as_by_single_steps(
-    rows: list[tuple[int, int, int, list[int]]], nodes: tuple[int, int, int], blocks: int
+    rows: list[tuple[int, int, int, list[int]]],
+    nodes: tuple[int, int, int],
+    blocks: int,
+    one_machine: bool,
 ) -> None:
     """Whole results: the router receives the same messages, so that everything after it is the same, too."""
     traffic = sorted(
@@ -181,17 +185,24 @@ def test_a_cluster_answers_as_by_single_steps(
     )
     prefill, decode, aggregated = nodes
     # So does KV on its way: the decode node's steps begin with what came from a prefill node, and more comes from there.
-    costs = msgspec.structs.replace(node_costs(blocks=blocks, max_model_len=1400), kv_bytes_per_token=1025.0)
+    costs = msgspec.structs.replace(
+        node_costs(blocks=blocks, max_model_len=1400),
+        kv_bytes_per_token=1025.0,
+        beside=BesideCost(prefill=1.3, decode=1.1),
+    )
     reports = [
         simulate(
-            a_setup(
-                traffic,
-                prefill=prefill,
-                decode=decode,
-                aggregated=aggregated,
-                costs=costs,
-                slo=ServiceLevel(ttft=0.1, itl=0.0085),
-                by_steps=by_steps,
+            msgspec.structs.replace(
+                a_setup(
+                    traffic,
+                    prefill=prefill,
+                    decode=decode,
+                    aggregated=aggregated,
+                    costs=costs,
+                    slo=ServiceLevel(ttft=0.1, itl=0.0085),
+                    by_steps=by_steps,
+                ),
+                one_machine=one_machine,
             )
         )
         for by_steps in (False, True)
