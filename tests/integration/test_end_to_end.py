@@ -98,7 +98,8 @@ def server(deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]) -
     with deploy(msgspec.structs.replace(config, router=router)) as running:
         # Until the prefill node's first status has come, too, the decode node would.
         running.until(
-            lambda nodes: [node["unusable"] for node in nodes] == [None, None], "the router may use both nodes"
+            lambda nodes: [node["unusable"] for node in nodes] == [None, None],
+            "the router may use both nodes",
         )
         yield running
 
