@@ -226,7 +226,15 @@ def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
         deployment = loop_thread.run(make())
         try:
             loop_thread.run(deployment.start())
-            yield RunningDeployment(deployment, loop_thread)
+            server = RunningDeployment(deployment, loop_thread)
+            # A decode node computes prompts itself until the prefill node's first status has come.
+            server.until(
+                lambda nodes: (
+                    len(nodes) == config.pools.total and all(node["unusable"] is None for node in nodes)
+                ),
+                "the router may use every node",
+            )
+            yield server
         finally:
             loop_thread.run(deployment.stop())
 
