@@ -58,9 +58,9 @@ def run(options: argparse.Namespace, config: TandemConfig, *, as_json: bool) -> 
         costs_of(options),
         traffic_of(options),
         slo,
-        options.machines,
-        options.step_by_step,
-        options.one_machine,
+        machines=options.machines,
+        by_steps=options.step_by_step,
+        one_machine=options.one_machine,
     )
     setup.check()
     console = Console(stderr=as_json)

@@ -15,7 +15,7 @@ __all__ = ["deploy", "loop_thread", "ray_on_this_machine"]
 
 @pytest.fixture(scope="session")
 def prompts(smollm2_path: Path) -> Callable[[int], list[int]]:
-    """A prompt of each length that these tests ask for."""
+    """Makes a prompt of so many tokens: always the same one."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_path)

@@ -164,7 +164,7 @@ def questions(
     """The requests that a trial sends at once. Other trials have the same prompts, some with other seeds."""
     fields = {**sampling, "seed": trial % SEEDS} if "seed" in sampling else sampling
     length = LONG_PROMPT if phase in (Phase.PREFILL, Phase.TRANSFER) else PROMPT
-    shuffled = [list(prompts(length)) for _ in range(QUEUED if phase is Phase.QUEUED else 1)]
+    shuffled = [prompts(length) for _ in range(QUEUED if phase is Phase.QUEUED else 1)]
     for number, prompt in enumerate(shuffled):
         random.Random(number).shuffle(prompt)
     return [Question(prompt, fields) for prompt in shuffled]

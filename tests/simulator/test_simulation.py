@@ -51,11 +51,11 @@ def test_prompts_are_read_on_one_node_and_answered_on_the_other() -> None:
 def test_nodes_of_one_machine_slow_each_other() -> None:
     """While the prompt of the second request is read, the first one's answer is written."""
     costs = msgspec.structs.replace(node_costs(), beside=BesideCost(prefill=2.0, decode=1.5))
-    setup = a_setup(apart([(0.0, 16, 400), (1.0, 1024, 1)]), costs=costs)
+    rows = apart([(0.0, 16, 400), (1.0, 1024, 1)])
     apart_s, together_s = dict[int, float](), dict[int, float]()
-    simulate(setup, None, lambda index, first_s, whole_s: apart_s.update({index: whole_s}))
-    one_machine = msgspec.structs.replace(setup, one_machine=True)
-    simulate(one_machine, None, lambda index, first_s, whole_s: together_s.update({index: whole_s}))
+    for one_machine, found in ((False, apart_s), (True, together_s)):
+        setup = a_setup(rows, costs=costs, one_machine=one_machine)
+        simulate(setup, None, lambda index, _, whole_s, found=found: found.update({index: whole_s}))
     reading = costs.step_s([(1024, 0)])
     assert together_s[1] == pytest.approx(apart_s[1] + reading)
     # In the time that the prompt takes, two thirds of the usual steps are made.
@@ -64,8 +64,11 @@ def test_nodes_of_one_machine_slow_each_other() -> None:
 
 def test_a_node_that_computes_alone_is_as_fast_on_a_shared_machine() -> None:
     costs = msgspec.structs.replace(node_costs(), beside=BesideCost(prefill=2.0, decode=1.5))
-    setup = a_setup(apart([(0.0, 512, 20), (5.0, 100, 5)]), costs=costs)
-    assert simulate(msgspec.structs.replace(setup, one_machine=True)) == simulate(setup)
+    rows = apart([(0.0, 512, 20), (5.0, 100, 5)])
+    together, alone = (
+        simulate(a_setup(rows, costs=costs, one_machine=one_machine)) for one_machine in (True, False)
+    )
+    assert together == alone
 
 
 def test_equal_names_are_found_in_the_cache() -> None:

@@ -192,16 +192,14 @@ def test_a_cluster_answers_as_by_single_steps(
     )
     reports = [
         simulate(
-            msgspec.structs.replace(
-                a_setup(
-                    traffic,
-                    prefill=prefill,
-                    decode=decode,
-                    aggregated=aggregated,
-                    costs=costs,
-                    slo=ServiceLevel(ttft=0.1, itl=0.0085),
-                    by_steps=by_steps,
-                ),
+            a_setup(
+                traffic,
+                prefill=prefill,
+                decode=decode,
+                aggregated=aggregated,
+                costs=costs,
+                slo=ServiceLevel(ttft=0.1, itl=0.0085),
+                by_steps=by_steps,
                 one_machine=one_machine,
             )
         )

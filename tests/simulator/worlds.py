@@ -72,6 +72,7 @@ def a_setup(
     costs: CostModel | None = None,
     slo: ServiceLevel | None = None,
     by_steps: bool = False,
+    one_machine: bool = False,
     **scheduler: object,
 ) -> SimulationSetup:
     def pool(size: PoolConfig | int) -> PoolConfig:
@@ -84,7 +85,12 @@ def a_setup(
     )
     costs = costs or node_costs()
     return SimulationSetup(
-        config, dict.fromkeys(Role, costs), PlayedTraffic(rows, 16), slo, by_steps=by_steps
+        config,
+        dict.fromkeys(Role, costs),
+        PlayedTraffic(rows, 16),
+        slo,
+        by_steps=by_steps,
+        one_machine=one_machine,
     )
 
 
