@@ -58,6 +58,11 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         contexts = [0.0, context, *(value for value in self.contexts if value < context)]
         return max(self.at(one, other) for one in sizes for other in contexts)
 
+    def times(self, factor: float) -> CostTable:
+        return CostTable(
+            self.sizes, self.contexts, [[factor * value for value in row] for row in self.seconds]
+        )
+
     def _along(self, row: int, context: float) -> float:
         seconds = self.seconds[row]
         below, above, share = _between(self.contexts, context)
@@ -107,6 +112,13 @@ class BesideCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(
             role, max(self.prefill, self.decode)
         )
+
+
+class Drift(msgspec.Struct, frozen=True):
+    """How many times as long as measured a machine takes by now."""
+
+    reading: float
+    writing: float
 
 
 class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -163,6 +175,11 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def width(self) -> Width:
         return Width(self.tensor_parallel, self.pipeline_parallel)
+
+    def after(self, drift: Drift) -> CostModel:
+        return msgspec.structs.replace(
+            self, prefill=self.prefill.times(drift.reading), decode=self.decode.times(drift.writing)
+        )
 
     def step_s(
         self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, decode_context: float = 0.0

@@ -18,12 +18,13 @@ from tandem.simulator.costs import (
     BesideCost,
     CostModel,
     CostTable,
+    Drift,
     FitError,
     RequestCost,
     TransferCost,
     Width,
 )
-from tandem.simulator.profile_client import ProfileClient, WorkStep
+from tandem.simulator.profile_client import ProfileClient, ServingNode, WorkStep
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 
@@ -37,6 +38,8 @@ BESIDE = 128  # prompt tokens of an answer that is decoded while other prompts a
 BATCHES_BESIDE = (1, 4)  # answers that one node writes while the other reads prompts
 TOKENS_BESIDE = 256  # of each of these answers
 PROMPT_BESIDE, PROMPTS_BESIDE = 512, 4  # tokens of these prompts, and how many are read one after another
+# What is measured again to find a machine's drift: tokens of prompts, and batches of answers, each with its context
+DRIFT_READS, DRIFT_WRITES = ((128, 0), (512, 0)), ((1, 64), (4, 64))
 
 Say = Callable[[str, float], None]
 """Called with what is being measured, and the share of the whole profile that is done."""
@@ -65,7 +68,8 @@ class Profiler:
         self._grid = grid or Grid()
         self._say = say
         self._repeats = repeats
-        self._rng = random.Random(0)
+        # Other prompts in every profile, because the cluster still has the last profile's in its cache
+        self._rng = random.Random()
         self._longest = 0
         # Prompts that are used again, and so are cached, where only the tokens after them are measured: computing them would take most
         # of a profile's time.
@@ -89,11 +93,9 @@ class Profiler:
                 f"profile nodes of one width, not of {said}: each width has a file of its own, and tandem plan puts them together"
             )
         (width,) = widths
-        self._longest = min(node.max_model_len for node in nodes)
         blocks = min(node.total_blocks for node in nodes) + 1  # and the null block
         block_size = nodes[0].block_size
-        # The first request pays for everything that is built on demand
-        await self._client.ask(self._prompt(64), 8)
+        await self._begin(nodes)
         room = (blocks - 1) * block_size
         prefill, prefill_fit = await self._measure_prefill()
         decode, decode_fit = await self._measure_decode(room)
@@ -121,6 +123,28 @@ class Profiler:
             tensor_parallel=width.tensor_parallel,
             pipeline_parallel=width.pipeline_parallel,
             fit=fit,
+        )
+
+    async def _begin(self, nodes: Sequence[ServingNode]) -> None:
+        self._longest = min(node.max_model_len for node in nodes)
+        # The first request pays for everything that is built on demand
+        await self._client.ask(self._prompt(64), 8)
+
+    async def drift(self, costs: CostModel) -> Drift:
+        """Measures some points of `costs` again: a machine that is shared, or gets hot, is not always as fast as it was."""
+        await self._begin(await self._client.facts())
+
+        def what(size: int, context: int) -> str:
+            return f"measures {size} after {context} tokens again"
+
+        reads = await self._in_turns(DRIFT_READS, self._repeats, self._read, what, 0.0, 0.5)
+        writes = await self._in_turns(DRIFT_WRITES, self._repeats, self._write, what, 0.5, 1.0)
+        return Drift(
+            statistics.fmean(seconds / costs.prefill.at(*point) for point, seconds in reads.items()),
+            statistics.fmean(
+                seconds / costs.decode.at(batch, context + STEPS / 2)
+                for (batch, context), seconds in writes.items()
+            ),
         )
 
     def _prompt(self, tokens: int) -> list[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.simulator.costs import BesideCost, CostModel, Width, read_costs
+from tandem.simulator.costs import BesideCost, CostModel, Drift, Width, read_costs
 from tandem.simulator.profile import BESIDE, PROMPT_BESIDE, PROMPTS_BESIDE, Profiler, line_through
 from tandem.simulator.profile_client import ProfileClient
 from tandem.wire.errors import ConfigurationError, Unavailable
@@ -148,13 +149,18 @@ def part(role: str, spans: list[Span], moved: TransferRecord | None) -> NodePart
     return NodePart(role, role, "r", spans, 0.0, None, 0, moved)
 
 
-async def measured(*roles: str, alone: int = 0, widths: Sequence[int] = (1, 1, 1)) -> CostModel:
-    cluster = TracedCluster(*roles, alone=alone, widths=widths)
+@contextlib.asynccontextmanager
+async def a_profiler(cluster: TracedCluster) -> AsyncIterator[Profiler]:
     client = ProfileClient("http://cluster", None, httpx.MockTransport(cluster))
     try:
-        return await Profiler(client, lambda what, share: None, repeats=1).measure("known")
+        yield Profiler(client, lambda what, share: None, repeats=1)
     finally:
         await client.close()
+
+
+async def measured(*roles: str, alone: int = 0, widths: Sequence[int] = (1, 1, 1)) -> CostModel:
+    async with a_profiler(TracedCluster(*roles, alone=alone, widths=widths)) as profiler:
+        return await profiler.measure("known")
 
 
 @pytest.mark.parametrize("roles", [("aggregated",), ("decode", "prefill")])
@@ -180,6 +186,33 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
         assert costs.beside.prefill == pytest.approx(TRUE.beside.prefill, rel=1e-6)
         assert costs.beside.decode == pytest.approx(TRUE.beside.decode, rel=0.03)
         assert costs.transfer_s(1000) == pytest.approx(TRUE.transfer_s(1000), rel=1e-3)
+
+
+def test_a_cluster_can_be_profiled_again() -> None:
+    """It still has the prompts of the profile before in its cache."""
+
+    async def twice() -> list[CostModel]:
+        cluster, found = TracedCluster("aggregated"), []
+        for _ in range(2):
+            async with a_profiler(cluster) as profiler:
+                found.append(await profiler.measure("known"))
+        return found
+
+    first, second = asyncio.run(twice())
+    for point in ((64, 0), (512, 1024), (2048, 0)):
+        assert second.prefill.at(*point) == pytest.approx(first.prefill.at(*point), rel=1e-6)
+
+
+def test_how_far_a_machine_has_drifted_from_its_profile_is_found() -> None:
+    once = Drift(0.8, 1.25)
+
+    async def found() -> Drift:
+        async with a_profiler(TracedCluster("decode", "prefill")) as profiler:
+            return await profiler.drift(TRUE.after(once))
+
+    now = asyncio.run(found())
+    assert now.reading == pytest.approx(1 / once.reading, rel=1e-6)
+    assert now.writing == pytest.approx(1 / once.writing, rel=0.01)
 
 
 def test_answers_that_begin_one_after_another_are_longer_until_they_run_together() -> None:
