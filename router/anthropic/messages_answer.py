@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 
 from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Reasoning, Text, new_call_id
-from tandem.router.openai.answer import AnswerHead, json_pieces
+from tandem.router.openai.answer import AnswerHead, Choice, Delta, json_pieces
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.plan import GenerationPlan
 from tandem.router.openai.reading import ReadChoice
 from tandem.router.text.tokenizer import Tokenizer

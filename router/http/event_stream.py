@@ -12,8 +12,7 @@ from starlette.types import Send
 
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.openai.answer import LoopTurn
-from tandem.router.openai.choice import Choice, Delta
+from tandem.router.openai.answer import Choice, Delta, LoopTurn
 from tandem.router.tracing.traces import RequestTrace
 
 # A larger answer is sent while it is made, chunked and without a length, as fast as the client reads.

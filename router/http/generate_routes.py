@@ -26,10 +26,9 @@ from tandem.router.http.event_stream import AnswerStream, Delivery, EventStream,
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
-from tandem.router.openai.answer import AnswerHead
+from tandem.router.openai.answer import AnswerHead, Choice
 from tandem.router.openai.chat_answer import ChatStream, whole_chat
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_answer import CompletionStream, whole_completion
 from tandem.router.openai.fields import SamplingFields
 from tandem.router.openai.plan import Caller, GenerationPlan, plan_chat, plan_completion

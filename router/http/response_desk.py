@@ -21,7 +21,7 @@ from tandem.router.http.body import answer_size, inputs_size
 from tandem.router.http.services import Services
 from tandem.router.http.sibling_desk import forget_elsewhere, response_elsewhere
 from tandem.router.keys import Reservation
-from tandem.router.openai.choice import PIECE_TOKENS
+from tandem.router.openai.answer import PIECE_TOKENS
 from tandem.router.openai.plan import Caller, GenerationPlan, plan_chat
 from tandem.router.responses.response_maker import ResponseMaker, new_response_id
 from tandem.router.responses.response_store import ResponseNotFound, StoredResponse

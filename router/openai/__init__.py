@@ -5,9 +5,9 @@ fields, chat_request, vector_request
 prompt_embeds  prompts as tensors, read from their files without torch or an unpickler
 prompts        what this router serves; how texts, token ids and chats become prompts, by its model's tokenizer and template
 sampling       from a request to sampling parameters, and to the one grammar that its fields make, checked
-plan           a checked, tokenized request: what is to be generated
-choice, reading    one choice as its tokens arrive; a generation read to its end
+plan           a checked, tokenized request: what is to be generated, how it is read, and what it used
+answer         one choice as its tokens arrive, and what all answers share; reading: a generation read to its end
 vectors        plans and answers of vectors and scores
-answer, chat_answer, completion_answer, logprobs
+chat_answer, completion_answer, logprobs
                how answers are written; answer_types: their shapes, for the API document
 """

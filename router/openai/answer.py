@@ -1,4 +1,5 @@
-"""What the answers of all endpoints share: id, usage, and writing JSON of any size in bounded pieces.
+"""What the answers of all endpoints share: a choice, which turns the tokens of one life into text as they
+arrive; the answer's id; and writing JSON of any size in bounded pieces.
 
 Code that writes such pieces makes one at a time and lets the event loop go on in between, so that one large
 answer does not stop other streams.
@@ -8,15 +9,150 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from tandem.router.openai.choice import Choice
-from tandem.router.openai.fields import StreamOptions
-from tandem.router.openai.plan import GenerationPlan
+from tandem.router.dispatch import ReadableLife
+from tandem.router.text.detokenizer import StopMatcher
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.errors import TandemError
 from tandem.wire.requests import new_id
+from tandem.wire.sampling import FinishReason
+
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+# An answer that is far ahead of its reader is read in pieces of this size, and the event loop goes on in
+# between.
+PIECE_TOKENS = 256
+
+
+class Delta(msgspec.Struct, frozen=True):
+    text: str
+    tokens: range = range(0)  # the output tokens whose log-probabilities are shown with it
+    finish_reason: str | None = None
+    token_ids: Sequence[int] = ()  # only if the request asks for them
+
+
+class Choice:
+    """One choice of an answer: the tokens of one life, turned into text as they arrive. Reads the life's ledger
+    from its last position on, and ends the life when a stop string is complete."""
+
+    def __init__(
+        self,
+        index: int,
+        life: ReadableLife,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
+        shown_marks: Collection[str] = (),
+        show_logprobs: bool = False,
+        show_token_ids: bool = False,
+        text_offset: int = 0,
+    ) -> None:
+        self.index = index
+        self.life = life
+        self.finish_reason: str | None = None
+        self.completion_tokens = 0
+        self.tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(skip_special=skip_special, shown=shown_marks)
+        self._stops = StopMatcher(stops, include_stop=include_stop)
+        self._include_stop = include_stop
+        self._by_token = bool(stops) or show_logprobs
+        self._show_logprobs = show_logprobs
+        self._show_token_ids = show_token_ids
+        self._ids_shown = 0
+        self._text_length = text_offset  # characters that the detokenizer has given, held back or not
+        self.offsets = array("q")  # where each token begins in the text, if log-probabilities are shown
+
+    @property
+    def behind(self) -> bool:
+        """Whether more tokens have arrived than were read."""
+        return self.finish_reason is None and self.completion_tokens < len(self.life.ledger.tokens)
+
+    @property
+    def shown_tokens(self) -> range:
+        """The output tokens whose log-probabilities are shown."""
+        return range(self.completion_tokens if self._show_logprobs else 0)
+
+    def advance(self, most: int = PIECE_TOKENS) -> Delta | None:
+        """Reads up to `most` new tokens. Returns what they add, or None. Nothing follows after a
+        finish_reason, nor when `failed` is set and `behind` is false."""
+        life = self.life
+        if self.finish_reason is not None:
+            return None
+        tokens = life.ledger.tokens
+        start = self.completion_tokens
+        end = min(len(tokens), start + most)
+        at_end = life.ended and life.error is None and end == len(tokens)
+        # The stop token is the last token, and not part of the text.
+        silent_end = end - 1 if at_end and self._ends_with_stop_token() else end
+        if self._by_token:
+            text = self._advance_by_token(start, end, silent_end)
+        else:
+            text = self._detokenizer.push(tokens[start:silent_end])
+            self.completion_tokens = end
+        shown = range(start, self.completion_tokens) if self._show_logprobs else range(0)
+        if self._stops.matched is not None:
+            self.finish_reason = "stop"
+            life.stop()
+        elif at_end:
+            text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+            self.finish_reason = _FINISH.get(life.finish or FinishReason.STOP, "stop")
+        if not text and not shown and self.finish_reason is None:
+            return None
+        ids: Sequence[int] = ()
+        if self._show_token_ids:
+            ids = tokens[self._ids_shown : self.completion_tokens]
+            self._ids_shown = self.completion_tokens
+        return Delta(text, shown, self.finish_reason, ids)
+
+    @property
+    def stop_matched(self) -> str | None:
+        """The stop string that ended the choice, or None."""
+        return self._stops.matched
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.life.ledger.tokens[: self.completion_tokens]
+
+    @property
+    def failed(self) -> TandemError | None:
+        """Why the rest will never arrive. None if the choice is complete: a stop string may have come before
+        the failure."""
+        return self.life.error if self.finish_reason is None else None
+
+    def _advance_by_token(self, start: int, end: int, silent_end: int) -> str:
+        ledger, minimum = self.life.ledger, self.life.spec.sampling.min_tokens
+        pieces: list[str] = []
+        for index in range(start, end):
+            if self._show_logprobs:
+                self.offsets.append(self._text_length)
+            self.completion_tokens = index + 1
+            if index >= silent_end:
+                continue
+            text = self._detokenizer.push((ledger.tokens[index],))
+            self._text_length += len(text)
+            # Before min_tokens nothing ends the answer, not even a stop string.
+            pieces.append(text if index < minimum else self._stops.push(text))
+            if self._stops.matched is not None:
+                break
+        return "".join(pieces)
+
+    def _ends_with_stop_token(self) -> bool:
+        ledger = self.life.ledger
+        return (
+            not self._include_stop
+            and ledger.finish is FinishReason.STOP
+            and ledger.stop_token is not None
+            and bool(ledger.tokens)
+            and ledger.tokens[-1] == ledger.stop_token
+        )
+
 
 TURN_S = 0.002
 _CHARACTERS = 16 << 10  # the most characters of one piece
@@ -121,45 +257,3 @@ class AnswerHead(msgspec.Struct, frozen=True):
 
 def event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-class StreamedUsage:
-    """Implements `stream_options.include_usage`: null in every event, and the figures in an event of their
-    own at the end."""
-
-    def __init__(
-        self, options: StreamOptions | None, plan: GenerationPlan, choices: Sequence[Choice]
-    ) -> None:
-        self._included = bool(options and options.include_usage)
-        self.continuous = bool(options and options.include_usage and options.continuous_usage_stats)
-        self._plan = plan
-        self._choices = choices
-        self.null = b',"usage":null' if self._included else b""
-
-    def field(self) -> dict[str, Any]:
-        if self.continuous:
-            return {"usage": usage(self._plan, self._choices)}
-        return {"usage": None} if self._included else {}
-
-    def closing(self, head: Mapping[str, Any]) -> bytes:
-        if not self._included:
-            return b""
-        return event({**head, "choices": [], "usage": usage(self._plan, self._choices)})
-
-
-def usage(plan: GenerationPlan, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Counts each prompt once, however many choices it has, and every generated token, also those of choices
-    that best_of dropped."""
-    completion = 0 if plan.only_echo else sum(choice.completion_tokens for choice in choices)
-    cached = sum(
-        choices[first].life.cached_tokens or 0 for first in range(0, len(choices), plan.choices_per_prompt)
-    )
-    figures: dict[str, Any] = {
-        "prompt_tokens": plan.prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": plan.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-    if (reasoning := plan.reasoning_tokens(choices)) is not None:
-        figures["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-    return figures

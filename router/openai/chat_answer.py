@@ -17,11 +17,10 @@ from tandem.router.formats.pieces import (
     Text,
     new_call_id,
 )
-from tandem.router.openai.answer import AnswerHead, StreamedUsage, event, json_at_once, json_pieces, usage
+from tandem.router.openai.answer import AnswerHead, Choice, Delta, event, json_at_once, json_pieces
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
-from tandem.router.openai.plan import GenerationPlan
+from tandem.router.openai.plan import GenerationPlan, StreamedUsage
 from tandem.router.openai.reading import ReadChoice, are_short
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -109,7 +108,7 @@ def whole_chat(
     body = {
         **head.fields(OBJECT),
         "choices": list(choices) if is_short else choices,
-        "usage": usage(plan, [one.choice for one in read]),
+        "usage": plan.usage([one.choice for one in read]),
     }
     if plan.return_token_ids:
         body["prompt_token_ids"] = plan.prompts[0]

@@ -9,16 +9,15 @@ import msgspec
 
 from tandem.router.openai.answer import (
     AnswerHead,
+    Choice,
+    Delta,
     RawPieces,
-    StreamedUsage,
     event,
     json_at_once,
     json_pieces,
-    usage,
 )
-from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.logprobs import completion_logprobs, prompt_logprobs
-from tandem.router.openai.plan import GenerationPlan
+from tandem.router.openai.plan import GenerationPlan, StreamedUsage
 from tandem.router.openai.prompts import CompletionRequest
 from tandem.router.openai.reading import ReadChoice, are_short, keep_best
 from tandem.router.text.tokenizer import Tokenizer
@@ -41,7 +40,7 @@ def whole_completion(
     body = {
         **head.fields(OBJECT),
         "choices": list(choices) if is_short else choices,
-        "usage": usage(plan, [one.choice for one in read]),
+        "usage": plan.usage([one.choice for one in read]),
     }
     return json_at_once(body) if is_short else json_pieces(body)
 

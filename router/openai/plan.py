@@ -1,9 +1,10 @@
-"""Turns a checked request into a plan: the tokenized sequences to generate, and how their choices are
-read."""
+"""Turns a checked request into a plan: the tokenized sequences to generate, how their choices are read, and
+what they used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -11,9 +12,9 @@ from tandem.router.config import RouterConfig
 from tandem.router.dispatch import ReadableLives, SequenceSpec
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
+from tandem.router.openai.answer import Choice, event
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.choice import Choice
-from tandem.router.openai.fields import SamplingFields
+from tandem.router.openai.fields import SamplingFields, StreamOptions
 from tandem.router.openai.prompt_embeds import embeds_of
 from tandem.router.openai.prompts import (
     CompletionRequest,
@@ -118,6 +119,24 @@ class GenerationPlan(msgspec.Struct, frozen=True):
             for choice in choices
         )
 
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Counts each prompt once, however many choices it has, and every generated token, also those of
+        choices that best_of dropped."""
+        completion = 0 if self.only_echo else sum(choice.completion_tokens for choice in choices)
+        cached = sum(
+            choices[first].life.cached_tokens or 0
+            for first in range(0, len(choices), self.choices_per_prompt)
+        )
+        figures: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        if (reasoning := self.reasoning_tokens(choices)) is not None:
+            figures["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return figures
+
     def shown_prompt(self, index: int) -> list[int]:
         """Returns one prompt's tokens; an empty list for a prompt of embeddings."""
         return [] if self.specs[index * self.choices_per_prompt].embeds is not None else self.prompts[index]
@@ -125,6 +144,30 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
+
+
+class StreamedUsage:
+    """Implements `stream_options.include_usage`: null in every event, and the figures in an event of their
+    own at the end."""
+
+    def __init__(
+        self, options: StreamOptions | None, plan: GenerationPlan, choices: Sequence[Choice]
+    ) -> None:
+        self._included = bool(options and options.include_usage)
+        self.continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._plan = plan
+        self._choices = choices
+        self.null = b',"usage":null' if self._included else b""
+
+    def field(self) -> dict[str, Any]:
+        if self.continuous:
+            return {"usage": self._plan.usage(self._choices)}
+        return {"usage": None} if self._included else {}
+
+    def closing(self, head: Mapping[str, Any]) -> bytes:
+        if not self._included:
+            return b""
+        return event({**head, "choices": [], "usage": self._plan.usage(self._choices)})
 
 
 async def plan_completion(request: CompletionRequest, model: ServedModel, caller: Caller) -> GenerationPlan:

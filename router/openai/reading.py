@@ -6,8 +6,7 @@ import io
 from collections.abc import Sequence
 
 from tandem.router.dispatch import Generation
-from tandem.router.openai.answer import LoopTurn
-from tandem.router.openai.choice import Choice
+from tandem.router.openai.answer import Choice, LoopTurn
 from tandem.router.openai.plan import GenerationPlan
 
 # An answer up to these sizes is encoded within a tenth of a millisecond.

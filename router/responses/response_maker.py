@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.router.formats.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
-from tandem.router.openai.answer import usage
-from tandem.router.openai.choice import Choice, Delta
+from tandem.router.openai.answer import Choice, Delta
 from tandem.router.openai.plan import GenerationPlan
 from tandem.wire.errors import TandemError
 
@@ -63,7 +62,7 @@ class ResponseMaker:
         out = self._close("completed" if whole else "incomplete")
         if not whole:
             self.body["incomplete_details"] = {"reason": "max_output_tokens"}
-        figures = usage(plan, [choice])
+        figures = plan.usage([choice])
         reasoning = figures.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
         self.body["usage"] = {
             "input_tokens": figures["prompt_tokens"],
