@@ -2,7 +2,7 @@
 
     python -m benchmarks.policies [--seconds S] [--load L] [--json FILE]
 
-The router's own code decides (`tandem.router.choosing`) on reports of simulated nodes that are a quarter of a second old, as in reality. Nodes
+The router's own code decides (`tandem.router.policy.choose`) on reports of simulated nodes that are a quarter of a second old, as in reality. Nodes
 are simple: a prefill node computes prompts one after another at a fixed rate, without the part in its prefix cache; a decode node's step grows
 with its requests. Nothing sleeps, because time is simulated.
 """
@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.loadgen.metrics import percentile
-from tandem.router.choosing import Chooser
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
-from tandem.router.policy import RoutingDecision, RoutingRequest
+from tandem.router.policy.choose import Chooser
+from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.nodes import NodeInfo, NodeState, Role

@@ -2,7 +2,7 @@
 
     python -m benchmarks.routing [--nodes N,N,...] [--requests N] [--json FILE]
 
-Cost: the router's own code (`tandem.router.choosing`, `tandem.router.pool`) chooses two nodes for each request, records what was sent and
+Cost: the router's own code (`tandem.router.policy.choose`, `tandem.router.pool`) chooses two nodes for each request, records what was sent and
 answered, and reads the nodes' statuses; half of the requests share a prefix with earlier ones. There are no sockets. Hashing a prompt is timed
 separately, because it happens with tokenizing, outside the event loop. Index: the messages in which nodes report the blocks that they store and
 evict, and what recording them adds to a node's step. Quality: the simulation of `benchmarks.policies`, with the router's choice and with one
@@ -34,10 +34,9 @@ from tandem.engine.cache.pool import CacheEvents
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
 from tandem.loadgen.metrics import percentile
-from tandem.router.choosing import Chooser
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
-from tandem.router.policy import PoolSnapshot, RoutingRequest
-from tandem.router.policy.views import blocks_for
+from tandem.router.policy.choose import Chooser
+from tandem.router.policy.views import PoolSnapshot, RoutingRequest, blocks_for
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import CachedBlocks, NodeBits, Overlaps, PrefixRecord, PromptHashes
 from tandem.wire.kv_events import DEVICE_MEDIUM

@@ -16,8 +16,7 @@ Floor 2: it imports wire and no other package of ours. It knows neither engine n
     member      what is known of one node
     rates       measured rates of nodes, and expected lengths of answers
     prefixes    which nodes have a prompt's first blocks cached, by their reports and by what was sent
-    policy/     pure functions from a snapshot of the pools to a decision that explains itself
-    choosing    chooses a request's nodes, from pool, prefixes and policy
+    policy/     chooses a request's nodes, from pool, prefixes and a policy that explains itself
     dispatch/   a request's life: queue, submission to both nodes, deadlines, failover, cancellation
     links       the sockets to the nodes, on the event loop
     server      the whole router: started, drained and stopped

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
@@ -32,6 +31,7 @@ from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.openai.prompts import ServedModel
+from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
 from tandem.router.siblings import SentReports, Siblings

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tandem.router.choosing import Chooser
+from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.nodes import NodeInfo

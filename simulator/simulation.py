@@ -12,9 +12,9 @@ import msgspec
 
 from tandem.cluster.config import TandemConfig
 from tandem.loadgen.metrics import Distribution, ServiceLevel
-from tandem.router.choosing import Chooser
 from tandem.router.dispatch import Dispatcher, SequenceSpec
 from tandem.router.metrics import RouterMetrics
+from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.simulator.clock import VirtualLoop
 from tandem.simulator.costs import CostModel

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.admission import Admission
 from tandem.router.dispatch.generation import Generation
@@ -16,6 +15,7 @@ from tandem.router.dispatch.placement import Placement, SequenceSpec
 from tandem.router.dispatch.recall import Recalls
 from tandem.router.links import Links
 from tandem.router.metrics import RecentRequests, RouterMetrics
+from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.siblings import SentReports

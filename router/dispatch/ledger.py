@@ -13,7 +13,7 @@ from typing import overload
 
 from tandem.router.dispatch.placement import SequenceSpec
 from tandem.router.metrics import RequestAccount, RouterMetrics
-from tandem.router.policy import RoutingDecision
+from tandem.router.policy.views import RoutingDecision
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from tandem.router.dispatch.ledger import MergedChunk, RequestTimings, TokenLedger
 from tandem.router.dispatch.placement import Attempt, Placement, Ring, SequenceSpec, TokenSource
-from tandem.router.policy import RoutingDecision, RoutingRequest
+from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.errors import (
     Cancelled,

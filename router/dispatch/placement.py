@@ -18,13 +18,11 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig
 from tandem.router.links import Links
 from tandem.router.metrics import RecentRequests, RouterMetrics, Targets
-from tandem.router.policy import RoutingDecision, RoutingRequest
-from tandem.router.policy.choose import Alternative
-from tandem.router.policy.views import blocks_for
+from tandem.router.policy.choose import Alternative, Chooser
+from tandem.router.policy.views import RoutingDecision, RoutingRequest, blocks_for
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.rates import AnswerLengthMeter

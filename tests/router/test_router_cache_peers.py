@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from tandem.router.policy import NodeView, RoutingDecision
 from tandem.router.policy.choose import at_mirror, with_cache_peers
+from tandem.router.policy.views import NodeView, RoutingDecision
 from tandem.wire.nodes import NodeInfo, PeerAddress, Role
 from tandem.wire.requests import CachePeers
 from tests.router.conftest import StartRouter

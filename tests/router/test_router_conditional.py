@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.router.config import LocalPrefill
-from tandem.router.policy import PoolSnapshot
+from tandem.router.policy.views import PoolSnapshot
 from tests.router.test_router_policy import ask, decide, names, node, pools
 
 

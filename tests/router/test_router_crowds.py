@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tandem.router.config import Limits, Timeouts
-from tandem.router.policy import RoutingDecision, RoutingRequest
+from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.router.config import LocalPrefill, PolicyName
-from tandem.router.policy import NodeView, PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
+from tandem.router.policy.choose import make_policy
+from tandem.router.policy.views import NodeView, PoolSnapshot, RoutingDecision, RoutingRequest
 from tandem.router.rates import NodeRates
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.choosing import Chooser
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
-from tandem.router.policy import RoutingRequest
+from tandem.router.policy.choose import Chooser
+from tandem.router.policy.views import RoutingRequest
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.errors import Unavailable

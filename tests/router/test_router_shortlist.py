@@ -12,11 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.choosing import Chooser
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
-from tandem.router.policy import NodeView, PoolSnapshot, RoutingRequest, make_policy
+from tandem.router.policy.choose import Chooser, make_policy
 from tandem.router.policy.shortlist import Shortlist
-from tandem.router.policy.views import best_prefill_rate, decode_wait_s, prefill_costs_s
+from tandem.router.policy.views import (
+    NodeView,
+    PoolSnapshot,
+    RoutingRequest,
+    best_prefill_rate,
+    decode_wait_s,
+    prefill_costs_s,
+)
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import Overlaps, PrefixRecord, PromptHashes
 from tandem.router.rates import NodeRates

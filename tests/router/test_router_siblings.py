@@ -13,11 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.router import siblings
-from tandem.router.choosing import Chooser
 from tandem.router.config import ApiKey, LocalPrefill, PolicyName
 from tandem.router.http import serving
 from tandem.router.http.serving import Tally
-from tandem.router.policy import RoutingRequest
+from tandem.router.policy.choose import Chooser
+from tandem.router.policy.views import RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.router.siblings import SentReports, Siblings
 from tandem.wire.nodes import Role
