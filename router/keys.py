@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.router.config import ApiKey
-from tandem.router.rates import Average
+from tandem.router.policy.views import Average
 from tandem.router.siblings import Siblings
 from tandem.wire.errors import ConfigurationError, RequestError
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from tandem.router.policy.shortlist import Shortlist
-from tandem.router.policy.views import NodeView
-from tandem.router.rates import NodeRates
+from tandem.router.policy.views import NodeRates, NodeView
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import NodeStatus
 

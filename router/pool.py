@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from tandem.router.config import Heartbeat
 from tandem.router.member import Member
 from tandem.router.policy.shortlist import Shortlist
-from tandem.router.policy.views import NodeView, PoolSnapshot, first_by_rendezvous
-from tandem.router.rates import Average
+from tandem.router.policy.views import Average, NodeView, PoolSnapshot, first_by_rendezvous
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeSighting, NodeState, Role
 from tandem.wire.pooling import VectorModel

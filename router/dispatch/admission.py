@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
 from tandem.router.metrics import RouterMetrics
-from tandem.router.rates import Average
+from tandem.router.policy.views import Average
 from tandem.wire.errors import DeadlineExceeded, Overloaded, TandemError
 
 MIN_RETRY_AFTER_S = 1

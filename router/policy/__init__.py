@@ -1,7 +1,8 @@
 """Where a request goes: chosen from pool, prefixes and a policy. The policies are pure functions from a snapshot of the pools to a
 decision that explains itself.
 
-views         what a policy sees and answers; expected waits, from what was measured; when the decode node should compute the prompt itself
+views         what a policy sees and answers; measured rates of nodes, expected lengths of answers and, from these, expected waits; when the
+              decode node should compute the prompt itself
 choose        `Chooser`; the policies by name; the nodes that share cached KV with a request's nodes; for traces, the nodes that were not chosen
 shortlist     the few nodes of a large pool that a policy ranks; how many blocks the decode nodes have free
 """

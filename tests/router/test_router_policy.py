@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy.choose import make_policy
-from tandem.router.policy.views import NodeView, PoolSnapshot, RoutingDecision, RoutingRequest
-from tandem.router.rates import NodeRates
+from tandem.router.policy.views import NodeRates, NodeView, PoolSnapshot, RoutingDecision, RoutingRequest
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.router.rates import NodeRates
+from tandem.router.policy.views import NodeRates
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.router.test_router_pool import info, status

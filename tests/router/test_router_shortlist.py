@@ -16,6 +16,7 @@ from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
 from tandem.router.policy.choose import Chooser, make_policy
 from tandem.router.policy.shortlist import Shortlist
 from tandem.router.policy.views import (
+    NodeRates,
     NodeView,
     PoolSnapshot,
     RoutingRequest,
@@ -25,7 +26,6 @@ from tandem.router.policy.views import (
 )
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import Overlaps, PrefixRecord, PromptHashes
-from tandem.router.rates import NodeRates
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus, TierStatus
 
