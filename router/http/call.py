@@ -11,7 +11,9 @@ import asyncio
 import http
 import logging
 import re
+import time
 from collections.abc import Callable
+from email.utils import formatdate
 from typing import Any, Protocol
 from urllib.parse import unquote
 
@@ -36,6 +38,22 @@ STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
 }
 _EMPTY: frozenset[int] = frozenset({204, 304})
+
+
+class DateHeader:
+    """The value of the Date header, made once a second for all answers of this process."""
+
+    def __init__(self) -> None:
+        self._made = (0, b"")  # the second, and its text
+
+    def now(self) -> bytes:
+        now = int(time.time())
+        if now != self._made[0]:
+            self._made = (now, formatdate(now, usegmt=True).encode())
+        return self._made[1]
+
+
+_date = DateHeader()
 
 
 class RequestHead:
@@ -155,8 +173,6 @@ class Carrier(Protocol):
     def stopping(self) -> bool:
         """Whether the server takes no further request."""
         ...
-
-    def date(self) -> bytes: ...
 
     async def until_writable(self) -> None: ...
 
@@ -337,7 +353,7 @@ class HttpCall:
             self.body = EndlessBody()
             self._read_to_end = self.keep_alive = False
             self._connection.on_upgraded()
-        lines = [STATUS_LINES[status], b"date: ", self._connection.date(), b"\r\n"]
+        lines = [STATUS_LINES[status], b"date: ", _date.now(), b"\r\n"]
         for name, value in headers:
             if name == b"content-length":
                 has_length = True

@@ -44,8 +44,6 @@ class Server(Protocol):
     tasks: set[asyncio.Task[None]]
     stopping: bool
 
-    def date(self) -> bytes: ...
-
     def on_cut(self) -> None: ...
 
     def on_closed(self, connection: HttpConnection) -> None: ...
@@ -86,9 +84,6 @@ class HttpConnection(asyncio.Protocol):
     @property
     def stopping(self) -> bool:
         return self.server.stopping
-
-    def date(self) -> bytes:
-        return self.server.date()
 
     # --- what comes
 

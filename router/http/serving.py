@@ -21,7 +21,6 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from email.utils import formatdate
 from typing import Any
 
 import msgspec
@@ -281,7 +280,6 @@ class HttpServer:
         self._certificate = Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None
         self._acceptor: Acceptor | None = None
         self._former: list[Acceptor] = []  # at addresses that this router has given up
-        self._date = (0, b"")  # the Date header of this second
         # Set when the last connection is closed. None until `leave` is called.
         self._emptied: asyncio.Event | None = None
 
@@ -292,12 +290,6 @@ class HttpServer:
         self.connections.discard(connection)
         if self._emptied is not None and not self.connections:
             self._emptied.set()
-
-    def date(self) -> bytes:
-        now = int(time.time())
-        if now != self._date[0]:
-            self._date = (now, formatdate(now, usegmt=True).encode())
-        return self._date[1]
 
     def begin(
         self,
