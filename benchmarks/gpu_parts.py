@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from tandem.engine.core import Engine
+from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling.sampler import Sampler
-from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.engine.request import Request
 from tandem.wire.sampling import SamplingParams
 

@@ -3,7 +3,7 @@
 loading         makes a runner from the configuration, with source, content, checkpoint, plain_config, gguf, leftovers, paths,
                 memory and prefault
 runner          the contracts of a runner and of a forward pass, and the batch that the pass gets: rows, no requests
-torch_runner    the runner, with states, batching, staging and sampling/
+torch_runner    the runner, with batching (the rows of requests, and batches made of them), staging and sampling/
 eagle           drafts from an EAGLE head, which reads the model's hidden states; eagle_loading loads it
 draft_model     drafts from a small model, or from the text itself; draft_loading loads it, or says why it does not fit
 pooling, pooler which vectors a model makes, and how a prompt's chunks become one; hidden_states writes hidden states to files

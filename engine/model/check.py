@@ -18,11 +18,10 @@ from tandem.engine.model.attention.interface import PAGED, PROBED, attend_by
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.latents import gathering
 from tandem.engine.model.attention.layers import plan_cache
-from tandem.engine.model.batching import build_batch
+from tandem.engine.model.batching import RequestRows, build_batch
 from tandem.engine.model.caches import OwnCache
 from tandem.engine.model.fused.pieces import Rotary
 from tandem.engine.model.recurrent.layout import LayerStates
-from tandem.engine.model.states import RequestRows
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
 from tandem.wire.errors import ConfigurationError, TandemError
 

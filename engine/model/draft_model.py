@@ -23,10 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.engine.model.batching import ScheduledTokens, build_batch
+from tandem.engine.model.batching import RequestRows, ScheduledTokens, build_batch
 from tandem.engine.model.runner import Forward
 from tandem.engine.model.staging import DeviceMark, on
-from tandem.engine.model.states import RequestRows
 
 _LONGEST, _SHORTEST = 4, 2
 

@@ -22,11 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.engine.model.batching import ScheduledTokens, build_batch
+from tandem.engine.model.batching import RequestRows, ScheduledTokens, build_batch
 from tandem.engine.model.draft_model import Drafts
 from tandem.engine.model.runner import Batch, Forward
 from tandem.engine.model.staging import on
-from tandem.engine.model.states import RequestRows
 
 if TYPE_CHECKING:
     from tandem.engine.model.hidden_states import ObservedLayers

@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.engine.model.batching import ScheduledTokens
+from tandem.engine.model.batching import RequestRows, ScheduledTokens
 from tandem.engine.model.runner import Batch
-from tandem.engine.model.states import RequestRows
 from tandem.wire.errors import ConfigurationError, InternalError
 
 logger = logging.getLogger(__name__)

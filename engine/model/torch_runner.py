@@ -13,7 +13,9 @@ import torch
 
 from tandem.engine.model.batching import (
     PromptPiece,
+    RequestRows,
     SampledTokens,
+    SamplingTable,
     ScheduledTokens,
     StepOnDevice,
     UnreadTokens,
@@ -28,7 +30,6 @@ from tandem.engine.model.runner import Batch, Forward, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
-from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.engine.model.vision.rows import ImageRows, rows_of
 from tandem.engine.scheduling.output import BlockIds, ModelOutput, SchedulerOutput
 from tandem.engine.structured.grammars import Grammars

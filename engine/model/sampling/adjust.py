@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.staging import to_device
-from tandem.engine.model.states import RequestRows, SamplingTable
 
 _BANNED = float("-inf")
 

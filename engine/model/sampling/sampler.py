@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling.adjust import edit_logits, penalize
 from tandem.engine.model.staging import to_device
-from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.errors import TandemError
 

@@ -17,10 +17,9 @@ from tandem.engine.model.attention import flashinfer_latents
 from tandem.engine.model.attention.flashinfer_latents import FlashInferLatents
 from tandem.engine.model.attention.latents import Expansion, LatentAttention
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
-from tandem.engine.model.batching import build_batch
+from tandem.engine.model.batching import RequestRows, build_batch
 from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.states import RequestRows
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
 from tandem.wire.errors import ConfigurationError

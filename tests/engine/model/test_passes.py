@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.model import batching
-from tandem.engine.model.batching import LOGIT_ROWS, cut_for_logits, hooks_of_pass
-from tandem.engine.model.states import RequestRows
+from tandem.engine.model.batching import LOGIT_ROWS, RequestRows, cut_for_logits, hooks_of_pass
 from tests.engine.model.hooks import Recorder
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling import sampler
 from tandem.engine.model.sampling.sampler import (
     Sampler,
@@ -19,7 +20,6 @@ from tandem.engine.model.sampling.sampler import (
     log_exponential,
     noise_keys,
 )
-from tandem.engine.model.states import RequestRows, SamplingTable
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.fake_device import CUDA, FakeDevice
 
