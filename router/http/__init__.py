@@ -10,7 +10,8 @@ response_desk  responses: begun, written, found on nodes, cancelled, forgotten
 serving        the listening socket, which process accepts a connection, and the server's end; certificate: TLS; door: hands the socket to other routers
 protocol       one connection: its requests in order, its limits and timers
 call           one request on a connection, and its answer; chunked: a chunked body
-exchange       one request and its answer, as handlers and the log see them; the gate that each passes; the lookup of its route
+exchange       one request and its answer, as handlers and the log see them, sent whole or as a stream; the gate that each passes; the lookup of
+               its route
 body, json_body    a request's body, from bytes to a checked type; limits on the memory of all requests together
-event_stream   sends an answer, whole or as a stream; errors: every error's body, status and headers
+errors         every error's body, status and headers
 """

@@ -9,8 +9,7 @@ import msgspec
 
 from tandem.router.http.body import read_bytes
 from tandem.router.http.errors import Forbidden
-from tandem.router.http.event_stream import send_bytes
-from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.exchange import HttpExchange, send_bytes
 from tandem.router.http.services import ClusterControl, Services
 from tandem.wire.errors import InvalidRequest, RequestError, Unavailable
 

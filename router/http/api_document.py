@@ -9,8 +9,7 @@ import msgspec
 
 from tandem.router.anthropic.answer_types import MessageAnswer, MessagesError, TokenCount
 from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
-from tandem.router.http.event_stream import send_bytes
-from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.exchange import HttpExchange, send_bytes
 from tandem.router.http.services import Services
 from tandem.router.http.text_routes import DetokenizeRequest, TokenizeRequest
 from tandem.router.http.try_page import TRY_PAGE

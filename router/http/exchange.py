@@ -1,5 +1,8 @@
-"""One request and its answer, as handlers and the log see them, and the gate that every request passes on its
-way in and out: its id, its key, its error body, its line in the log."""
+"""One request and its answer, as handlers and the log see them.
+
+Handlers send an answer here: whole, in pieces if it is long, or as server-sent events. Every request passes
+the gate on its way in and out: its id, its key, its error body, its line in the log.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +31,7 @@ from tandem.router.http.errors import (
 )
 from tandem.router.keys import KeyRing, Tenant
 from tandem.router.metrics import RouterMetrics
+from tandem.router.openai.answer import LoopTurn
 from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.errors import Cancelled, TandemError
 from tandem.wire.requests import new_id
@@ -149,6 +154,102 @@ def names_of(fields: list[str]) -> bytes:
     return re.sub(rb"[^!-~]", b"?", b",".join(name.encode("ascii", "replace")[:100] for name in fields))[
         :1024
     ]
+
+
+# A larger answer is sent while it is made, chunked and without a length, as fast as the client reads.
+WHOLE_BYTES = 256 << 10
+_WRITE_BYTES = 64 << 10
+
+
+async def send_json(
+    send: Send, body: Any, *, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    await send_bytes(send, msgspec.json.encode(body), b"application/json", status=status, headers=headers)
+
+
+async def send_bytes(
+    send: Send,
+    body: bytes,
+    content_type: bytes,
+    *,
+    status: int = 200,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+) -> None:
+    start = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": start})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def send_pieces(
+    send: Send, pieces: Iterator[bytes], headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """Sends an answer made of pieces, and lets the event loop go on in between. `send` waits for a client
+    that is behind."""
+    turn = LoopTurn()
+    ready: list[bytes] = []
+    size, begun = 0, False
+    for piece in pieces:
+        ready.append(piece)
+        size += len(piece)
+        if size > (_WRITE_BYTES if begun else WHOLE_BYTES):
+            if not begun:
+                begun = True
+                start = [(b"content-type", b"application/json"), *headers]
+                await send({"type": "http.response.start", "status": 200, "headers": start})
+            await send({"type": "http.response.body", "body": b"".join(ready), "more_body": True})
+            ready.clear()
+            size = 0
+        await turn.pass_on()
+    if begun:
+        await send({"type": "http.response.body", "body": b"".join(ready), "more_body": False})
+    else:
+        await send_bytes(send, b"".join(ready), b"application/json", headers=headers)
+
+
+class EventStream:
+    """A stream of server-sent events to one client. The server cuts off a client that does not read, which
+    ends every wait here."""
+
+    def __init__(self, exchange: HttpExchange, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        self._exchange = exchange
+        self._connection = exchange.connection
+        # an HTTP/1.1 answer without a length is chunked
+        self._chunked = exchange.scope["http_version"] == "1.1"
+        self._headers = headers
+
+    @property
+    def begun(self) -> bool:
+        """Whether the status was sent. After it, a failure can no longer be a status code."""
+        return self._exchange.status is not None
+
+    def try_write(self, events: bytes) -> bool:
+        """Writes at once and returns True, or returns False when the stream has not begun or the client is
+        behind."""
+        return self._chunked and self.begun and self._connection.try_write_chunk(events)
+
+    async def write(self, events: bytes, *, last: bool = False) -> None:
+        """Writes events, and waits for a client that is behind. The first write sends the status."""
+        if not last and self.try_write(events):
+            return
+        if not self.begun:
+            await self._begin()
+        await self._connection.until_writable()
+        await self._exchange.send({"type": "http.response.body", "body": events, "more_body": not last})
+
+    async def _begin(self) -> None:
+        self._exchange.is_stream = True
+        await self._exchange.send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),
+                    *self._headers,
+                ],
+            }
+        )
 
 
 class HttpRoute:
@@ -317,6 +418,4 @@ async def _answer_bug(exchange: HttpExchange) -> None:
 
 async def _answer(exchange: HttpExchange, status: int, body: bytes, headers: dict[str, str]) -> None:
     plain = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *plain]
-    await exchange.send({"type": "http.response.start", "status": status, "headers": start})
-    await exchange.send({"type": "http.response.body", "body": body, "more_body": False})
+    await send_bytes(exchange.send, body, b"application/json", status=status, headers=plain)

@@ -1,16 +1,17 @@
-"""POST /v1/completions, /v1/chat/completions and /v1/messages."""
+"""POST /v1/completions, /v1/chat/completions and /v1/messages. `Delivery` sends an answer of theirs
+while it is generated."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from tandem.router.anthropic.messages_answer import MessageStream, whole_message
 from tandem.router.anthropic.messages_request import MessagesRequest, as_chat
-from tandem.router.dispatch import Generation
+from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import (
     PARSED_TIMES,
     SMALL_BODY,
@@ -22,11 +23,10 @@ from tandem.router.http.body import (
     without_payload,
 )
 from tandem.router.http.errors import RouterDraining
-from tandem.router.http.event_stream import AnswerStream, Delivery, EventStream, send_bytes, send_pieces
-from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.exchange import EventStream, HttpExchange, send_bytes, send_pieces
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
-from tandem.router.openai.answer import AnswerHead, Choice
+from tandem.router.openai.answer import AnswerHead, Choice, Delta, LoopTurn
 from tandem.router.openai.chat_answer import ChatStream, whole_chat
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.completion_answer import CompletionStream, whole_completion
@@ -36,11 +36,22 @@ from tandem.router.openai.prompts import CompletionRequest, ServedModel
 from tandem.router.openai.reading import ReadChoice, read_all
 from tandem.router.openai.vectors import VectorPlan
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.tracing import TracePhase
 
 LOGGED_IDS = 8
+# How many bytes are written at once while an answer has more tokens than were read.
+WRITE_BYTES = 64 << 10
 
 P = TypeVar("P", GenerationPlan, VectorPlan)
+
+
+class AnswerStream(Protocol):
+    """How one API writes an answer as events."""
+
+    def events(self, choice: Choice, delta: Delta) -> bytes: ...
+
+    def closing(self) -> bytes: ...
 
 
 class GenerateEndpoint(msgspec.Struct, frozen=True):
@@ -155,6 +166,100 @@ async def _answer(
         await send_pieces(exchange.send, whole, headers)
     if trace is not None:
         trace.flushed(time.monotonic())
+
+
+class Delivery:
+    """Streams one answer to its client, whichever API it belongs to.
+
+    Tokens in the middle of an answer, for a client that keeps up, are written by `_show`, in the inbox's
+    handler, because waking this task would cost as much as everything else that is done with a token. The
+    task writes everything else: the beginning, the end, failures, and to a client that is behind.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        choices: Sequence[Choice],
+        answer: AnswerStream,
+        stream: EventStream,
+        trace: RequestTrace | None = None,
+    ) -> None:
+        self._generation = generation
+        self._by_life = {choice.life: choice for choice in choices}
+        self._answer = answer
+        self._stream = stream
+        self._trace = trace
+        self._unfinished = len(choices)
+        self._unwritten: list[bytes] = []
+
+    async def run(self) -> None:
+        """Runs to the answer's end. Raises a choice's failure, after writing what came before it if the
+        stream has begun."""
+        self._generation.show_with(self._show)
+        try:
+            await self._deliver()
+        finally:
+            self._generation.show_with(None)
+
+    async def _deliver(self) -> None:
+        turn = LoopTurn()
+        while self._unfinished:
+            failure = None
+            news = await self._generation.news()
+            turn.begin()
+            for life in news:
+                choice = self._by_life[life]
+                self._read(life)
+                while choice.behind:
+                    await turn.pass_on()
+                    self._read(life)
+                    await self._flush(WRITE_BYTES)
+                failure = choice.failed or failure
+                await self._flush(WRITE_BYTES)
+                await turn.pass_on()
+            if failure is not None:
+                if self._stream.begun:
+                    await self._flush()
+                raise failure
+            if self._unfinished:
+                await self._flush()
+        await self._stream.write(b"".join(self._unwritten) + self._answer.closing(), last=True)
+        self._note_written()
+
+    def _show(self, life: RequestLife) -> bool:
+        """Writes the tokens that just arrived. Returns False when the task must write them."""
+        if life.ended or not self._stream.begun or self._unwritten:
+            return False
+        self._read(life)
+        events = b"".join(self._unwritten)
+        # Reading may have found a stop string, which ends the life.
+        if life.ended or not self._stream.try_write(events):
+            return False
+        self._unwritten.clear()
+        self._note_written()
+        return True
+
+    def _read(self, life: RequestLife) -> None:
+        choice = self._by_life[life]
+        delta = choice.advance()
+        if delta is None:
+            return
+        self._unfinished -= delta.finish_reason is not None
+        self._unwritten.append(self._answer.events(choice, delta))
+        life.ledger.logprobs.forget(choice.completion_tokens)
+
+    async def _flush(self, beyond: int = 0) -> None:
+        """Writes what is unwritten if it is more than `beyond` bytes. Waits for a client that is behind."""
+        if sum(map(len, self._unwritten)) <= beyond:
+            return
+        events = b"".join(self._unwritten)
+        self._unwritten.clear()
+        await self._stream.write(events)
+        self._note_written()
+
+    def _note_written(self) -> None:
+        if self._trace is not None:
+            self._trace.flushed(time.monotonic())
 
 
 def enter(services: Services, exchange: HttpExchange) -> Reservation | None:

@@ -11,8 +11,7 @@ from urllib.parse import parse_qs
 
 from tandem.router.dispatch import LeftBehind
 from tandem.router.http.body import read_body
-from tandem.router.http.event_stream import EventStream, send_json
-from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.exchange import EventStream, HttpExchange, send_json
 from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
 from tandem.router.http.response_desk import ResponseDesk, conversation
 from tandem.router.http.services import Services

@@ -13,8 +13,7 @@ from msgspec import Meta
 from tandem.router.anthropic.messages_request import CountRequest, as_chat
 from tandem.router.formats.lark import JsonObject
 from tandem.router.http.body import read_body
-from tandem.router.http.event_stream import send_pieces
-from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.services import Services
 from tandem.router.openai.answer import json_pieces
 from tandem.router.openai.chat_request import ChatMessage, Tool

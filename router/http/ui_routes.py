@@ -10,8 +10,7 @@ from functools import cache
 
 import msgspec
 
-from tandem.router.http.event_stream import send_bytes, send_json
-from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
 from tandem.router.http.services import Services
 from tandem.router.http.sibling_desk import page_of_all
 from tandem.router.member import Member

@@ -10,8 +10,7 @@ import msgspec
 
 from tandem.router.dispatch import Generation
 from tandem.router.http.body import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare, read_body
-from tandem.router.http.event_stream import send_pieces
-from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.generate_routes import enter, notes_of, planned, routing_headers
 from tandem.router.http.services import Services
 from tandem.router.openai.answer import AnswerHead, json_pieces
