@@ -1,4 +1,5 @@
-"""Where a request's time went, as the process that spent it saw it. Only traced requests have these."""
+"""Where a request's time went, as the process that spent it saw it. Every transfer has a `TransferTrace`; only traced
+requests have the rest."""
 
 from __future__ import annotations
 
