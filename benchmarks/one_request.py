@@ -27,13 +27,15 @@ from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.prefill_node.node import PrefillNode
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig
+from tandem.router.http import serving
 from tandem.router.server import RouterServer
 from tandem.wire.nodes import Role
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 3
 OBSERVED = 5
-SELDOM_S = 5.0  # between two heartbeats: longer than a request takes
+# Between two heartbeats, of nodes, of the router, and of a router's process for others on its port: longer than a request takes.
+SELDOM_S = 5.0
 PROMPT = "Name the seas that Europe borders on, and say a sentence about each. " * 12
 
 
@@ -94,6 +96,7 @@ async def ask(client: httpx.AsyncClient, model: str, number: int) -> int:
 async def watched(model: str) -> dict[str, list[str]]:
     watch = Watch()
     watch.install()
+    serving.STAMP_S = SELDOM_S
     path = prepare_model(model, lambda *_: None).path
     engine = EngineConfig(model=ModelConfig(path=path, threads=1), cache=CacheConfig(memory_bytes=256 << 20))
     transfer, timeouts = TransferConfig(), NodeTimeouts(status_period_s=SELDOM_S)
