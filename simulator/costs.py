@@ -105,13 +105,18 @@ class BesideCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many times as long a node's step takes while another node computes on the same machine."""
 
     prefill: Slowdown = 1.0
+    # And so many seconds longer takes each step that reads a prompt, however short: it reads all weights, through the memory that
+    # both nodes share.
+    prefill_step_s: NotNegativeNumber = 0.0
     decode: Slowdown = 1.0
 
-    def of(self, role: Role) -> float:
-        """An aggregated node does both, so it takes the larger one."""
-        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(
+    def of(self, role: Role, reads_s: float | None = None) -> float:
+        """`reads_s`: the seconds that the step takes alone, if it reads a prompt. An aggregated node does both, so it takes the larger
+        slowdown."""
+        slowdown = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(
             role, max(self.prefill, self.decode)
         )
+        return slowdown if reads_s is None else slowdown + self.prefill_step_s / reads_s
 
 
 class Drift(msgspec.Struct, frozen=True):

@@ -12,20 +12,25 @@ class SharingNode(Protocol):
 
 class SharedMachine:
     def __init__(self) -> None:
-        # The nodes that compute, and how many times as long each takes while one other computes
+        # The nodes that compute, and how many times as long the step of each takes while one other computes
         self._busy: dict[SharingNode, float] = {}
 
-    def pace(self, node: SharingNode, beside: float) -> float:
-        return 1.0 + (beside - 1.0) * (len(self._busy) - (node in self._busy))
+    def pace(self, node: SharingNode, slowdown: float) -> float:
+        return 1.0 + (slowdown - 1.0) * (len(self._busy) - (node in self._busy))
 
-    def note(self, node: SharingNode, beside: float, is_busy: bool) -> None:
-        """Must be called when a node has begun to compute, or ended: it changes the pace of the others."""
-        if is_busy == (node in self._busy):
-            return
-        if is_busy:
-            self._busy[node] = beside
-        else:
-            del self._busy[node]
+    def begins(self, node: SharingNode, slowdown: float) -> None:
+        """Must be called with every step that a node begins: the first one after a pause slows the others."""
+        was_busy = node in self._busy
+        self._busy[node] = slowdown
+        if not was_busy:
+            self._tell_others(node)
+
+    def rests(self, node: SharingNode) -> None:
+        """Must be called when a node has nothing to compute."""
+        if self._busy.pop(node, None) is not None:
+            self._tell_others(node)
+
+    def _tell_others(self, node: SharingNode) -> None:
         for other, slowdown in list(self._busy.items()):
             if other is not node:
                 other.on_pace(self.pace(other, slowdown))

@@ -88,8 +88,8 @@ class SimulatedNode:
         self._tell = tell
         self._next_look = next_look or NextLook()
         self._machine = machine
-        self._beside = costs.beside.of(info.role)
-        self._pace = 1.0  # how many times as long as on a machine of its own the step under way takes
+        # How many times as long as on a machine of its own the step under way takes: while another node computes there, and now
+        self._slowdown, self._pace = 1.0, 1.0
         self._by_steps = by_steps
         self._port = Port(self._wake)
         self._connector = (
@@ -183,13 +183,15 @@ class SimulatedNode:
         self._timer, self._is_turning = None, True
         if ended is not None:
             self._end_step(ended)
-        if self._machine is not None:
-            self._pace = self._machine.pace(self, self._beside)
         while self._begin_next():
             pass
         self._is_turning = False
-        if self._machine is not None:
-            self._machine.note(self, self._beside, self._plan is not None or self._run is not None)
+        if self._machine is None:
+            return
+        if self._plan is not None or self._run is not None:
+            self._machine.begins(self, self._slowdown)
+        else:
+            self._machine.rests(self)
 
     def _begin_next(self) -> bool:
         """Returns False when a step is under way or the node has nothing to do; True to be called again."""
@@ -205,11 +207,14 @@ class SimulatedNode:
         if not self._by_steps and self._port.output.is_empty:
             steps = self.scheduler.num_unchanged_steps()
             if steps > 1:
+                self._set_pace(self._costs.beside.of(self.info.role))
                 self._begin_run(steps, now)
                 return False
         plan = self._planned(now + self._longest_step_s())
         if plan.total_num_scheduled_tokens:
-            self._begin(plan, now, self._seconds_of(plan) * self._pace)
+            seconds, slowdown = self._cost_of(plan)
+            self._set_pace(slowdown)
+            self._begin(plan, now, seconds * self._pace)
             return False
         progressed = self._book(plan, ModelOutput({}))
         if not (progressed or self._inbox) and self.scheduler.has_work():
@@ -276,7 +281,12 @@ class SimulatedNode:
             left = max(self._plan_began + self._plan_s - now, 0.0) * pace / before
             self._begin(self._plan, self._plan_began, now + left - self._plan_began)
 
-    def _seconds_of(self, plan: SchedulerOutput) -> float:
+    def _set_pace(self, slowdown: float) -> None:
+        if self._machine is not None:
+            self._slowdown, self._pace = slowdown, self._machine.pace(self, slowdown)
+
+    def _cost_of(self, plan: SchedulerOutput) -> tuple[float, float]:
+        """Returns the seconds of a step alone, and how many times as long it takes while another node computes on its machine."""
         chunks: list[tuple[int, int]] = []
         decodes, context = 0, 0
         requests = self.scheduler.requests
@@ -287,7 +297,8 @@ class SimulatedNode:
                 context += before
             else:
                 chunks.append((count, before))
-        return self._costs.step_s(chunks, decodes, context)
+        seconds = self._costs.step_s(chunks, decodes, context)
+        return seconds, self._costs.beside.of(self.info.role, seconds if chunks else None)
 
     def _end_step(self, plan: SchedulerOutput) -> None:
         self._plan = None

@@ -37,7 +37,7 @@ FEWEST_TOKENS = 32  # the fewest prompt tokens in a step with prompts and decode
 BESIDE = 128  # prompt tokens of an answer that is decoded while other prompts are computed
 BATCHES_BESIDE = (1, 4)  # answers that one node writes while the other reads prompts
 TOKENS_BESIDE = 256  # of each of these answers
-PROMPT_BESIDE, PROMPTS_BESIDE = 512, 4  # tokens of these prompts, and how many are read one after another
+READS_BESIDE = (128, 128, 128, 128, 1024)  # tokens of these prompts, which are read one after another
 # What is measured again to find a machine's drift: tokens of prompts, and batches of answers, each with its context
 DRIFT_READS, DRIFT_WRITES = ((128, 0), (512, 0)), ((1, 64), (4, 64))
 
@@ -54,7 +54,7 @@ class Grid:
     before: tuple[int, ...] = (0, 1024, 3072)
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     batches_between: tuple[int, ...] = (3, 6, 12, 24)
-    contexts: tuple[int, ...] = (64, 1024, 3072)
+    contexts: tuple[int, ...] = (64, 256, 1024, 3072)
 
 
 QUICK = Grid((1, 64, 512, 1024), (256,), (0, 1024), (1, 4, 16), (8,), (64, 1024))
@@ -298,35 +298,46 @@ class Profiler:
         return less, FitError.of((max(both - less, 1e-9), seconds) for both, seconds in apart)
 
     async def _measure_beside(self) -> BesideCost:
-        """Has one node read prompts without a pause while the other writes answers: if they share a machine, both take longer than alone.
-        Both are measured alone within the same seconds, because the machine is not always equally fast."""
-        reading: list[float] = []  # how many times as long as alone, in each turn
-        writing: list[float] = []
-        if self._longest < 2 * BESIDE:
+        """Has one node read prompts while the other writes answers: if they share a machine, both take longer than alone. Both are
+        measured alone within the same seconds, because the machine is not always equally fast."""
+        alone: dict[int, list[float]] = {
+            size: [] for size in READS_BESIDE
+        }  # seconds of steps, by their tokens
+        beside: dict[int, list[float]] = {size: [] for size in READS_BESIDE}
+        writing: list[float] = []  # how many times as long as alone, in each turn
+        if self._longest < READS_BESIDE[-1] + 2:
             return BesideCost()
         for turn in range(self._repeats):
             for batch in BATCHES_BESIDE:
                 self._say(
                     f"reads prompts while {batch} answers are written", 0.9 + 0.04 * turn / self._repeats
                 )
-                alone_from, alone_to = await self._read_together()
-                (begin, end), writes = await self._both(batch)
-                if writes and writes[0].began <= begin and end <= writes[-1].ended:
-                    reading.append((end - begin) / (alone_to - alone_from))
+                for step in await self._read_in_turn():
+                    alone[step.tokens].append(step.seconds)
+                reads, writes = await self._both(batch)
+                for step in reads:
+                    if writes and writes[0].began <= step.began and step.ended <= writes[-1].ended:
+                        beside[step.tokens].append(step.seconds)
                 periods = [
                     (step.began, following.began)
                     for step, following in pairwise(writes)
                     if step.beside == batch - 1 == following.beside
                 ]
-                beside = [to - since for since, to in periods if begin <= since and to <= end]
-                alone = [to - since for since, to in periods if to < begin or end < since]
-                if beside and alone:
-                    writing.append(statistics.fmean(beside) / statistics.fmean(alone))
-        return BesideCost(*(max(1.0, statistics.median(times or [1.0])) for times in (reading, writing)))
+                slow = [end - begin for begin, end in periods if _is_within(begin, end, reads)]
+                fast = [end - begin for begin, end in periods if not _meets(begin, end, reads)]
+                if slow and fast:
+                    writing.append(statistics.fmean(slow) / statistics.fmean(fast))
+        more = [
+            (statistics.fmean(alone[size]), statistics.fmean(beside[size]) - statistics.fmean(alone[size]))
+            for size in sorted(alone)
+            if alone[size] and beside[size]
+        ]
+        per_step, slope = line_through(more)
+        return BesideCost(1.0 + slope, per_step, max(1.0, statistics.fmean(writing or [1.0])))
 
-    async def _both(self, batch: int) -> tuple[tuple[float, float], list[WorkStep]]:
-        """Writes a batch of answers on one node, and meanwhile reads prompts on the other. Returns when it read them, and the steps of an
-        answer."""
+    async def _both(self, batch: int) -> tuple[list[WorkStep], list[WorkStep]]:
+        """Writes a batch of answers on one node, and meanwhile reads prompts on the other. Returns the steps that read, and the steps of
+        one answer."""
         begun = asyncio.Event()
         tokens = min(TOKENS_BESIDE, self._longest - BESIDE)
         async with asyncio.TaskGroup() as group:
@@ -337,20 +348,17 @@ class Profiler:
                 for one in range(batch)
             ]
             await begun.wait()
-            read = await self._read_together()
+            reads = await self._read_in_turn()
         told = answers[0].result()
-        return read, [step for step in told.steps if not step.reads] if told is not None else []
+        return reads, [step for step in told.steps if not step.reads] if told is not None else []
 
-    async def _read_together(self) -> tuple[float, float]:
-        """Has a node read some prompts one after another. Returns when the first step began and the last one ended."""
-        size = min(PROMPT_BESIDE, self._longest - 2)
-        asked = await asyncio.gather(
-            *(self._client.asked(self._prompt(size), 1) for _ in range(PROMPTS_BESIDE))
-        )
-        steps = [step for each in asked for step in each.steps if step.reads]
-        if not steps:
-            raise Unavailable("a trace has no step that read its prompt")
-        return min(step.began for step in steps), max(step.ended for step in steps)
+    async def _read_in_turn(self) -> list[WorkStep]:
+        """Reads some prompts, each in one step."""
+        steps: list[WorkStep] = []
+        for size in READS_BESIDE:
+            asked = await self._client.asked(self._prompt(size), 1)
+            steps += [step for step in asked.steps if step.reads and step.tokens == size]
+        return steps
 
     # --- sending
 
@@ -378,9 +386,17 @@ class Profiler:
         return TransferCost(fixed, speed), per_token, FitError.of(pairs)
 
 
-def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def _is_within(begin: float, end: float, steps: Sequence[WorkStep]) -> bool:
+    return any(step.began <= begin and end <= step.ended for step in steps)
+
+
+def _meets(begin: float, end: float, steps: Sequence[WorkStep]) -> bool:
+    return any(begin < step.ended and step.began < end for step in steps)
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Fits a line through the medians at each place (Theil–Sen). Returns its value at 0 and its slope, both at least 0."""
-    by_place: dict[int, list[float]] = {}
+    by_place: dict[float, list[float]] = {}
     for place, value in points:
         by_place.setdefault(place, []).append(value)
     medians = sorted((place, statistics.median(values)) for place, values in by_place.items())

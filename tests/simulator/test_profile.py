@@ -15,14 +15,14 @@ import pytest
 
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.simulator.costs import BesideCost, CostModel, Drift, Width, read_costs
-from tandem.simulator.profile import BESIDE, PROMPT_BESIDE, PROMPTS_BESIDE, Profiler, line_through
+from tandem.simulator.profile import BESIDE, READS_BESIDE, Profiler, line_through
 from tandem.simulator.profile_client import ProfileClient
 from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
 from tests.simulator.worlds import node_costs
 
 TRUE = msgspec.structs.replace(
-    node_costs(blocks=20_000, max_model_len=8192), mixed_saved_s=0.003, beside=BesideCost(1.5, 1.25)
+    node_costs(blocks=20_000, max_model_len=8192), mixed_saved_s=0.003, beside=BesideCost(1.5, 0.02, 1.25)
 )
 READ_BESIDE_AT = 1.0  # while an answer is written
 PIECE = 100  # of a prompt that is read beside an answer
@@ -35,12 +35,13 @@ class TracedCluster:
         self.roles = roles
         self.widths = widths
         self.alone = alone  # steps of an answer before the rest of its batch has begun
-        # prompts, tokens that are cached, tokens of an answer, whether another answer is written meanwhile
-        self.asked: dict[str, tuple[list[int], int, int, bool]] = {}
+        # prompts, tokens that are cached, tokens of an answer, and when the prompt is read if another answer is written meanwhile
+        self.asked: dict[str, tuple[list[int], int, int, float | None]] = {}
         self.batch = 1  # that is written together next: so many prompts were read one after another
         self.reads = False
         self.cached: dict[tuple[int, ...], int] = {}
         self.writes = 0  # so many of the next prompts are read while an answer is written
+        self.read_at = READ_BESIDE_AT
         self._names = (f"cmpl-{number}" for number in itertools.count())
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -65,11 +66,14 @@ class TracedCluster:
         prompt, tokens = body["prompt"], body["max_tokens"]
         # One token is always computed; of a prompt that was there as it is, no more than that is cached.
         found = self.cached.get(tuple(prompt[:64]), 0) if len(prompt) > 64 else 0
-        self.asked[name] = prompt, min(found, (len(prompt) - 1) // 16 * 16), tokens, self.writes > 0
+        read_at = self.read_at if self.writes > 0 else None
+        self.asked[name] = prompt, min(found, (len(prompt) - 1) // 16 * 16), tokens, read_at
         if body["stream"]:
-            self.writes = (PROMPTS_BESIDE if len(self.roles) == 2 else 1) if len(prompt) == BESIDE else 0
+            self.writes = (len(READS_BESIDE) if len(self.roles) == 2 else 1) if len(prompt) == BESIDE else 0
+            self.read_at = READ_BESIDE_AT
         else:
             self.writes -= 1
+            self.read_at += self.beside_s(len(prompt))
         if tokens == 2:
             self.batch = self.batch + 1 if self.reads else 1
         self.reads = tokens == 2
@@ -80,11 +84,11 @@ class TracedCluster:
             )
         return httpx.Response(200, json={"id": name})
 
-    def trace(self, prompt: list[int], known: int, tokens: int, beside: bool) -> TraceRecord:
+    def trace(self, prompt: list[int], known: int, tokens: int, read_at: float | None) -> TraceRecord:
         now = TRUE.request.arrive_s
-        split = len(self.roles) == 2
-        if split and beside:
-            return self.read_beside(prompt)
+        split, beside = len(self.roles) == 2, read_at is not None
+        if split and read_at is not None:
+            return self.read_beside(prompt, read_at)
         reading: list[Span] = []
         for begin in range(known, len(prompt), PIECE if beside else len(prompt)):
             piece = min(PIECE, len(prompt) - begin) if beside else len(prompt) - begin
@@ -97,7 +101,7 @@ class TracedCluster:
             lone = split and len(prompt) == BESIDE
             here = 1 if place < self.alone or lone else self.batch
             seconds = TRUE.step_s([], here, here * (len(prompt) + place))
-            if lone and READ_BESIDE_AT <= now < READ_BESIDE_AT + self.beside_s(PROMPT_BESIDE):
+            if lone and READ_BESIDE_AT <= now < READ_BESIDE_AT + sum(map(self.beside_s, READS_BESIDE)):
                 seconds *= TRUE.beside.decode
             writing += pair(now, now + seconds, 1, here - 1, reads=False)
             now += seconds
@@ -105,15 +109,15 @@ class TracedCluster:
         parts = [part(self.roles[-1], reading, moved), part(self.roles[0], writing, None)]
         return self.record(parts, now, len(prompt), tokens)
 
-    def read_beside(self, prompt: list[int]) -> TraceRecord:
+    def read_beside(self, prompt: list[int], began: float) -> TraceRecord:
         """A prompt that the prefill node reads while the decode node, on the same machine, writes an answer."""
-        end = READ_BESIDE_AT + self.beside_s(len(prompt))
-        reading = pair(READ_BESIDE_AT, end, len(prompt), 0, reads=True)
+        end = began + self.beside_s(len(prompt))
+        reading = pair(began, end, len(prompt), 0, reads=True)
         return self.record([part(self.roles[-1], reading, None)], end, len(prompt), 1)
 
     @staticmethod
     def beside_s(size: int) -> float:
-        return TRUE.step_s([(size, 0)]) * TRUE.beside.prefill
+        return TRUE.step_s([(size, 0)]) * TRUE.beside.prefill + TRUE.beside.prefill_step_s
 
     @staticmethod
     def record(parts: list[NodePart], ended: float, prompt: int, tokens: int) -> TraceRecord:
@@ -184,6 +188,7 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
     if len(roles) == 2:
         assert costs.transfer.handover_s == pytest.approx(TRUE.transfer.handover_s, rel=1e-3)
         assert costs.beside.prefill == pytest.approx(TRUE.beside.prefill, rel=1e-6)
+        assert costs.beside.prefill_step_s == pytest.approx(TRUE.beside.prefill_step_s, rel=1e-6)
         assert costs.beside.decode == pytest.approx(TRUE.beside.decode, rel=0.03)
         assert costs.transfer_s(1000) == pytest.approx(TRUE.transfer_s(1000), rel=1e-3)
 
