@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -205,6 +206,27 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tokens * self.kv_bytes_per_token / self.transfer.bytes_per_s
 
 
+class StepBound:
+    """An upper bound on the time of a node's step. `budget`: the most tokens of a step."""
+
+    def __init__(self, costs: CostModel, budget: int) -> None:
+        self._costs, self._budget = costs, budget
+        self._known: dict[tuple[int, int, bool], float] = {}
+
+    def of(self, requests: int, longest: int, reads: bool) -> float:
+        """`longest`: tokens of the longest request."""
+        # Rounded up to powers of two, so that there are few keys.
+        key = (requests.bit_length(), longest.bit_length(), reads)
+        most = self._known.get(key)
+        if most is None:
+            size, context = float(1 << key[0]), float(1 << key[1])
+            most = LEAST_STEP_S + self._costs.decode.most(size, context)
+            if reads:
+                most += self._costs.prefill.most(float(self._budget), context)
+            self._known[key] = most
+        return most
+
+
 class DecodeRun:
     """A run of steps in which the same requests get a token each. Computes when each step ends without walking through the steps."""
 
@@ -283,6 +305,22 @@ class DecodeRun:
 
 def _series(first: float, growth: float, count: int) -> float:
     return count * first + growth * (count * (count - 1) // 2)
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fits a line through the medians at each place (Theil–Sen). Returns its value at 0 and its slope, both at least 0."""
+    by_place: dict[float, list[float]] = {}
+    for place, value in points:
+        by_place.setdefault(place, []).append(value)
+    medians = sorted((place, statistics.median(values)) for place, values in by_place.items())
+    slopes = [
+        (there - here) / (far - near)
+        for index, (near, here) in enumerate(medians)
+        for far, there in medians[index + 1 :]
+    ]
+    slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
+    fixed = statistics.median(value - slope * place for place, value in medians) if medians else 0.0
+    return max(0.0, fixed), slope
 
 
 def read_costs(file: Path) -> CostModel:

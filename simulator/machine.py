@@ -18,19 +18,15 @@ class SharedMachine:
     def pace(self, node: SharingNode, slowdown: float) -> float:
         return 1.0 + (slowdown - 1.0) * (len(self._busy) - (node in self._busy))
 
-    def begins(self, node: SharingNode, slowdown: float) -> None:
-        """Must be called with every step that a node begins: the first one after a pause slows the others."""
+    def note(self, node: SharingNode, slowdown: float | None) -> None:
+        """Must be called with every step that a node begins, and with None when it has none: its first step after a pause slows the
+        others."""
         was_busy = node in self._busy
-        self._busy[node] = slowdown
-        if not was_busy:
-            self._tell_others(node)
-
-    def rests(self, node: SharingNode) -> None:
-        """Must be called when a node has nothing to compute."""
-        if self._busy.pop(node, None) is not None:
-            self._tell_others(node)
-
-    def _tell_others(self, node: SharingNode) -> None:
-        for other, slowdown in list(self._busy.items()):
-            if other is not node:
-                other.on_pace(self.pace(other, slowdown))
+        if slowdown is not None:
+            self._busy[node] = slowdown
+        elif was_busy:
+            del self._busy[node]
+        if was_busy is (slowdown is None):
+            for other, its_slowdown in list(self._busy.items()):
+                if other is not node:
+                    other.on_pace(self.pace(other, its_slowdown))

@@ -20,11 +20,11 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.node.requests import RoleRules
 from tandem.node.status import node_counters, node_status
-from tandem.simulator.costs import LEAST_STEP_S, CostModel, DecodeRun
+from tandem.simulator.costs import CostModel, DecodeRun, StepBound
 from tandem.simulator.machine import SharedMachine
 from tandem.simulator.network import Network, Port, SimulatedConnector
 from tandem.simulator.outcome import AnswerLog, NodeLoad
-from tandem.simulator.traffic import ANSWERS, NameHasher
+from tandem.simulator.traffic import NameHasher, next_token
 from tandem.wire.errors import InternalError, RequestError
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import (
@@ -118,8 +118,7 @@ class SimulatedNode:
         # The counters made of `_stats`; None until a status needs them
         self._counters: NodeCounters | None = None
         self._longest = 1  # tokens of the longest request so far, with its whole answer
-        self._budget = scheduler.max_num_batched_tokens
-        self._most_s: dict[tuple[int, int, bool], float] = {}
+        self._bound = StepBound(costs, scheduler.max_num_batched_tokens)
         self._timer: asyncio.Handle | None = None
         self._is_turning = False
         self._status: NodeStatus | None = None  # the last status; None when something has changed since
@@ -186,12 +185,9 @@ class SimulatedNode:
         while self._begin_next():
             pass
         self._is_turning = False
-        if self._machine is None:
-            return
-        if self._plan is not None or self._run is not None:
-            self._machine.begins(self, self._slowdown)
-        else:
-            self._machine.rests(self)
+        if self._machine is not None:
+            is_busy = self._plan is not None or self._run is not None
+            self._machine.note(self, self._slowdown if is_busy else None)
 
     def _begin_next(self) -> bool:
         """Returns False when a step is under way or the node has nothing to do; True to be called again."""
@@ -234,16 +230,7 @@ class SimulatedNode:
         """An upper bound on the time of the next step."""
         requests = self.scheduler.requests
         reads = any(request.num_tokens - request.num_computed_tokens > 1 for request in requests.values())
-        # Round sizes and contexts up to powers of two, so that `_most_s` has few keys.
-        key = (len(requests).bit_length(), self._longest.bit_length(), reads)
-        most = self._most_s.get(key)
-        if most is None:
-            size, context = float(1 << key[0]), float(1 << key[1])
-            most = self._costs.decode.most(size, context)
-            if reads:
-                most += self._costs.prefill.most(float(self._budget), context)
-            self._most_s[key] = most = most + LEAST_STEP_S
-        return most
+        return self._bound.of(len(requests), self._longest, reads)
 
     def _begin_run(self, steps: int, now: float) -> None:
         requests = self.scheduler.running
@@ -304,7 +291,7 @@ class SimulatedNode:
         self._plan = None
         requests = self.scheduler.requests
         sampled = {
-            request_id: [_next_token(request)]
+            request_id: [next_token(request)]
             for request_id in plan.num_scheduled_tokens
             if (request := requests.get(request_id)) is not None
             and request.num_computed_tokens == request.num_tokens
@@ -507,10 +494,3 @@ class SimulatedNode:
             preemptions=stats.preemptions,
             most_blocks=self._most_blocks,
         )
-
-
-def _next_token(request: Request) -> int:
-    """Every token of an answer is the same, and unique to this answer, so no other request finds its blocks in a prefix cache."""
-    if request.num_output_tokens:
-        return request.all_token_ids[-1]
-    return ANSWERS + (request.sampling.seed or 0)

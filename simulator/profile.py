@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 
+from tandem.simulator.beside import in_traffic
 from tandem.simulator.costs import (
     DEFAULT_START_S,
-    BesideCost,
     CostModel,
     CostTable,
     Drift,
@@ -23,8 +23,9 @@ from tandem.simulator.costs import (
     RequestCost,
     TransferCost,
     Width,
+    line_through,
 )
-from tandem.simulator.profile_client import ProfileClient, ServingNode, WorkStep
+from tandem.simulator.profile_client import ProfileClient, ProfiledRequest, ServingNode
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 
@@ -35,9 +36,9 @@ MOST_TOKENS = 1024  # the longest answer to ask for, when a batch's last answer 
 FEWEST_TOGETHER = 4  # the fewest steps of a whole batch that make a measurement
 FEWEST_TOKENS = 32  # the fewest prompt tokens in a step with prompts and decodes that count
 BESIDE = 128  # prompt tokens of an answer that is decoded while other prompts are computed
-BATCHES_BESIDE = (1, 4)  # answers that one node writes while the other reads prompts
-TOKENS_BESIDE = 256  # of each of these answers
-READS_BESIDE = (128, 128, 128, 128, 1024)  # tokens of these prompts, which are read one after another
+# Traffic in which both nodes compute at once: tokens of prompts and answers, requests, and the share of the time in which the busier node
+# computes.
+TRAFFIC_PROMPTS, TRAFFIC_ANSWER, TRAFFIC_REQUESTS, TRAFFIC_LOAD = (128, 256, 512, 1024), 64, 120, 0.6
 # What is measured again to find a machine's drift: tokens of prompts, and batches of answers, each with its context
 DRIFT_READS, DRIFT_WRITES = ((128, 0), (512, 0)), ((1, 64), (4, 64))
 
@@ -100,14 +101,13 @@ class Profiler:
         prefill, prefill_fit = await self._measure_prefill()
         decode, decode_fit = await self._measure_decode(room)
         fit = {"prefill": prefill_fit, "decode": decode_fit}
-        transfer, bytes_per_token, mixed, beside = TransferCost(), 0.0, 0.0, BesideCost()
+        transfer, bytes_per_token, mixed = TransferCost(), 0.0, 0.0
         if len(nodes) == 2:
-            beside = await self._measure_beside()
             transfer, bytes_per_token, fit["handover"] = await self._measure_transfer()
         else:
             mixed, fit["mixed"] = await self._measure_mixed(prefill, decode)
         arrive, per_token = line_through(self._arrivals)
-        return CostModel(
+        costs = CostModel(
             name=name,
             max_model_len=self._longest,
             blocks=blocks,
@@ -118,12 +118,12 @@ class Profiler:
             transfer=transfer,
             request=RequestCost(arrive, per_token, max(0.0, statistics.median(self._answers))),
             mixed_saved_s=mixed,
-            beside=beside,
             start_s=max(node.start_s for node in nodes) or DEFAULT_START_S,
             tensor_parallel=width.tensor_parallel,
             pipeline_parallel=width.pipeline_parallel,
             fit=fit,
         )
+        return await self._measure_in_traffic(costs) if len(nodes) == 2 else costs
 
     async def _begin(self, nodes: Sequence[ServingNode]) -> None:
         self._longest = min(node.max_model_len for node in nodes)
@@ -297,68 +297,25 @@ class Profiler:
         less = max(0.0, statistics.median(saved)) if saved else 0.0
         return less, FitError.of((max(both - less, 1e-9), seconds) for both, seconds in apart)
 
-    async def _measure_beside(self) -> BesideCost:
-        """Has one node read prompts while the other writes answers: if they share a machine, both take longer than alone. Both are
-        measured alone within the same seconds, because the machine is not always equally fast."""
-        alone: dict[int, list[float]] = {
-            size: [] for size in READS_BESIDE
-        }  # seconds of steps, by their tokens
-        beside: dict[int, list[float]] = {size: [] for size in READS_BESIDE}
-        writing: list[float] = []  # how many times as long as alone, in each turn
-        if self._longest < READS_BESIDE[-1] + 2:
-            return BesideCost()
-        for turn in range(self._repeats):
-            for batch in BATCHES_BESIDE:
-                self._say(
-                    f"reads prompts while {batch} answers are written", 0.9 + 0.04 * turn / self._repeats
-                )
-                for step in await self._read_in_turn():
-                    alone[step.tokens].append(step.seconds)
-                reads, writes = await self._both(batch)
-                for step in reads:
-                    if writes and writes[0].began <= step.began and step.ended <= writes[-1].ended:
-                        beside[step.tokens].append(step.seconds)
-                periods = [
-                    (step.began, following.began)
-                    for step, following in pairwise(writes)
-                    if step.beside == batch - 1 == following.beside
-                ]
-                slow = [end - begin for begin, end in periods if _is_within(begin, end, reads)]
-                fast = [end - begin for begin, end in periods if not _meets(begin, end, reads)]
-                if slow and fast:
-                    writing.append(statistics.fmean(slow) / statistics.fmean(fast))
-        more = [
-            (statistics.fmean(alone[size]), statistics.fmean(beside[size]) - statistics.fmean(alone[size]))
-            for size in sorted(alone)
-            if alone[size] and beside[size]
-        ]
-        per_step, slope = line_through(more)
-        return BesideCost(1.0 + slope, per_step, max(1.0, statistics.fmean(writing or [1.0])))
-
-    async def _both(self, batch: int) -> tuple[list[WorkStep], list[WorkStep]]:
-        """Writes a batch of answers on one node, and meanwhile reads prompts on the other. Returns the steps that read, and the steps of
-        one answer."""
-        begun = asyncio.Event()
-        tokens = min(TOKENS_BESIDE, self._longest - BESIDE)
+    async def _measure_in_traffic(self, costs: CostModel) -> CostModel:
+        """Sends prompts of several lengths at random moments, so that both nodes compute at once most of the time."""
+        lengths = [length for length in TRAFFIC_PROMPTS if length + TRAFFIC_ANSWER <= self._longest]
+        if not lengths:
+            return costs
+        alone = [costs.prefill.at(length, 0) for length in lengths]
+        # All lengths together keep the prefill node busy for the same time each, and the decode node for no more than that.
+        mean_s = statistics.harmonic_mean(alone)
+        answer_s = TRAFFIC_ANSWER * costs.decode.at(4, max(lengths)) / 4
+        gap_s = max(mean_s, answer_s) / TRAFFIC_LOAD
+        drawn = self._rng.choices(lengths, [1 / seconds for seconds in alone], k=TRAFFIC_REQUESTS)
+        tasks: list[asyncio.Task[ProfiledRequest | None]] = []
         async with asyncio.TaskGroup() as group:
-            answers = [
-                group.create_task(
-                    self._client.ask(self._prompt(BESIDE), tokens, traced=not one, stream=True, begun=begun)
-                )
-                for one in range(batch)
-            ]
-            await begun.wait()
-            reads = await self._read_in_turn()
-        told = answers[0].result()
-        return reads, [step for step in told.steps if not step.reads] if told is not None else []
-
-    async def _read_in_turn(self) -> list[WorkStep]:
-        """Reads some prompts, each in one step."""
-        steps: list[WorkStep] = []
-        for size in READS_BESIDE:
-            asked = await self._client.asked(self._prompt(size), 1)
-            steps += [step for step in asked.steps if step.reads and step.tokens == size]
-        return steps
+            for number, length in enumerate(drawn):
+                self._say("serves traffic", 0.94 + 0.06 * number / TRAFFIC_REQUESTS)
+                await self._client.pause(self._rng.expovariate(1 / gap_s))
+                asked = self._client.ask(self._prompt(length), TRAFFIC_ANSWER, stream=True)
+                tasks.append(group.create_task(asked))
+        return in_traffic(costs, [each for task in tasks if (each := task.result())])
 
     # --- sending
 
@@ -368,7 +325,7 @@ class Profiler:
         per_token = 0.0
         sizes = [size for size in (256, 512, 1024, 2048) if size + 8 <= self._longest]
         for index, size in enumerate(sizes):
-            self._say(f"sends {size} tokens", 0.94 + 0.06 * index / len(sizes))
+            self._say(f"sends {size} tokens", 0.9 + 0.04 * index / len(sizes))
             for _ in range(self._repeats):
                 asked = await self._client.asked(self._prompt(size), 4)
                 reads = [step for step in asked.steps if step.reads and step.role == Role.PREFILL]
@@ -384,30 +341,6 @@ class Profiler:
         speed = per_token / slope if slope > 0 else 1e12
         pairs = ((fixed + slope * tokens, wait) for tokens, wait in waits if wait > 0)
         return TransferCost(fixed, speed), per_token, FitError.of(pairs)
-
-
-def _is_within(begin: float, end: float, steps: Sequence[WorkStep]) -> bool:
-    return any(step.began <= begin and end <= step.ended for step in steps)
-
-
-def _meets(begin: float, end: float, steps: Sequence[WorkStep]) -> bool:
-    return any(begin < step.ended and step.began < end for step in steps)
-
-
-def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fits a line through the medians at each place (Theil–Sen). Returns its value at 0 and its slope, both at least 0."""
-    by_place: dict[float, list[float]] = {}
-    for place, value in points:
-        by_place.setdefault(place, []).append(value)
-    medians = sorted((place, statistics.median(values)) for place, values in by_place.items())
-    slopes = [
-        (there - here) / (far - near)
-        for index, (near, here) in enumerate(medians)
-        for far, there in medians[index + 1 :]
-    ]
-    slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
-    fixed = statistics.median(value - slope * place for place, value in medians) if medians else 0.0
-    return max(0.0, fixed), slope
 
 
 def _never_less(rows: list[list[float]]) -> list[list[float]]:

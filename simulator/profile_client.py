@@ -140,6 +140,9 @@ class ProfileClient:
         name = msgspec.json.decode(content, type=_Completion).id
         return ProfiledRequest(await self._trace(name), seconds)
 
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
     async def asked(self, prompt: Sequence[int], tokens: int) -> ProfiledRequest:
         found = await self.ask(prompt, tokens)
         if found is None:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from tandem.cluster.replay.reading import TracedStep
 from tandem.engine.cache.hashing import BlockHasher, HashedContent
+from tandem.engine.request import Request
 from tandem.loadgen.load import poisson
 from tandem.loadgen.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
 from tandem.loadgen.workload import Lengths
@@ -175,3 +176,10 @@ class SyntheticTraffic(msgspec.Struct, frozen=True):
             tokens = blocks * size + lengths.draw_input(rng)
             rows.append(TraceRow(at, tokens, lengths.draw_output(rng), names))
         return PlayedTraffic(rows, size)
+
+
+def next_token(request: Request) -> int:
+    """Every token of an answer is the same, and unique to this answer, so no other request finds its blocks in a prefix cache."""
+    if request.num_output_tokens:
+        return request.all_token_ids[-1]
+    return ANSWERS + (request.sampling.seed or 0)

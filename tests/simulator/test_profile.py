@@ -14,17 +14,16 @@ import msgspec
 import pytest
 
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.simulator.costs import BesideCost, CostModel, Drift, Width, read_costs
-from tandem.simulator.profile import BESIDE, READS_BESIDE, Profiler, line_through
+from tandem.simulator.costs import CostModel, Drift, Width, line_through, read_costs
+from tandem.simulator.profile import BESIDE, Profiler
 from tandem.simulator.profile_client import ProfileClient
 from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
 from tests.simulator.worlds import node_costs
 
-TRUE = msgspec.structs.replace(
-    node_costs(blocks=20_000, max_model_len=8192), mixed_saved_s=0.003, beside=BesideCost(1.5, 0.02, 1.25)
-)
-READ_BESIDE_AT = 1.0  # while an answer is written
+TRUE = msgspec.structs.replace(node_costs(blocks=20_000, max_model_len=8192), mixed_saved_s=0.003)
+IN_TRAFFIC = 1.1  # times as long takes a step that writes
+APART_S = 1000.0  # between two requests of the traffic
 PIECE = 100  # of a prompt that is read beside an answer
 
 
@@ -35,13 +34,14 @@ class TracedCluster:
         self.roles = roles
         self.widths = widths
         self.alone = alone  # steps of an answer before the rest of its batch has begun
-        # prompts, tokens that are cached, tokens of an answer, and when the prompt is read if another answer is written meanwhile
-        self.asked: dict[str, tuple[list[int], int, int, float | None]] = {}
+        # prompts, tokens that are cached, tokens of an answer, whether another answer is written meanwhile, and when the request comes
+        self.asked: dict[str, tuple[list[int], int, int, bool, float]] = {}
         self.batch = 1  # that is written together next: so many prompts were read one after another
         self.reads = False
         self.cached: dict[tuple[int, ...], int] = {}
-        self.writes = 0  # so many of the next prompts are read while an answer is written
-        self.read_at = READ_BESIDE_AT
+        self.writes = False  # the next prompt is read while an answer is written
+        self.now = 0.0
+        self.is_traffic = False  # from now on; then requests come one by one, long after each other
         self._names = (f"cmpl-{number}" for number in itertools.count())
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -59,21 +59,18 @@ class TracedCluster:
             ]
             return httpx.Response(200, json={"router": {"model": "m"}, "nodes": nodes})
         if request.url.path.startswith("/traces/"):
-            record = self.trace(*self.asked[request.url.path.rpartition("/")[2]])
+            name = request.url.path.rpartition("/")[2]
+            record = self.trace(name, *self.asked[name])
             return httpx.Response(200, content=msgspec.json.encode(record))
         body = json.loads(request.content)
         name = next(self._names)
         prompt, tokens = body["prompt"], body["max_tokens"]
         # One token is always computed; of a prompt that was there as it is, no more than that is cached.
         found = self.cached.get(tuple(prompt[:64]), 0) if len(prompt) > 64 else 0
-        read_at = self.read_at if self.writes > 0 else None
-        self.asked[name] = prompt, min(found, (len(prompt) - 1) // 16 * 16), tokens, read_at
-        if body["stream"]:
-            self.writes = (len(READS_BESIDE) if len(self.roles) == 2 else 1) if len(prompt) == BESIDE else 0
-            self.read_at = READ_BESIDE_AT
-        else:
-            self.writes -= 1
-            self.read_at += self.beside_s(len(prompt))
+        known = min(found, (len(prompt) - 1) // 16 * 16)
+        self.now += APART_S * self.is_traffic
+        self.asked[name] = prompt, known, tokens, self.writes, self.now
+        self.writes = body["stream"] and len(prompt) == BESIDE and len(self.roles) == 1
         if tokens == 2:
             self.batch = self.batch + 1 if self.reads else 1
         self.reads = tokens == 2
@@ -84,11 +81,11 @@ class TracedCluster:
             )
         return httpx.Response(200, json={"id": name})
 
-    def trace(self, prompt: list[int], known: int, tokens: int, read_at: float | None) -> TraceRecord:
-        now = TRUE.request.arrive_s
-        split, beside = len(self.roles) == 2, read_at is not None
-        if split and read_at is not None:
-            return self.read_beside(prompt, read_at)
+    def trace(
+        self, name: str, prompt: list[int], known: int, tokens: int, beside: bool, came: float
+    ) -> TraceRecord:
+        now = came + TRUE.request.arrive_s
+        split = len(self.roles) == 2
         reading: list[Span] = []
         for begin in range(known, len(prompt), PIECE if beside else len(prompt)):
             piece = min(PIECE, len(prompt) - begin) if beside else len(prompt) - begin
@@ -98,31 +95,14 @@ class TracedCluster:
         now = end + (TRUE.transfer.handover_s + TRUE.transfer_s(len(prompt) - known) if split else 0.0)
         writing: list[Span] = []
         for place in range(tokens - 1):
-            lone = split and len(prompt) == BESIDE
-            here = 1 if place < self.alone or lone else self.batch
-            seconds = TRUE.step_s([], here, here * (len(prompt) + place))
-            if lone and READ_BESIDE_AT <= now < READ_BESIDE_AT + sum(map(self.beside_s, READS_BESIDE)):
-                seconds *= TRUE.beside.decode
+            here = 1 if place < self.alone or came else self.batch
+            seconds = TRUE.step_s([], here, here * (len(prompt) + place)) * (IN_TRAFFIC if came else 1.0)
             writing += pair(now, now + seconds, 1, here - 1, reads=False)
             now += seconds
         moved = TransferRecord("r", "sent", int(len(prompt) * TRUE.kv_bytes_per_token), 1) if split else None
         parts = [part(self.roles[-1], reading, moved), part(self.roles[0], writing, None)]
-        return self.record(parts, now, len(prompt), tokens)
-
-    def read_beside(self, prompt: list[int], began: float) -> TraceRecord:
-        """A prompt that the prefill node reads while the decode node, on the same machine, writes an answer."""
-        end = began + self.beside_s(len(prompt))
-        reading = pair(began, end, len(prompt), 0, reads=True)
-        return self.record([part(self.roles[-1], reading, None)], end, len(prompt), 1)
-
-    @staticmethod
-    def beside_s(size: int) -> float:
-        return TRUE.step_s([(size, 0)]) * TRUE.beside.prefill + TRUE.beside.prefill_step_s
-
-    @staticmethod
-    def record(parts: list[NodePart], ended: float, prompt: int, tokens: int) -> TraceRecord:
         return TraceRecord(
-            "r",
+            name,
             "c",
             "t",
             "s",
@@ -130,11 +110,11 @@ class TracedCluster:
             "",
             "",
             "m",
+            came,
             0.0,
-            0.0,
-            ended,
+            now,
             200,
-            prompt,
+            len(prompt),
             tokens,
             [],
             [],
@@ -142,6 +122,15 @@ class TracedCluster:
             parts,
             [],
         )
+
+
+class TracedClient(ProfileClient):
+    def __init__(self, cluster: TracedCluster) -> None:
+        super().__init__("http://cluster", None, httpx.MockTransport(cluster))
+        self._cluster = cluster
+
+    async def pause(self, seconds: float) -> None:
+        self._cluster.is_traffic = True
 
 
 def pair(begin: float, end: float, tokens: int, beside: int, *, reads: bool) -> list[Span]:
@@ -155,7 +144,7 @@ def part(role: str, spans: list[Span], moved: TransferRecord | None) -> NodePart
 
 @contextlib.asynccontextmanager
 async def a_profiler(cluster: TracedCluster) -> AsyncIterator[Profiler]:
-    client = ProfileClient("http://cluster", None, httpx.MockTransport(cluster))
+    client = TracedClient(cluster)
     try:
         yield Profiler(client, lambda what, share: None, repeats=1)
     finally:
@@ -175,7 +164,7 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
         assert costs.prefill.at(size, 0) == pytest.approx(TRUE.step_s([(size, 0)]), rel=1e-6)
     for batch, context in ((1, 1044), (8, 1044), (32, 84)):
         assert costs.decode.at(batch, context) == pytest.approx(
-            TRUE.step_s([], batch, batch * context), rel=0.01
+            TRUE.step_s([], batch, batch * context) * (IN_TRAFFIC if len(roles) == 2 else 1.0), rel=0.01
         )
     assert costs.request.arrive_s == pytest.approx(TRUE.request.arrive_s)
     assert costs.start_s == 3.0 + len(roles), "of the node that took longest"
@@ -187,9 +176,6 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
         assert costs.fit["mixed"].worst < 0.01
     if len(roles) == 2:
         assert costs.transfer.handover_s == pytest.approx(TRUE.transfer.handover_s, rel=1e-3)
-        assert costs.beside.prefill == pytest.approx(TRUE.beside.prefill, rel=1e-6)
-        assert costs.beside.prefill_step_s == pytest.approx(TRUE.beside.prefill_step_s, rel=1e-6)
-        assert costs.beside.decode == pytest.approx(TRUE.beside.decode, rel=0.03)
         assert costs.transfer_s(1000) == pytest.approx(TRUE.transfer_s(1000), rel=1e-3)
 
 
@@ -223,7 +209,7 @@ def test_how_far_a_machine_has_drifted_from_its_profile_is_found() -> None:
 def test_answers_that_begin_one_after_another_are_longer_until_they_run_together() -> None:
     """As prompts of gigabytes do that come over one link."""
     costs = asyncio.run(measured("decode", "prefill", alone=200))
-    assert costs.decode.at(8, 1044) == pytest.approx(TRUE.step_s([], 8, 8 * 1264), rel=0.02)
+    assert costs.decode.at(8, 1044) == pytest.approx(IN_TRAFFIC * TRUE.step_s([], 8, 8 * 1264), rel=0.02)
 
 
 def test_answers_that_never_run_together_are_an_error_that_says_so() -> None:

@@ -188,7 +188,7 @@ def test_a_cluster_answers_as_by_single_steps(
     costs = msgspec.structs.replace(
         node_costs(blocks=blocks, max_model_len=1400),
         kv_bytes_per_token=1025.0,
-        beside=BesideCost(prefill=1.3, decode=1.1),
+        beside=BesideCost(prefill=1.3, prefill_step_s=0.004, decode=1.1),
     )
     reports = [
         simulate(
