@@ -19,7 +19,6 @@ then gradually.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import statistics
@@ -43,12 +42,10 @@ from tandem.cluster.models.store import find_model_here
 from tandem.engine.config import CacheConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow, read_trace
-from tandem.simulator.costs import CostModel, Drift, read_costs
+from tandem.simulator.costs import read_costs
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.plan_command import evaluator, least_by_width
 from tandem.simulator.planner import Planner
-from tandem.simulator.profile import Profiler
-from tandem.simulator.profile_client import ProfileClient
 from tandem.simulator.show import progress
 from tandem.simulator.simulation import SimulationSetup, simulate
 from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic
@@ -61,7 +58,6 @@ LOADS = (
 )  # fmt: skip
 LOAD_S = 60.0
 SPREAD = 0.3
-DRIFT_REPEATS = 3
 COPIES = 30
 RATES, LEVEL_S = (
     (4.0, 8.0, 16.0, 8.0, 4.0),
@@ -94,17 +90,6 @@ def real_run(url: str, trace: Path, seed: int, folder: Path, tokenizer: str) -> 
     return dict(summary)
 
 
-def drift(url: str, costs: CostModel) -> Drift:
-    async def measured() -> Drift:
-        client = ProfileClient(url, None)
-        try:
-            return await Profiler(client, lambda what, share: None, repeats=DRIFT_REPEATS).drift(costs)
-        finally:
-            await client.close()
-
-    return asyncio.run(measured())
-
-
 def medians(of: Mapping[str, Any]) -> tuple[float, float, float]:
     """Returns the medians of the time to first token and of the time per token, and the 99th percentile of the first."""
     return of["ttft_ms"]["p50"], of["tpot_ms"]["p50"], of["ttft_ms"]["p99"]
@@ -116,7 +101,7 @@ def validate(options: argparse.Namespace) -> list[dict[str, Any]]:
     one_machine = len({node["request_endpoint"].rpartition(":")[0] for node in nodes}) == 1
     prefill, decode, aggregated = (PoolConfig(nodes=roles.count(role)) for role in ENGINE_ROLES)
     config = TandemConfig(pools=PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated))
-    profiled = read_costs(options.costs)
+    costs = dict.fromkeys(Role, read_costs(options.costs))
     rows = []
     tokenizer = find_model_here(options.model, lambda what, share: None)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,23 +109,17 @@ def validate(options: argparse.Namespace) -> list[dict[str, Any]]:
             console.print(f"load {number + 1} of {options.loads}: {load}")
             trace = Path(folder) / "trace.csv"
             write_trace(load, number, trace)
-            drifts = [drift(options.url, profiled)]
-            runs = []
-            for run in (0, 1):
-                runs.append(medians(real_run(options.url, trace, 2 * number + run, Path(folder), tokenizer)))
-                drifts.append(drift(options.url, profiled))
-            now = Drift(
-                statistics.median(each.reading for each in drifts),
-                statistics.median(each.writing for each in drifts),
+            first, second = (
+                medians(real_run(options.url, trace, 2 * number + run, Path(folder), tokenizer))
+                for run in (0, 1)
             )
             traffic = RecordedTraffic().of(read_trace(trace))
-            row = {"load": load, "first": runs[0], "second": runs[1], "drift": msgspec.to_builtins(now)}
-            for name, costs in (("simulated", profiled.after(now)), ("undrifted", profiled)):
-                setup = SimulationSetup(config, dict.fromkeys(Role, costs), traffic, one_machine=one_machine)
-                row[name] = medians(msgspec.to_builtins(simulate(setup)))
-            rows.append(row)
+            setup = SimulationSetup(config, costs, traffic, one_machine=one_machine)
+            report = msgspec.to_builtins(simulate(setup))
+            said = medians(report)
+            rows.append({"load": load, "first": first, "second": second, "simulated": said})
             # Printed at once, so that a run that is cut off has reported what it found.
-            console.print(f"TTFT p50, TPOT p50, TTFT p99 in ms: {row}")
+            console.print(f"TTFT p50, TPOT p50, TTFT p99 in ms: {first}, {second}, simulated {said}")
     return rows
 
 
@@ -162,17 +141,13 @@ def show_validation(rows: list[dict[str, Any]]) -> None:
         table.add_row(f"{rate:g}/s {prompt}+{answer}", *cells)
     Console().print(table)
     for which, name in enumerate(("TTFT p50", "TPOT p50", "TTFT p99")):
-        errors: dict[str, list[float]] = {"simulated": [], "undrifted": []}
-        noise = []
+        errors, noise = [], []
         for row in rows:
-            first, second = (row[run][which] for run in ("first", "second"))
+            first, second, said = (row[run][which] for run in ("first", "second", "simulated"))
+            errors.append(abs(said / statistics.fmean((first, second)) - 1))
             noise.append(abs(second / first - 1))
-            for how, off in errors.items():
-                off.append(abs(row[how][which] / statistics.fmean((first, second)) - 1))
-        simulated, undrifted = (statistics.median(off) for off in errors.values())
         print(
-            f"{name}: simulated {simulated:.1%} off in the median ({undrifted:.1%} with the costs as profiled), "
-            f"two real runs {statistics.median(noise):.1%}"
+            f"{name}: simulated {statistics.median(errors):.1%} off in the median, two real runs {statistics.median(noise):.1%}"
         )
 
 

@@ -120,13 +120,6 @@ class BesideCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return slowdown if reads_s is None else slowdown + self.prefill_step_s / reads_s
 
 
-class Drift(msgspec.Struct, frozen=True):
-    """How many times as long as measured a machine takes by now."""
-
-    reading: float
-    writing: float
-
-
 class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The relative error of the costs at measured points that they were not fitted to."""
 
@@ -181,11 +174,6 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def width(self) -> Width:
         return Width(self.tensor_parallel, self.pipeline_parallel)
-
-    def after(self, drift: Drift) -> CostModel:
-        return msgspec.structs.replace(
-            self, prefill=self.prefill.times(drift.reading), decode=self.decode.times(drift.writing)
-        )
 
     def step_s(
         self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, decode_context: float = 0.0

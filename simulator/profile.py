@@ -18,14 +18,13 @@ from tandem.simulator.costs import (
     DEFAULT_START_S,
     CostModel,
     CostTable,
-    Drift,
     FitError,
     RequestCost,
     TransferCost,
     Width,
     line_through,
 )
-from tandem.simulator.profile_client import ProfileClient, ProfiledRequest, ServingNode
+from tandem.simulator.profile_client import ProfileClient, ProfiledRequest
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 
@@ -36,11 +35,9 @@ MOST_TOKENS = 1024  # the longest answer to ask for, when a batch's last answer 
 FEWEST_TOGETHER = 4  # the fewest steps of a whole batch that make a measurement
 FEWEST_TOKENS = 32  # the fewest prompt tokens in a step with prompts and decodes that count
 BESIDE = 128  # prompt tokens of an answer that is decoded while other prompts are computed
-# Traffic in which both nodes compute at once: tokens of prompts and answers, requests, and the share of the time in which the busier node
-# computes.
+# Traffic in which both nodes compute at once: tokens of prompts and answers, how many requests come, and the share of the time in which the
+# busier node computes.
 TRAFFIC_PROMPTS, TRAFFIC_ANSWER, TRAFFIC_REQUESTS, TRAFFIC_LOAD = (128, 256, 512, 1024), 64, 120, 0.6
-# What is measured again to find a machine's drift: tokens of prompts, and batches of answers, each with its context
-DRIFT_READS, DRIFT_WRITES = ((128, 0), (512, 0)), ((1, 64), (4, 64))
 
 Say = Callable[[str, float], None]
 """Called with what is being measured, and the share of the whole profile that is done."""
@@ -94,9 +91,11 @@ class Profiler:
                 f"profile nodes of one width, not of {said}: each width has a file of its own, and tandem plan puts them together"
             )
         (width,) = widths
+        self._longest = min(node.max_model_len for node in nodes)
         blocks = min(node.total_blocks for node in nodes) + 1  # and the null block
         block_size = nodes[0].block_size
-        await self._begin(nodes)
+        # The first request pays for everything that is built on demand
+        await self._client.ask(self._prompt(64), 8)
         room = (blocks - 1) * block_size
         prefill, prefill_fit = await self._measure_prefill()
         decode, decode_fit = await self._measure_decode(room)
@@ -124,28 +123,6 @@ class Profiler:
             fit=fit,
         )
         return await self._measure_in_traffic(costs) if len(nodes) == 2 else costs
-
-    async def _begin(self, nodes: Sequence[ServingNode]) -> None:
-        self._longest = min(node.max_model_len for node in nodes)
-        # The first request pays for everything that is built on demand
-        await self._client.ask(self._prompt(64), 8)
-
-    async def drift(self, costs: CostModel) -> Drift:
-        """Measures some points of `costs` again: a machine that is shared, or gets hot, is not always as fast as it was."""
-        await self._begin(await self._client.facts())
-
-        def what(size: int, context: int) -> str:
-            return f"measures {size} after {context} tokens again"
-
-        reads = await self._in_turns(DRIFT_READS, self._repeats, self._read, what, 0.0, 0.5)
-        writes = await self._in_turns(DRIFT_WRITES, self._repeats, self._write, what, 0.5, 1.0)
-        return Drift(
-            statistics.fmean(seconds / costs.prefill.at(*point) for point, seconds in reads.items()),
-            statistics.fmean(
-                seconds / costs.decode.at(batch, context + STEPS / 2)
-                for (batch, context), seconds in writes.items()
-            ),
-        )
 
     def _prompt(self, tokens: int) -> list[int]:
         # Every vocabulary has these ids, and no control tokens among them: those are at its beginning.
@@ -298,21 +275,20 @@ class Profiler:
         return less, FitError.of((max(both - less, 1e-9), seconds) for both, seconds in apart)
 
     async def _measure_in_traffic(self, costs: CostModel) -> CostModel:
-        """Sends prompts of several lengths at random moments, so that both nodes compute at once most of the time."""
+        """Sends prompts of several lengths at random moments, as far as possible while answers are written."""
         lengths = [length for length in TRAFFIC_PROMPTS if length + TRAFFIC_ANSWER <= self._longest]
         if not lengths:
             return costs
+        # Each length keeps the prefill node busy for as long as the others do.
         alone = [costs.prefill.at(length, 0) for length in lengths]
-        # All lengths together keep the prefill node busy for the same time each, and the decode node for no more than that.
-        mean_s = statistics.harmonic_mean(alone)
         answer_s = TRAFFIC_ANSWER * costs.decode.at(4, max(lengths)) / 4
-        gap_s = max(mean_s, answer_s) / TRAFFIC_LOAD
+        busy_s = max(statistics.harmonic_mean(alone), answer_s)
         drawn = self._rng.choices(lengths, [1 / seconds for seconds in alone], k=TRAFFIC_REQUESTS)
         tasks: list[asyncio.Task[ProfiledRequest | None]] = []
         async with asyncio.TaskGroup() as group:
             for number, length in enumerate(drawn):
                 self._say("serves traffic", 0.94 + 0.06 * number / TRAFFIC_REQUESTS)
-                await self._client.pause(self._rng.expovariate(1 / gap_s))
+                await self._client.pause(self._rng.expovariate(TRAFFIC_LOAD / busy_s))
                 asked = self._client.ask(self._prompt(length), TRAFFIC_ANSWER, stream=True)
                 tasks.append(group.create_task(asked))
         return in_traffic(costs, [each for task in tasks if (each := task.result())])

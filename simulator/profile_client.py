@@ -23,7 +23,7 @@ _ASK_AGAIN_S = 0.05
 _ANSWER_S = 600.0
 
 
-class ServingNode(msgspec.Struct):
+class _ClusterNode(msgspec.Struct):
     role: Role
     max_model_len: int
     block_size: int
@@ -39,7 +39,7 @@ class _RouterFacts(msgspec.Struct):
 
 class _ClusterFacts(msgspec.Struct):
     router: _RouterFacts
-    nodes: list[ServingNode]
+    nodes: list[_ClusterNode]
 
 
 class _Completion(msgspec.Struct):
@@ -97,7 +97,7 @@ class ProfileClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def facts(self) -> list[ServingNode]:
+    async def facts(self) -> list[_ClusterNode]:
         facts = msgspec.json.decode((await self._send("GET", "/cluster")).content, type=_ClusterFacts)
         self._model = facts.router.model
         return facts.nodes

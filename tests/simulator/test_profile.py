@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.simulator.costs import CostModel, Drift, Width, line_through, read_costs
+from tandem.simulator.costs import CostModel, Width, line_through, read_costs
 from tandem.simulator.profile import BESIDE, Profiler
 from tandem.simulator.profile_client import ProfileClient
 from tandem.wire.errors import ConfigurationError, Unavailable
@@ -192,18 +192,6 @@ def test_a_cluster_can_be_profiled_again() -> None:
     first, second = asyncio.run(twice())
     for point in ((64, 0), (512, 1024), (2048, 0)):
         assert second.prefill.at(*point) == pytest.approx(first.prefill.at(*point), rel=1e-6)
-
-
-def test_how_far_a_machine_has_drifted_from_its_profile_is_found() -> None:
-    once = Drift(0.8, 1.25)
-
-    async def found() -> Drift:
-        async with a_profiler(TracedCluster("decode", "prefill")) as profiler:
-            return await profiler.drift(TRUE.after(once))
-
-    now = asyncio.run(found())
-    assert now.reading == pytest.approx(1 / once.reading, rel=1e-6)
-    assert now.writing == pytest.approx(1 / once.writing, rel=0.01)
 
 
 def test_answers_that_begin_one_after_another_are_longer_until_they_run_together() -> None:
