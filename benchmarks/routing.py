@@ -86,6 +86,7 @@ class Cluster:
         self.pool.set_members(self.nodes)
         self._running = {node.node_id: self._rng.randint(0, 40) for node in self.nodes}
         self._steps = dict.fromkeys((node.node_id for node in self.nodes), 0)
+        self._step_s = dict.fromkeys((node.node_id for node in self.nodes), 0.0)  # of all steps together
         for _ in range(3):
             self.report(self.statuses(len(self.nodes)))
         self._applications = [words(self._rng, self._rng.randint(500, 4000)) for _ in range(APPLICATIONS)]
@@ -95,11 +96,12 @@ class Cluster:
         rng, statuses = self._rng, []
         for node in rng.sample(self.nodes, count):
             self._steps[node.node_id] += 20
+            self._step_s[node.node_id] += 20 * rng.uniform(0.018, 0.022)
             steps, is_prefill = self._steps[node.node_id], node.role is Role.PREFILL
             counters = NodeCounters(
                 prompt_tokens_computed=400 * steps if is_prefill else 0,
                 steps=steps,
-                step_seconds=steps * rng.uniform(0.018, 0.022),
+                step_seconds=self._step_s[node.node_id],
             )
             waiting = rng.choice((0, 0, 1, 2)) if is_prefill else 0
             running = self._running[node.node_id] = max(0, self._running[node.node_id] + rng.randint(-2, 2))

@@ -20,6 +20,7 @@ class Member:
     """One incarnation of a node. Only its pool writes it."""
 
     info: NodeInfo
+    epoch: int  # of `info`, at hand: it is compared with every status
     joined_at: float
     status: NodeStatus | None = None
     status_at: float = 0.0

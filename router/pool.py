@@ -123,7 +123,7 @@ class NodePool:
             self._drop(member)
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
         for info in came:
-            self._members[info.node_id] = member = Member(info, self._clock())
+            self._members[info.node_id] = member = Member(info, info.epoch, self._clock())
             if (why := self._foreign(member)) is not None:
                 logger.error("node %s gets no requests: %s", info.node_id, why)
         for member in self._members.values():
@@ -174,7 +174,7 @@ class NodePool:
 
     def on_status(self, status: NodeStatus) -> None:
         member = self._members.get(status.node_id)
-        if member is None or member.info.epoch != status.epoch:
+        if member is None or member.epoch != status.epoch:
             self.foreign_messages += 1
             return
         now = self._clock()

@@ -65,16 +65,17 @@ class Room:
 
     def __init__(self) -> None:
         self._alike: dict[tuple[int, bool, int], _Alike] = {}
+        self._only: _Alike | None = None  # if all nodes are alike, as they nearly always are: no lookup then
         self._idle = 0  # nodes without work; such a node takes any request
 
     def add(self, view: NodeView) -> None:
-        self._alike.setdefault(_geometry(view.info), _Alike()).views[view.node_id] = view
+        alike = self._alike.setdefault(_geometry(view.info), _Alike())
+        alike.views[view.node_id] = view
+        self._only = alike if len(self._alike) == 1 else None
 
     def note(self, view: NodeView, is_idle: bool, blocks: int) -> None:
         """Files the view again after it was written. `blocks`: its `room_blocks`."""
-        all_alike = self._alike
-        # Nearly always all nodes are alike, and then no lookup is needed.
-        alike = all_alike[_geometry(view.info)] if len(all_alike) > 1 else next(iter(all_alike.values()))
+        alike = self._only or self._alike[_geometry(view.info)]
         if blocks >= alike.most:
             alike.most, alike.roomiest = blocks, view
         if is_idle is not view.is_idle:
@@ -113,8 +114,8 @@ SHORTEST_WAITS, MOST_CACHED = 5, 3
 # How many cached lengths are tried, and how many nodes are searched for one that has such a prefix and little
 # work.
 MOST_LENGTHS, MOST_LOOKS = 4, 48
-# Waits are rounded to a sixteenth of a doubling, speeds to half of one.
-_WAIT_STEPS, _SPEED_STEPS = 16, 2
+# Waits are rounded to an eighth of a doubling, speeds to half of one.
+_WAIT_STEPS, _SPEED_STEPS = 8, 2
 _SHORTEST_WAIT_S = 0.0005
 _WAITS = 1024  # places for waits within one speed class
 
