@@ -35,9 +35,9 @@ MOST_TOKENS = 1024  # the longest answer to ask for, when a batch's last answer 
 FEWEST_TOGETHER = 4  # the fewest steps of a whole batch that make a measurement
 FEWEST_TOKENS = 32  # the fewest prompt tokens in a step with prompts and decodes that count
 BESIDE = 128  # prompt tokens of an answer that is decoded while other prompts are computed
-# Traffic in which both nodes compute at once: tokens of prompts and answers, how many requests come, and the share of the time in which the
-# busier node computes.
-TRAFFIC_PROMPTS, TRAFFIC_ANSWER, TRAFFIC_REQUESTS, TRAFFIC_LOAD = (128, 256, 512, 1024), 64, 120, 0.6
+# Traffic in which both nodes compute at once: tokens of prompts and answers, requests for each repeat, and the share of the time in which
+# the busier node computes.
+TRAFFIC_PROMPTS, TRAFFIC_ANSWER, TRAFFIC_REQUESTS, TRAFFIC_LOAD = (128, 256, 512, 1024), 64, 24, 0.6
 
 Say = Callable[[str, float], None]
 """Called with what is being measured, and the share of the whole profile that is done."""
@@ -283,11 +283,12 @@ class Profiler:
         alone = [costs.prefill.at(length, 0) for length in lengths]
         answer_s = TRAFFIC_ANSWER * costs.decode.at(4, max(lengths)) / 4
         busy_s = max(statistics.harmonic_mean(alone), answer_s)
-        drawn = self._rng.choices(lengths, [1 / seconds for seconds in alone], k=TRAFFIC_REQUESTS)
+        requests = TRAFFIC_REQUESTS * self._repeats
+        drawn = self._rng.choices(lengths, [1 / seconds for seconds in alone], k=requests)
         tasks: list[asyncio.Task[ProfiledRequest | None]] = []
         async with asyncio.TaskGroup() as group:
             for number, length in enumerate(drawn):
-                self._say("serves traffic", 0.94 + 0.06 * number / TRAFFIC_REQUESTS)
+                self._say("serves traffic", 0.94 + 0.06 * number / requests)
                 await self._client.pause(self._rng.expovariate(TRAFFIC_LOAD / busy_s))
                 asked = self._client.ask(self._prompt(length), TRAFFIC_ANSWER, stream=True)
                 tasks.append(group.create_task(asked))
