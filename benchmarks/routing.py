@@ -86,7 +86,9 @@ class Cluster:
         self.pool.set_members(self.nodes)
         self._running = {node.node_id: self._rng.randint(0, 40) for node in self.nodes}
         self._steps = dict.fromkeys((node.node_id for node in self.nodes), 0)
-        self._step_s = dict.fromkeys((node.node_id for node in self.nodes), 0.0)  # of all steps together
+        self._step_s = dict.fromkeys(
+            (node.node_id for node in self.nodes), 0.0
+        )  # the sum over a node's steps
         for _ in range(3):
             self.report(self.statuses(len(self.nodes)))
         self._applications = [words(self._rng, self._rng.randint(500, 4000)) for _ in range(APPLICATIONS)]

@@ -18,7 +18,7 @@ from tandem.simulator.costs import BesideCost, CostModel, line_through
 from tandem.simulator.profile_client import ProfiledRequest
 from tandem.wire.nodes import Role
 
-# A step is beside the other node if that computes for at least this share of it, and alone if for at most the rest of it.
+# A step counts as beside the other node if that node computes for at least this share of it, and as alone if it rests for as much.
 MOST_OF = 0.9
 FEWEST_STEPS = 16  # that make a figure
 GROUPS = 4  # of steps that read, by their length
@@ -101,9 +101,9 @@ def in_traffic(costs: CostModel, asked: Sequence[ProfiledRequest]) -> CostModel:
 
 
 def _steps_of(asked: Sequence[ProfiledRequest], role: Role) -> list[_Step]:
-    """Returns the steps of a node of which all requests were traced, in order."""
+    """Returns a node's steps in order. Leaves out a step with a request that was not traced."""
     steps: dict[float, _Step] = {}
-    tokens: dict[float, int] = {}  # of all requests in the step, as each of them says
+    tokens: dict[float, int] = {}  # of each step, with those of requests that were not traced
     for request in asked:
         context = 0
         for step in request.steps:

@@ -111,7 +111,7 @@ class BesideCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_step_s: NotNegativeNumber = 0.0
     decode: Slowdown = 1.0
 
-    def of(self, role: Role, reads_s: float | None = None) -> float:
+    def of(self, role: Role, reads_s: float | None) -> float:
         """`reads_s`: the seconds that the step takes alone, if it reads a prompt. An aggregated node does both, so it takes the larger
         slowdown."""
         slowdown = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(

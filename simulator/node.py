@@ -203,14 +203,12 @@ class SimulatedNode:
         if not self._by_steps and self._port.output.is_empty:
             steps = self.scheduler.num_unchanged_steps()
             if steps > 1:
-                self._set_pace(self._costs.beside.of(self.info.role))
+                self._set_pace(None)
                 self._begin_run(steps, now)
                 return False
         plan = self._planned(now + self._longest_step_s())
         if plan.total_num_scheduled_tokens:
-            seconds, slowdown = self._cost_of(plan)
-            self._set_pace(slowdown)
-            self._begin(plan, now, seconds * self._pace)
+            self._begin(plan, now, self._seconds_of(plan))
             return False
         progressed = self._book(plan, ModelOutput({}))
         if not (progressed or self._inbox) and self.scheduler.has_work():
@@ -268,12 +266,14 @@ class SimulatedNode:
             left = max(self._plan_began + self._plan_s - now, 0.0) * pace / before
             self._begin(self._plan, self._plan_began, now + left - self._plan_began)
 
-    def _set_pace(self, slowdown: float) -> None:
+    def _set_pace(self, reads_s: float | None) -> None:
+        """`reads_s`: the seconds that the step takes alone, if it reads a prompt."""
         if self._machine is not None:
-            self._slowdown, self._pace = slowdown, self._machine.pace(self, slowdown)
+            self._slowdown = self._costs.beside.of(self.info.role, reads_s)
+            self._pace = self._machine.pace(self, self._slowdown)
 
-    def _cost_of(self, plan: SchedulerOutput) -> tuple[float, float]:
-        """Returns the seconds of a step alone, and how many times as long it takes while another node computes on its machine."""
+    def _seconds_of(self, plan: SchedulerOutput) -> float:
+        """Returns the seconds of a step that begins now, and sets the pace at which it does."""
         chunks: list[tuple[int, int]] = []
         decodes, context = 0, 0
         requests = self.scheduler.requests
@@ -285,7 +285,8 @@ class SimulatedNode:
             else:
                 chunks.append((count, before))
         seconds = self._costs.step_s(chunks, decodes, context)
-        return seconds, self._costs.beside.of(self.info.role, seconds if chunks else None)
+        self._set_pace(seconds if chunks else None)
+        return seconds * self._pace
 
     def _end_step(self, plan: SchedulerOutput) -> None:
         self._plan = None

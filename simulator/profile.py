@@ -60,14 +60,20 @@ QUICK = Grid((1, 64, 512, 1024), (256,), (0, 1024), (1, 4, 16), (8,), (64, 1024)
 
 class Profiler:
     def __init__(
-        self, client: ProfileClient, say: Say, *, repeats: int = REPEATS, grid: Grid | None = None
+        self,
+        client: ProfileClient,
+        say: Say,
+        *,
+        repeats: int = REPEATS,
+        grid: Grid | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._client = client
         self._grid = grid or Grid()
         self._say = say
         self._repeats = repeats
         # Other prompts in every profile, because the cluster still has the last profile's in its cache
-        self._rng = random.Random()
+        self._rng = rng or random.Random()
         self._longest = 0
         # Prompts that are used again, and so are cached, where only the tokens after them are measured: computing them would take most
         # of a profile's time.

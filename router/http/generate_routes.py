@@ -1,5 +1,5 @@
-"""POST /v1/completions, /v1/chat/completions and /v1/messages. `Delivery` sends an answer of theirs
-while it is generated."""
+"""POST /v1/completions, /v1/chat/completions and /v1/messages. `Delivery` streams an answer while it is
+generated."""
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ class Chooser:
         self._pool = pool
         self._name = policy
         self._policy = make_policy(policy, local_prefill)
-        # For a node that reports its cache, this holds only the latest prompts, which it has not computed
-        # yet.
+        # Keeps only the latest prompts of a node that reports its cache: those that it has not computed yet.
         self._record = PrefixRecord()
         self.cached = CachedBlocks(self._record.bits, cached_blocks)
         self._turn = 0

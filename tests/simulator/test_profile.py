@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -143,16 +144,17 @@ def part(role: str, spans: list[Span], moved: TransferRecord | None) -> NodePart
 
 
 @contextlib.asynccontextmanager
-async def a_profiler(cluster: TracedCluster) -> AsyncIterator[Profiler]:
+async def a_profiler(cluster: TracedCluster, rng: random.Random | None = None) -> AsyncIterator[Profiler]:
     client = TracedClient(cluster)
     try:
-        yield Profiler(client, lambda what, share: None, repeats=1)
+        yield Profiler(client, lambda what, share: None, repeats=1, rng=rng)
     finally:
         await client.close()
 
 
 async def measured(*roles: str, alone: int = 0, widths: Sequence[int] = (1, 1, 1)) -> CostModel:
-    async with a_profiler(TracedCluster(*roles, alone=alone, widths=widths)) as profiler:
+    cluster = TracedCluster(*roles, alone=alone, widths=widths)
+    async with a_profiler(cluster, random.Random(0)) as profiler:
         return await profiler.measure("known")
 
 
