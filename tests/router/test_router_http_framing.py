@@ -3,8 +3,10 @@ it could carry another request past the proxy."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from email.utils import parsedate_to_datetime
 
 import pytest
 
@@ -110,3 +112,10 @@ def test_a_body_whose_end_is_not_in_doubt(router: RunningRouter, line: str, body
         connection.sendall(f"POST /health HTTP/1.1\r\nhost: x\r\n{line}\r\n\r\n".encode() + body + BEHIND)
         assert read_answer(connection)[0] == 405
         assert read_answer(connection)[0] == 200
+
+
+def test_an_answer_has_the_date_of_its_second(router: RunningRouter) -> None:
+    for path in ("/health", "/none-such"):
+        before = int(time.time())
+        _, headers, _ = talk(router, f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        assert before <= parsedate_to_datetime(headers["date"]).timestamp() <= time.time()
