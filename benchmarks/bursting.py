@@ -22,7 +22,7 @@ _LATEST_S = 30.0
 _DURING = 0.9
 _THROWN = 0.05
 _VLLM = re.compile(r"^vllm:(prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.M)
-_QUIET_S = 1.0  # counters can be half a second old
+_QUIET_S = 1.5  # counters can be a second old
 
 
 @dataclass(slots=True, eq=False)

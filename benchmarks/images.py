@@ -194,7 +194,7 @@ async def measure(started: RunningSystem, options: argparse.Namespace) -> Images
         for error in ended:
             if isinstance(error, Exception):
                 raise Unavailable(f"an image was not answered: {error}") from error
-        await asyncio.sleep(1.0)  # counters can be half a second old
+        await asyncio.sleep(1.5)  # counters can be a second old
         after = await _encoded(http)
     if not took:
         raise Unavailable("no image was answered while the texts came: ask for more --texts")

@@ -129,8 +129,13 @@ class SimulatedNode:
             self._cache.popitem(last=False)
 
     def status(self) -> NodeStatus:
+        steps = int(self.busy_s / STEP_S)
         counters = NodeCounters(
-            prompt_tokens_computed=self.computed, steps=int(self.busy_s / STEP_S), step_seconds=self.busy_s
+            prompt_tokens_computed=self.computed,
+            steps=steps,
+            step_seconds=self.busy_s,
+            decode_steps=steps,
+            decode_seconds=self.busy_s,
         )
         return NodeStatus(
             self.info.node_id, self.info.role, 1, NodeState.READY, 10**6, CACHE_BLOCKS, self.running, self.waiting,

@@ -113,7 +113,7 @@ async def measure(options: argparse.Namespace) -> RecomputeOutcome:
                 await asyncio.sleep(1 / options.rate)
         answers = await asyncio.gather(*tasks)
         seconds = time.perf_counter() - began
-        await asyncio.sleep(1.0)  # the nodes report their last counters within this time
+        await asyncio.sleep(1.5)  # the nodes report their last counters within this time
         after = await counters(client)
     ends = Counter(end for end, _ in answers)
     answered = [times for end, times in answers if end == "answered"]

@@ -47,6 +47,8 @@ from tandem.wire.sampling import SamplingParams
 APPLICATIONS = 50  # prompts with which many requests begin
 BLOCKS = 40_000  # of each node
 PROMPTS = (4_096, 100_000)
+STEPS_PER_STATUS = 20
+COUNTED_EVERY = 4  # a node's statuses have its counters once a second (`tandem.node.status`)
 QUALITY_NODES = (32, 96)  # prefill nodes and decode nodes
 TELLING_S = 0.001  # how long a router process's report takes to reach a sibling
 
@@ -97,20 +99,27 @@ class Cluster:
     def statuses(self, count: int) -> list[NodeStatus]:
         rng, statuses = self._rng, []
         for node in rng.sample(self.nodes, count):
-            self._steps[node.node_id] += 20
-            self._step_s[node.node_id] += 20 * rng.uniform(0.018, 0.022)
+            self._steps[node.node_id] += STEPS_PER_STATUS
+            self._step_s[node.node_id] += STEPS_PER_STATUS * rng.uniform(0.018, 0.022)
             steps, is_prefill = self._steps[node.node_id], node.role is Role.PREFILL
             counters = NodeCounters(
                 prompt_tokens_computed=400 * steps if is_prefill else 0,
                 steps=steps,
                 step_seconds=self._step_s[node.node_id],
+                decode_steps=0 if is_prefill else steps,
+                decode_seconds=0.0 if is_prefill else self._step_s[node.node_id],
             )
             waiting = rng.choice((0, 0, 1, 2)) if is_prefill else 0
             running = self._running[node.node_id] = max(0, self._running[node.node_id] + rng.randint(-2, 2))
+            is_counted = (
+                steps // STEPS_PER_STATUS % COUNTED_EVERY
+                == int(node.node_id.rpartition("-")[2]) % COUNTED_EVERY
+            )
             statuses.append(
                 _as_it_comes(NodeStatus(
                     node.node_id, node.role, 1, NodeState.READY, BLOCKS - 900 * running - rng.randint(0, 500), BLOCKS,
-                    running, waiting, waiting * rng.randint(100, 4000), 0, 0, 0.0, counters,
+                    running, waiting, waiting * rng.randint(100, 4000), 0, 0, 0.0,
+                    counters if is_counted else None,
                 ))
             )  # fmt: skip
         return statuses

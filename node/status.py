@@ -16,7 +16,7 @@ from tandem.kvtransfer.base import TransferStats
 from tandem.wire.errors import InternalError, NodeLost, TandemError
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import NO_COUNTS, NodeCounters, NodeStatus, TierStatus
+from tandem.wire.requests import EMPTY_TABLE, NodeCounters, NodeStatus, TierStatus
 
 _COUNTED = [
     name for name in NodeCounters.__struct_fields__ if name in Totals.__struct_fields__ and name != "steps"
@@ -100,7 +100,7 @@ def node_status(
         pinned_blocks=scheduler.pinned_blocks,
         tiers=tuple(tiers),
         left_out=tuple(left_out),
-        adapters=dict(adapters or {}),
+        adapters=adapters or EMPTY_TABLE,
         age_s=age_s,
     )
 
@@ -138,7 +138,7 @@ def node_counters(
         transfer_blocks_checked=moved.blocks_checked,
         wrong_kv=dict(Counter(moved.wrong_kv) + Counter(wrong_kv))
         if moved.wrong_kv or wrong_kv
-        else NO_COUNTS,
+        else EMPTY_TABLE,
         transfer_wait_seconds=_copied(moved.waits),
         kv_checks=kv_checks,
         encoder_fallbacks=_copied(encoder_fallbacks or {}),
@@ -146,10 +146,12 @@ def node_counters(
 
 
 def _copied(counts: Mapping[str, Any]) -> Mapping[str, Any]:
-    return dict(counts) if counts else NO_COUNTS
+    return dict(counts) if counts else EMPTY_TABLE
 
 
 logger = logging.getLogger(__name__)
+
+COUNTERS_PERIOD_S = 1.0  # between two reports with counters
 
 
 class RouterLine(Protocol):
@@ -200,6 +202,8 @@ class Routers:
         self._status = status
         self._lost = lost
         self._period_s = period_s
+        self._counted_every = max(1, round(COUNTERS_PERIOD_S / period_s))
+        self._reports = 0
         self._silence_s = silence_s
         self._clock = clock
         self._heard: dict[str, float] = {}  # router's address -> when it was last heard
@@ -246,10 +250,15 @@ class Routers:
             self.tell_status(reply_to)
 
     def report(self) -> None:
-        """Drops the routers that are silent, and sends the status to the others."""
+        """Drops the routers that are silent, and sends the status to the others: with counters every COUNTERS_PERIOD_S, because they
+        are most of a status."""
+        status = self._status()
+        if self._reports % self._counted_every:
+            status = msgspec.structs.replace(status, counters=None)
+        self._reports += 1
         for reply_to in self.known:
             self._lose_if_silent(reply_to)
-            self.tell_status(reply_to)
+            self.tell(reply_to, status)
 
     def _report(self) -> None:
         while not self._closing.wait(self._period_s):

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem.router.member import Member
-from tandem.router.pool import NodePool
-from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters, NodeStatus
+from tandem.router.pool import Member, NodePool
+from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters
 
 _LABELS = ["engine", "role"]
 _STEP_BOUNDS = [*(str(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf"]
@@ -68,19 +67,19 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        engines = [(member, member.status) for member in self._pool.members if member.status is not None]
+        engines = [member for member in self._pool.members if member.has_reported]
         yield _cache_usage(engines)
         yield _cache_config(engines)
         for name, text, value in _COUNTERS:
             family = CounterMetricFamily(f"tandem_{name}", text, labels=_LABELS)
-            for member, status in engines:
-                family.add_metric(_names(member), value(status.counters))
+            for member in engines:
+                family.add_metric(_names(member), value(member.counters))
             yield family
         yield _accepted_by_position(engines)
         yield _step_tokens(engines)
 
 
-_Engines = list[tuple[Member, NodeStatus]]
+_Engines = list[Member]
 
 
 def _names(member: Member) -> list[str]:
@@ -91,7 +90,8 @@ def _cache_usage(engines: _Engines) -> Metric:
     family = GaugeMetricFamily(
         "tandem_kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1", labels=_LABELS
     )
-    for member, status in engines:
+    for member in engines:
+        status = member.status
         used = status.total_blocks - status.free_blocks
         family.add_metric(_names(member), used / status.total_blocks if status.total_blocks else 0.0)
     return family
@@ -103,8 +103,9 @@ def _cache_config(engines: _Engines) -> Metric:
         "The KV cache of each node",
         labels=[*_LABELS, "block_size", "num_gpu_blocks"],
     )
-    for member, status in engines:
-        family.add_metric([*_names(member), str(member.info.block_size), str(status.total_blocks)], 1.0)
+    for member in engines:
+        blocks = str(member.status.total_blocks)
+        family.add_metric([*_names(member), str(member.info.block_size), blocks], 1.0)
     return family
 
 
@@ -114,8 +115,8 @@ def _accepted_by_position(engines: _Engines) -> Metric:
         "Tokens of drafts that were right, by their position in the draft",
         labels=[*_LABELS, "position"],
     )
-    for member, status in engines:
-        for position, count in enumerate(status.counters.speculative_accepted_at):
+    for member in engines:
+        for position, count in enumerate(member.counters.speculative_accepted_at):
             family.add_metric([*_names(member), str(position)], count)
     return family
 
@@ -124,9 +125,9 @@ def _step_tokens(engines: _Engines) -> Metric:
     family = HistogramMetricFamily(
         "tandem_iteration_tokens_total", "Tokens that one step computed", labels=_LABELS
     )
-    for member, status in engines:
-        counts = status.counters.step_tokens
+    for member in engines:
+        counts = member.counters.step_tokens
         if len(counts) == len(_STEP_BOUNDS):  # a node of another version may have other bounds
             buckets = list(zip(_STEP_BOUNDS, map(float, itertools.accumulate(counts)), strict=True))
-            family.add_metric(_names(member), buckets, status.counters.tokens_scheduled)
+            family.add_metric(_names(member), buckets, member.counters.tokens_scheduled)
     return family

@@ -10,11 +10,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tandem.router.links import NodeLinks
-from tandem.router.member import Member
-from tandem.router.pool import NodePool
+from tandem.router.pool import Member, NodePool
 from tandem.router.prefixes import CachedBlocks
 from tandem.router.supervision import TaskSupervisor
-from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, NodeStatus, TierStatus
+from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, TierStatus
 
 _GAUGES = {
     "free_blocks": "KV cache blocks that are free",
@@ -115,7 +114,7 @@ class NodeCollector(Collector):
         for member in members:
             up.add_metric(_labels(member), float(self._pool.unusable(member) is None))
         yield up
-        reporting = [(member, member.status) for member in members if member.status is not None]
+        reporting = [member for member in members if member.has_reported]
         yield from _gauges(reporting)
         yield from _tiers(reporting)
         yield from _counters(reporting)
@@ -125,16 +124,16 @@ def _labels(member: Member) -> list[str]:
     return [member.info.node_id, member.info.role.value]
 
 
-def _gauges(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
+def _gauges(reporting: list[Member]) -> Iterable[Metric]:
     for field, text in _GAUGES.items():
         name = "tandem_node_" + field.removesuffix("_s") + ("_seconds" if field.endswith("_s") else "")
         family = GaugeMetricFamily(name, text, labels=["node", "role"])
-        for member, status in reporting:
-            family.add_metric(_labels(member), getattr(status, field))
+        for member in reporting:
+            family.add_metric(_labels(member), getattr(member.status, field))
         yield family
 
 
-def _tiers(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
+def _tiers(reporting: list[Member]) -> Iterable[Metric]:
     """Makes a metric of every field of TierStatus."""
     for field in TierStatus.__struct_fields__:
         if field == "name":
@@ -147,13 +146,13 @@ def _tiers(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
             f"Of a tier of the node's cache: {field.replace('_', ' ')}",
             labels=["node", "role", "tier"],
         )
-        for member, status in reporting:
-            for tier in status.tiers:
+        for member in reporting:
+            for tier in member.status.tiers:
                 family.add_metric([*_labels(member), tier.name], getattr(tier, field))
         yield family
 
 
-def _counters(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
+def _counters(reporting: list[Member]) -> Iterable[Metric]:
     """Makes a metric of every field of NodeCounters; a new field needs no code here."""
     for field in msgspec.structs.fields(NodeCounters):
         if field.name in _ELSEWHERE:
@@ -167,8 +166,8 @@ def _counters(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
             f"Of the node since its epoch began: {field.name.replace('_', ' ')}",
             labels=["node", "role", *([label] if label else [])],
         )
-        for member, status in reporting:
-            value = getattr(status.counters, field.name)
+        for member in reporting:
+            value = getattr(member.counters, field.name)
             if label is None:
                 family.add_metric(_labels(member), value)
             else:
@@ -177,15 +176,15 @@ def _counters(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
         yield family
 
 
-def _transfer_waits(reporting: list[tuple[Member, NodeStatus]]) -> Metric:
+def _transfer_waits(reporting: list[Member]) -> Metric:
     family = HistogramMetricFamily(
         "tandem_node_transfer_wait_seconds",
         "Of the node since its epoch began: how long its KV transfers waited, by stage",
         labels=["node", "role", "stage"],
     )
     bounds = [*(str(bound) for bound in WAIT_BOUNDS_S), "+Inf"]
-    for member, status in reporting:
-        for stage, waits in status.counters.transfer_wait_seconds.items():
+    for member in reporting:
+        for stage, waits in member.counters.transfer_wait_seconds.items():
             if len(waits.counts) == len(bounds):  # a node of another version may have other bounds
                 buckets = list(zip(bounds, itertools.accumulate(waits.counts), strict=True))
                 family.add_metric([*_labels(member), stage], buckets, waits.total_s)

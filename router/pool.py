@@ -15,14 +15,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
+import msgspec
+
 from tandem.router.config import Heartbeat
-from tandem.router.member import Member
 from tandem.router.policy.shortlist import Shortlist
-from tandem.router.policy.views import Average, NodeView, PoolSnapshot, first_by_rendezvous
+from tandem.router.policy.views import Average, NodeRates, NodeView, PoolSnapshot, first_by_rendezvous
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeSighting, NodeState, Role
 from tandem.wire.pooling import VectorModel
-from tandem.wire.requests import NodeStatus
+from tandem.wire.requests import NO_COUNTERS, NodeCounters, NodeStatus
 from tandem.wire.versions import WIRE_VERSION, out_of_reach
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,73 @@ logger = logging.getLogger(__name__)
 # A status may have been written just before the node read a Submit that this router sent earlier.
 STATUS_LAG_S = 0.15
 _READY = NodeState.READY  # looked up once instead of with every status
+
+
+class Member(NodeView, eq=False):
+    """One incarnation of a node. Every status and every request touches one of a thousand members, so all that
+    they read and write is one object."""
+
+    epoch: int = 0  # of `info`, at hand: it is compared with every status
+    joined_at: float = 0.0
+    has_reported: bool = False  # until then `status` says that the node starts
+    counters: NodeCounters = NO_COUNTERS  # the last that a status had
+    status_at: float = 0.0
+    heard_at: float | None = None
+    lists_any: bool = False  # its status lists adapters, or nodes from which it takes no KV
+    lost: str | None = None  # why it is lost; None while it is not
+    accepted_at: float | None = None  # when its machine last accepted a connection for it
+    is_starved: bool = False  # silent; neither lost nor in view
+    is_deaf: bool = False  # it sends messages but does not acknowledge what it is sent
+    foreign: str | None = None  # why no request of this router may ever run there
+    is_in_view: bool = False  # new requests may go to it
+    shortlist: Shortlist | None = None  # where it is filed while it is in view, if it has an engine
+    # By request id, sent and not yet part of a status: when, tokens to compute, blocks that it may take.
+    # `pending_requests`, `pending_tokens` and `pending_blocks` are its sums.
+    pending: dict[str, tuple[float, int, int]] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, info: NodeInfo, joined_at: float) -> Member:
+        counts = (0,) * 7  # free_blocks to held_blocks
+        status = NodeStatus(info.node_id, info.role, info.epoch, NodeState.STARTING, *counts, 0.0, None)
+        return cls(info, status, NodeRates(), epoch=info.epoch, joined_at=joined_at)
+
+    @property
+    def reported(self) -> NodeStatus | None:
+        """Its last status; None before the first."""
+        return self.status if self.has_reported else None
+
+    def note_sent(self, request_id: str, at: float, tokens: int, blocks: int) -> None:
+        self.note_answered(request_id)
+        self.pending[request_id] = (at, tokens, blocks)
+        self.pending_requests += 1
+        self.pending_tokens += tokens
+        self.pending_blocks += blocks
+
+    def note_answered(self, request_id: str) -> bool:
+        """Returns whether the request was pending."""
+        sent = self.pending.pop(request_id, None)
+        if sent is None:
+            return False
+        self.pending_requests -= 1
+        self.pending_tokens -= sent[1]
+        self.pending_blocks -= sent[2]
+        return True
+
+    def forget_sent_before(self, at: float) -> None:
+        while self.pending:
+            request_id, sent = next(iter(self.pending.items()))
+            if sent[0] > at:
+                return
+            self.note_answered(request_id)
+
+    def forget_sent(self) -> None:
+        self.pending.clear()
+        self.pending_requests = self.pending_tokens = self.pending_blocks = 0
+
+    def file(self) -> None:
+        """Files it again in its shortlist, after its status or its sums have changed."""
+        if self.shortlist is not None:
+            self.shortlist.put(self)
 
 
 class NodePool:
@@ -83,7 +151,7 @@ class NodePool:
         """The shortest context length of the nodes in view, or of all members while none is in view."""
         if not self._knows_max_model_len:
             members = [each for each in self._members.values() if each.info.role in ENGINE_ROLES]
-            infos = [member.info for member in members if member.view is not None]
+            infos = [member.info for member in members if member.is_in_view]
             infos = infos or [member.info for member in members]
             self._max_model_len = min((info.max_model_len for info in infos), default=None)
             self._knows_max_model_len = True
@@ -123,7 +191,7 @@ class NodePool:
             self._drop(member)
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
         for info in came:
-            self._members[info.node_id] = member = Member(info, info.epoch, self._clock())
+            self._members[info.node_id] = member = Member.of(info, self._clock())
             if (why := self._foreign(member)) is not None:
                 logger.error("node %s gets no requests: %s", info.node_id, why)
         for member in self._members.values():
@@ -167,7 +235,7 @@ class NodePool:
                 member.info.node_id,
                 member.info.epoch,
                 now - (member.joined_at if member.heard_at is None else member.heard_at),
-                *((said.state, said.step_age_s, said.detail) if (said := member.status) else ()),
+                *((said.state, said.step_age_s, said.detail) if (said := member.reported) else ()),
             )
             for member in self._members.values()
         ]
@@ -180,14 +248,17 @@ class NodePool:
         now = self._clock()
         if member.lists_any or status.left_out or status.adapters:
             self._note_lists(member, status)
-        member.status = status
+        member.status, member.has_reported = status, True
         member.status_at = member.heard_at = now
+        if status.counters is not None:
+            member.counters = status.counters
         member.rates.on_status(status)
-        if member.pending:
+        if member.pending_requests:
             member.forget_sent_before(now - STATUS_LAG_S - status.age_s)
         # The common case: a node in view that is still ready.
-        if member.view is not None and status.state is _READY and status.step_age_s <= self._wedged_s:
-            member.write_view(status)
+        if member.is_in_view and status.state is _READY and status.step_age_s <= self._wedged_s:
+            if (shortlist := member.shortlist) is not None:
+                shortlist.put(member)
         else:
             member.is_starved = False
             if status.state is NodeState.FAILED:
@@ -201,9 +272,9 @@ class NodePool:
         """Compares a status with the one before. Must be called before it becomes the member's status."""
         before, member.status = member.status, latest
         member.lists_any = bool(latest.left_out or latest.adapters)
-        if latest.left_out != (before.left_out if before is not None else ()):
+        if latest.left_out != before.left_out:
             self._note_accusers(latest)
-        if latest.adapters != (before.adapters if before is not None else {}):
+        if latest.adapters != before.adapters:
             self._adapters = None
 
     def _note_accusers(self, latest: NodeStatus) -> None:
@@ -216,7 +287,7 @@ class NodePool:
         )
         self._accusers = {}
         for member in self._members.values():
-            for accused in member.status.left_out if member.status is not None else ():
+            for accused in member.status.left_out:
                 self._accusers.setdefault(accused, []).append(member.info.node_id)
         for member in self._members.values():
             self._look_at(member)
@@ -233,11 +304,7 @@ class NodePool:
         if member.is_starved:
             member.is_starved = False
             self._changed(member)
-        if (
-            member.lost is not None
-            and member.status is not None
-            and member.status.state is not NodeState.FAILED
-        ):
+        if member.lost is not None and member.has_reported and member.status.state is not NodeState.FAILED:
             self._revive(member)
         return member
 
@@ -325,8 +392,7 @@ class NodePool:
         if member.lost is not None:
             return
         member.lost, member.is_starved = why, False
-        member.pending.clear()
-        member.pending_tokens = member.pending_blocks = 0
+        member.forget_sent()
         logger.warning("node %s is lost: %s", member.info.node_id, why)
         self._changed(member)
         self._on_lost(member.info, why)
@@ -334,35 +400,34 @@ class NodePool:
     def sent(self, node_id: str, request_id: str, tokens: int, blocks: int = 0) -> None:
         if (member := self._members.get(node_id)) is not None:
             member.note_sent(request_id, self._clock(), tokens, blocks)
-            if member.status is not None:
-                member.write_view(member.status)
+            member.file()
 
     def answered(self, node_id: str, request_id: str) -> bool:
         """Drops a request from what was sent since the node's status. Returns whether it was still
         pending."""
         member = self._members.get(node_id)
         was_pending = member is not None and member.note_answered(request_id)
-        if member is not None and was_pending and member.status is not None:
-            member.write_view(member.status)
+        if member is not None and was_pending:
+            member.file()
         return was_pending
 
     def _look_at(self, member: Member) -> None:
         """Puts the node into view or takes it out, according to `unusable`."""
-        status, info = member.status, member.info
-        if status is None or self.unusable(member) is not None:
-            if member.view is None:
+        info = member.info
+        if self.unusable(member) is not None:
+            if not member.is_in_view:
                 return
             self._drop(member)
-        elif member.view is not None:
-            member.write_view(status)
+        elif member.is_in_view:
+            member.file()
             return
         else:
-            member.view = NodeView(info, status, member.rates)
+            member.is_in_view = True
             if info.role is Role.ENCODE:
                 self._encoders.setdefault(info.content, {})[info.node_id] = info
             else:
                 member.shortlist = self._shortlists.setdefault(info.content, Shortlist())
-                member.write_view(status)
+                member.file()
         self._snapshot = None
         self._knows_max_model_len = False
         self._adapters = None
@@ -376,14 +441,14 @@ class NodePool:
         return [there[first_by_rendezvous(there, digest)] for digest in digests]
 
     def _drop(self, member: Member) -> None:
-        info, view, shortlist = member.info, member.view, member.shortlist
-        member.view = member.shortlist = None
+        info, shortlist = member.info, member.shortlist
+        member.is_in_view, member.shortlist = False, None
         if (there := self._encoders.get(info.content)) is not None:
             there.pop(info.node_id, None)
             if not there:
                 del self._encoders[info.content]
-        if shortlist is not None and view is not None:
-            shortlist.drop(view)
+        if shortlist is not None:
+            shortlist.drop(member)
             if not shortlist.decode.views and not shortlist.prefill.views:
                 del self._shortlists[info.content]
 
@@ -458,7 +523,7 @@ class NodePool:
         return {
             member.info.node_id: why
             for member in self._members.values()
-            if member.view is None
+            if not member.is_in_view
             and not self._is_held_back(member)
             and (why := self.unusable(member)) is not None
         }
@@ -473,7 +538,7 @@ class NodePool:
             return "it is silent while its machine answers: it gets no time to run"
         if member.is_deaf:
             return "it does not receive what it is sent"
-        if member.status is None:
+        if not member.has_reported:
             return "it has not reported its status yet"
         if member.status.state is not NodeState.READY:
             return f"it is {member.status.state.value}"

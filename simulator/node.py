@@ -169,9 +169,10 @@ class SimulatedNode:
         if steps:
             ids = [request.request_id for request in self.scheduler.running]
             self._outcome.on_run(ids, self._run_began, run, self._run_taken, over)
-            self.scheduler.take_unchanged_steps(steps)
+            seconds = run.seconds(over) - run.seconds(self._run_taken)
+            self.scheduler.take_unchanged_steps(steps, seconds)
             self._steps += steps
-            self._busy_s += run.seconds(over) - run.seconds(self._run_taken)
+            self._busy_s += seconds
             self._run_taken = over
             self._status = None
 

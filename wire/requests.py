@@ -244,14 +244,14 @@ class TierStatus(msgspec.Struct, frozen=True):
     mirrored_bytes: int = 0  # copied from nodes whose mirror this one is
 
 
-class _NoCounts(dict[str, Any]):
+class _EmptyTable(dict[str, Any]):
     """An empty table. Routers keep a thousand statuses, so all of them share this one instead of a dozen empty tables
     each."""
 
     __slots__ = ()
 
 
-NO_COUNTS: Mapping[str, Any] = _NoCounts()
+EMPTY_TABLE: Mapping[str, Any] = _EmptyTable()
 
 
 class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -260,7 +260,7 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     requests_started: int = 0
     requests_admitted: int = 0
     queue_seconds: float = 0.0  # from arrival to the first step, for all admitted requests together
-    requests_finished: Mapping[str, int] = NO_COUNTS  # by finish reason
+    requests_finished: Mapping[str, int] = EMPTY_TABLE  # by finish reason
     prompt_tokens_computed: int = 0  # tokens of prompts that went through the model here
     prompt_tokens_cached: int = 0  # tokens of prompts found in the local prefix cache
     prompt_tokens_received: int = 0  # tokens of prompts whose KV came from a peer
@@ -275,10 +275,10 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     encoder_tokens_received: int = 0  # tokens of images that an encoder node made for a prompt here
     encoder_tokens_sent: int = 0  # an encoder node's: sent to nodes that read prompts
     # Images that this node encoded because no rows came, by reason.
-    encoder_fallbacks: Mapping[str, int] = NO_COUNTS
+    encoder_fallbacks: Mapping[str, int] = EMPTY_TABLE
     pins_made: int = 0  # turns that kept their blocks for their job's next turn
     pins_met: int = 0  # pins whose next turn came in time and began with the same tokens
-    pins_ended: Mapping[str, int] = NO_COUNTS  # ends of pins, by reason
+    pins_ended: Mapping[str, int] = EMPTY_TABLE  # ends of pins, by reason
     blocks_evicted: int = 0  # of the prefix cache, for other tokens
     # A sample of the evicted blocks: how many, and how long they had been cached, and unused, all together.
     evictions_timed: int = 0
@@ -289,6 +289,10 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     reused_after_seconds: float = 0.0
     steps: int = 0
     step_seconds: float = 0.0
+    decode_steps: int = (
+        0  # steps that computed no prompt, and how long the model needed for them, all together
+    )
+    decode_seconds: float = 0.0
     # How many steps computed how many tokens: up to each of STEP_TOKEN_BOUNDS, and more in the last.
     step_tokens: tuple[int, ...] = ()
     tokens_scheduled: int = 0  # in all steps together
@@ -299,18 +303,18 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     transfer_blocks_sent: int = 0
     transfer_blocks_received: int = 0
     # By outcome: "sent", "received", or why it ended otherwise.
-    transfers_finished: Mapping[str, int] = NO_COUNTS
+    transfers_finished: Mapping[str, int] = EMPTY_TABLE
     leases_expired: int = 0
     transfer_descriptors_sent: int = 0  # runs of bytes that were moved
     # Sent bytes that had arrived before the prompt's last forward pass ended.
     transfer_bytes_overlapped: int = 0
-    transfer_refusals: Mapping[str, int] = NO_COUNTS  # messages of peers that were not acted on, by reason
-    transfer_blocks_freed: Mapping[str, int] = NO_COUNTS  # blocks kept for a transfer, by what freed them
+    transfer_refusals: Mapping[str, int] = EMPTY_TABLE  # messages of peers that were not acted on, by reason
+    transfer_blocks_freed: Mapping[str, int] = EMPTY_TABLE  # blocks kept for a transfer, by what freed them
     transfer_blocks_checked: int = 0  # received blocks whose checksums were right
     # By the node that sent them: received blocks with a wrong checksum, or with other values when computed again.
-    wrong_kv: Mapping[str, int] = NO_COUNTS
+    wrong_kv: Mapping[str, int] = EMPTY_TABLE
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
-    transfer_wait_seconds: Mapping[str, WaitHistogram] = NO_COUNTS
+    transfer_wait_seconds: Mapping[str, WaitHistogram] = EMPTY_TABLE
     speculative_steps: int = 0  # steps in which a request had drafts
     speculative_drafted: int = 0
     speculative_accepted: int = 0
@@ -324,7 +328,10 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return plain
 
 
-class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False):
+NO_COUNTERS = NodeCounters()
+
+
+class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defaults=True):
     """A node's state, sent a few times a second. `step_age_s` shows an engine that hangs."""
 
     node_id: str
@@ -339,7 +346,8 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False):
     transfers: int  # under way
     held_blocks: int  # blocks of ended requests that wait until their transfer is confirmed
     step_age_s: float  # since the engine last completed a step or was idle
-    counters: NodeCounters
+    # None in most reports to routers: what the last report that had them said still holds, roughly.
+    counters: NodeCounters | None
     detail: str = ""  # why the node failed
     loading: int = 0  # waiting requests whose prompt's KV is on its way
     cached_blocks: int = 0  # blocks in which a prefix can be found, in use or free
@@ -354,7 +362,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False):
     tiers: tuple[TierStatus, ...] = ()
     # Prefill nodes from which this node takes nothing for a while, because their KV arrived wrong here.
     left_out: tuple[str, ...] = ()
-    adapters: dict[str, str] = {}  # the LoRA adapters that the node has: their digests, by name
+    adapters: Mapping[str, str] = EMPTY_TABLE  # the LoRA adapters that the node has: their digests, by name
     # The age of this status. It lacks requests submitted since then, because the node reads them between two steps.
     age_s: float = 0.0
 

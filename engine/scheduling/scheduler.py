@@ -356,6 +356,8 @@ class Scheduler:
             self._pace.took(step.num_prompt_tokens, seconds)
             if self._state.connector is not None:
                 self._state.connector.step_took(step.num_prompt_tokens, seconds)
+        else:
+            self._state.totals.decoded(1, seconds)
         if self._judge is not None:
             self._judge.took(step, seconds)
 
@@ -390,9 +392,11 @@ class Scheduler:
         """For a simulation: returns how many of the next steps give each running request one token and do nothing else."""
         return num_unchanged_steps(self._state)
 
-    def take_unchanged_steps(self, steps: int) -> None:
-        """Plans and books that many unchanged steps at once. In each, every running request gets its newest token again."""
+    def take_unchanged_steps(self, steps: int, seconds: float) -> None:
+        """Plans and books that many unchanged steps at once, which take `seconds` together. In each, every running request gets
+        its newest token again."""
         take_unchanged_steps(self._state, steps)
+        self._state.totals.decoded(steps, seconds)
 
     def lend_blocks(self, borrower: Request) -> Tables | None:
         """Allocates blocks for all tokens of a request that is never scheduled, or returns None if that would take more than

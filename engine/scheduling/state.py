@@ -54,6 +54,8 @@ class Totals(ResidencyTotals):
     prompt_tokens_looked_up: int = 0
     prompt_tokens_asked: int = 0
     output_tokens: int = 0
+    decode_steps: int = 0  # that computed no prompt
+    decode_seconds: float = 0.0  # how long the model needed for these
     step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     tokens_scheduled: int = 0
     speculative_steps: int = 0
@@ -72,6 +74,10 @@ class Totals(ResidencyTotals):
     def step_of(self, num_tokens: int, steps: int = 1) -> None:
         self.step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += steps
         self.tokens_scheduled += steps * num_tokens
+
+    def decoded(self, steps: int, seconds: float) -> None:
+        self.decode_steps += steps
+        self.decode_seconds += seconds
 
     def drafts_settled(self, num_drafts: int, num_accepted: int) -> None:
         self.speculative_steps += 1

@@ -409,7 +409,7 @@ class Placement(Generic[L]):
     def is_in_a_step(self, node: NodeInfo) -> bool:
         """Whether the node's last status shows it in a step that has not yet lasted `heartbeat.wedged`."""
         member = self._pool.member(node.node_id)
-        status = member.status if member is not None and member.info == node else None
+        status = member.reported if member is not None and member.info == node else None
         return status is not None and 0 < status.step_age_s < self.config.heartbeat.wedged
 
     # --- what a life tells of its course
@@ -445,7 +445,7 @@ class Placement(Generic[L]):
         if attempt.prefill is not None or attempt.decode is None:
             return
         member = self._pool.member(attempt.decode.node_id)
-        if member is not None and member.status is not None and member.status.waiting == 0:
+        if member is not None and member.has_reported and member.status.waiting == 0:
             member.rates.on_local_prefill(computed, took)
 
     def on_ended(

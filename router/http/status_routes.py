@@ -12,8 +12,8 @@ import msgspec
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
 from tandem.router.http.services import Services
 from tandem.router.http.sibling_desk import VERSION, FoundTrace, TraceQuestion, page_of_all
-from tandem.router.member import Member
 from tandem.router.metrics import CONTENT_TYPE
+from tandem.router.pool import Member
 from tandem.router.tracing.record import TraceList
 from tandem.wire.endpoints import shown
 from tandem.wire.errors import RequestError
@@ -145,7 +145,7 @@ async def cluster(services: Services, exchange: HttpExchange) -> None:
 
 
 def _node(services: Services, member: Member) -> dict[str, Any]:
-    info, status = member.info, member.status
+    info, status = member.info, member.reported
     node: dict[str, Any] = {
         "node_id": info.node_id,
         "role": info.role,
@@ -181,6 +181,6 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
             step_age_s=status.step_age_s,
             detail=status.detail,
             tiers=msgspec.to_builtins(status.tiers),
-            counters=status.counters.in_full(),
+            counters=member.counters.in_full(),
         )
     return node

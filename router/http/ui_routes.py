@@ -13,8 +13,8 @@ import msgspec
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
 from tandem.router.http.services import Services
 from tandem.router.http.sibling_desk import page_of_all
-from tandem.router.member import Member
 from tandem.router.page_state import NodeRow
+from tandem.router.pool import Member
 
 # Nothing is loaded from elsewhere. No other page may frame this one, because it has buttons.
 _POLICY = (
@@ -49,11 +49,11 @@ async def state(services: Services, exchange: HttpExchange) -> None:
 
 
 def _row(services: Services, member: Member) -> NodeRow:
-    info, status = member.info, member.status
+    info, status = member.info, member.reported
     why = services.pool.unusable(member) or ""
     if status is None:
         return NodeRow(info.node_id, info.role.value, "unknown", why)
-    counters = status.counters
+    counters = member.counters
     return NodeRow(
         info.node_id,
         info.role.value,

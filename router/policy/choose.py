@@ -154,7 +154,7 @@ class Chooser:
         """Records prompts, for each node no more blocks than its last status says it has."""
         for node_id in node_ids:
             member = self._pool.member(node_id)
-            if member is not None and member.status is not None:
+            if member is not None and member.has_reported:
                 blocks = member.status.total_blocks
                 self._record.set_capacity(
                     node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks

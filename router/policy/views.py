@@ -16,6 +16,9 @@ from tandem.wire.requests import NodeStatus
 MIN_PROMPT_TOKENS = 64
 MIN_STEPS = 4
 WEIGHT = 0.3  # the weight of the newest observation
+_WINDOW_WEIGHT = (
+    0.5  # of the newest window; counters come once a second, so a slower node is known after a few
+)
 _PREFILL = Role.PREFILL  # looked up once instead of with every status
 
 
@@ -31,8 +34,8 @@ class Average:
         self.value = _mixed(self.value, value)
 
 
-def _mixed(average: float | None, value: float) -> float:
-    return value if average is None else (1 - WEIGHT) * average + WEIGHT * value
+def _mixed(average: float | None, value: float, weight: float = WEIGHT) -> float:
+    return value if average is None else (1 - weight) * average + weight * value
 
 
 # The expected length before any answer has ended here, and the least expected length.
@@ -67,37 +70,39 @@ class NodeRates(msgspec.Struct, gc=False):
     step_s: float | None = None
     # Prompt tokens per second while prompts waited, with the node's other work included.
     line_tokens_per_s: float | None = None
-    # The counters with which the present window of steps began, and those with which the present window with
-    # waiting prompts began. Negative: there is no window yet.
-    steps: int = -1
+    # The counters with which the present window began: a prefill node's prompt tokens, or another's steps that
+    # only decode, and the time of both. Negative: there is no window yet.
+    count: int = -1
     seconds: float = 0.0
-    tokens: int = 0
+    # Those with which the present window with waiting prompts began.
     line_seconds: float = -1.0
     line_tokens: int = 0
 
     def on_status(self, status: NodeStatus) -> None:
-        counters = status.counters
-        steps, seconds, tokens = counters.steps, counters.step_seconds, counters.prompt_tokens_computed
+        if (counters := status.counters) is None:
+            if not status.waiting_tokens:
+                self.line_seconds = -1.0
+            return
         if status.waiting_tokens:
-            self._on_line(seconds, tokens)
+            self._on_line(counters.step_seconds, counters.prompt_tokens_computed)
         else:
             self.line_seconds = -1.0
-        more_steps = steps - self.steps
-        if more_steps == 0:
-            return
-        if self.steps >= 0:
-            more_seconds, more_tokens = seconds - self.seconds, tokens - self.tokens
-            if more_seconds <= 0:
+        is_prefill = status.role is _PREFILL
+        if is_prefill:
+            count, seconds, least = counters.prompt_tokens_computed, counters.step_seconds, MIN_PROMPT_TOKENS
+        else:
+            count, seconds, least = counters.decode_steps, counters.decode_seconds, MIN_STEPS
+        if self.count >= 0:
+            more, more_seconds = count - self.count, seconds - self.seconds
+            if more < least or more_seconds <= 0:
                 return
-            if status.role is _PREFILL:
-                if more_tokens < MIN_PROMPT_TOKENS:
-                    return
-                self.prefill_tokens_per_s = _mixed(self.prefill_tokens_per_s, more_tokens / more_seconds)
-            elif more_steps < MIN_STEPS:
-                return
-            elif more_tokens == 0:
-                self.step_s = _mixed(self.step_s, more_seconds / more_steps)
-        self.steps, self.seconds, self.tokens = steps, seconds, tokens
+            if is_prefill:
+                self.prefill_tokens_per_s = _mixed(
+                    self.prefill_tokens_per_s, more / more_seconds, _WINDOW_WEIGHT
+                )
+            else:
+                self.step_s = _mixed(self.step_s, more_seconds / more, _WINDOW_WEIGHT)
+        self.count, self.seconds = count, seconds
 
     def _on_line(self, seconds: float, tokens: int) -> None:
         """Measures the line's rate while prompts wait."""
@@ -105,7 +110,9 @@ class NodeRates(msgspec.Struct, gc=False):
             more_seconds, more_tokens = seconds - self.line_seconds, tokens - self.line_tokens
             if more_tokens < MIN_PROMPT_TOKENS or more_seconds <= 0:
                 return
-            self.line_tokens_per_s = _mixed(self.line_tokens_per_s, more_tokens / more_seconds)
+            self.line_tokens_per_s = _mixed(
+                self.line_tokens_per_s, more_tokens / more_seconds, _WINDOW_WEIGHT
+            )
         self.line_seconds, self.line_tokens = seconds, tokens
 
     def on_local_prefill(self, tokens: int, seconds: float) -> None:
@@ -125,10 +132,9 @@ def blocks_for(tokens: int, node: NodeInfo) -> int:
     return (-(-tokens // node.block_size) if node.keeps_tokens else 0) + node.state_blocks
 
 
-class NodeView(msgspec.Struct, gc=False):
-    """A node that may be chosen: its last status, and what was sent to it since. A view exists for as long as
-    requests may go to the node. The pool writes it with every status and every request; policies only read
-    it."""
+class NodeView(msgspec.Struct):
+    """What policies read of a node: its last status, and what was sent to it since. Only the pool writes it, with
+    every status and every request."""
 
     info: NodeInfo
     status: NodeStatus

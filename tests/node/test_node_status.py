@@ -9,6 +9,8 @@ import msgspec
 
 from tandem.node.status import Routers
 from tandem.wire.errors import NodeLost
+from tandem.wire.nodes import NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 
 SILENCE_S = 10.0
 
@@ -23,25 +25,33 @@ class World:
     malformed = 0
     died = None
 
-    def __init__(self) -> None:
+    def __init__(self, period_s: float = 0.001) -> None:
         self.now = 0.0
         self.told: list[str] = []
+        self.messages: list[msgspec.Struct] = []
         self.forgotten: list[str] = []
         self.gone: set[str] = set()
         self.lost: list[str] = []
         self.meanwhile: Callable[[], object] = lambda: None
         self.routers = Routers(
-            self, self.status, self.lost.append, period_s=0.001, silence_s=SILENCE_S, clock=lambda: self.now
+            self,
+            self.status,
+            self.lost.append,
+            period_s=period_s,
+            silence_s=SILENCE_S,
+            clock=lambda: self.now,
         )
 
-    def status(self) -> Message:
+    def status(self) -> NodeStatus:
         self.meanwhile()
-        return Message()
+        counters = NodeCounters(steps=len(self.told))
+        return NodeStatus("n", Role.DECODE, 1, NodeState.READY, 9, 9, 0, 0, 0, 0, 0, 0.0, counters)
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         if endpoint in self.gone:
             raise NodeLost(f"{endpoint} does not read")
         self.told.append(endpoint)
+        self.messages.append(message)
 
     def forget(self, endpoint: str) -> None:
         self.forgotten.append(endpoint)
@@ -94,3 +104,33 @@ def test_a_status_that_could_not_be_told_is_not_the_last() -> None:
     world.routers.start()
     assert told_again.wait(5)
     world.routers.stop()
+
+
+def test_counters_are_in_the_first_report_and_in_one_every_second() -> None:
+    world = World(period_s=0.25)
+    world.routers.heard("a")
+    for _ in range(9):
+        world.routers.report()
+    has_counters = [isinstance(each, NodeStatus) and each.counters is not None for each in world.messages]
+    assert has_counters == [True, False, False, False, True, False, False, False, True]
+
+
+def test_seldom_reports_all_have_counters() -> None:
+    world = World(period_s=3.0)
+    world.routers.heard("a")
+    for _ in range(3):
+        world.routers.report()
+    assert all(isinstance(each, NodeStatus) and each.counters is not None for each in world.messages)
+
+
+def test_a_router_that_is_new_is_told_the_counters_at_once() -> None:
+    world = World(period_s=0.25)
+    world.routers.heard("a")
+    world.routers.report()
+    world.routers.report()
+    world.routers.heard("b")
+    world.routers.tell_status("b")
+    newest = world.messages[-1]
+    assert world.told[-1] == "b"
+    assert isinstance(newest, NodeStatus)
+    assert newest.counters is not None

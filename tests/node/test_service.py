@@ -512,7 +512,9 @@ def test_a_pin_ends_while_the_node_sleeps() -> None:
         made.submit(prompt=200, job_id="j")
         made.service.receive(Ping(reply_to=ROUTER))
         made.outgoing.until_finished("r")
-        status = made.outgoing.status_where(lambda s: s.counters.pins_ended == {"time": 1})
+        status = made.outgoing.status_where(
+            lambda s: s.counters is not None and s.counters.pins_ended == {"time": 1}
+        )
         assert (status.pinned_requests, status.free_blocks) == (0, status.total_blocks)
     finally:
         made.service.stop()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.router.policy.views import NodeRates
+from tandem.router.policy.views import MIN_STEPS, NodeRates
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.router.test_router_pool import info, status
@@ -33,11 +33,40 @@ def test_a_few_tokens_are_collected_before_they_are_believed() -> None:
 def test_a_decode_nodes_step_is_measured_when_it_only_decodes() -> None:
     rates = NodeRates()
     rates.on_status(counted(Role.DECODE))
-    rates.on_status(counted(Role.DECODE, steps=10, step_seconds=0.2))
+    rates.on_status(counted(Role.DECODE, decode_steps=10, decode_seconds=0.2))
     assert rates.step_s == pytest.approx(0.02)
-    rates.on_status(counted(Role.DECODE, steps=20, step_seconds=9.0, prompt_tokens_computed=500))
-    assert rates.step_s == pytest.approx(0.02)
+    rates.on_status(
+        counted(
+            Role.DECODE,
+            decode_steps=20,
+            decode_seconds=0.4,
+            steps=40,
+            step_seconds=9.0,
+            prompt_tokens_computed=500,
+        )
+    )
+    assert rates.step_s == pytest.approx(0.02), "steps with prompts count for nothing"
     assert rates.prefill_tokens_per_s is None
+
+
+def test_a_few_steps_are_collected_before_they_are_believed() -> None:
+    rates = NodeRates()
+    rates.on_status(counted(Role.AGGREGATED))
+    rates.on_status(counted(Role.AGGREGATED, decode_steps=MIN_STEPS - 1, decode_seconds=9.0))
+    assert rates.step_s is None
+    rates.on_status(counted(Role.AGGREGATED, decode_steps=MIN_STEPS, decode_seconds=10.0))
+    assert rates.step_s == pytest.approx(10.0 / MIN_STEPS)
+
+
+def test_a_status_without_counters_changes_no_rate() -> None:
+    rates = NodeRates()
+    without = status(info("n", role=Role.DECODE), counters=None)
+    rates.on_status(without)
+    rates.on_status(counted(Role.DECODE, decode_steps=10, decode_seconds=0.5))
+    rates.on_status(without)
+    rates.on_status(counted(Role.DECODE, decode_steps=20, decode_seconds=0.7))
+    rates.on_status(without)
+    assert rates.step_s == pytest.approx(0.02)
 
 
 def test_a_decode_nodes_rate_comes_from_what_it_read_itself() -> None:
@@ -65,4 +94,7 @@ def test_a_line_moves_as_fast_as_prompts_are_read_beside_all_else() -> None:
     assert rates.line_tokens_per_s == pytest.approx(200)
     report(0, prompt_tokens_computed=1900, step_seconds=3.5, steps=12)
     report(300, prompt_tokens_computed=1900, step_seconds=9.0, steps=90)
+    assert rates.line_tokens_per_s == pytest.approx(200), "nothing waited in between"
+    rates.on_status(status(info("n", role=Role.AGGREGATED), counters=None))
+    report(300, prompt_tokens_computed=2900, step_seconds=99.0, steps=900)
     assert rates.line_tokens_per_s == pytest.approx(200), "nothing waited in between"

@@ -36,6 +36,9 @@ def a_scheduler(num_blocks: int, window: int | None, caching: bool) -> Scheduler
     )
 
 
+STEP_S = 0.5
+
+
 def one_step(scheduler: Scheduler) -> None:
     plan = scheduler.schedule()
     requests = scheduler.requests
@@ -44,6 +47,7 @@ def one_step(scheduler: Scheduler) -> None:
         for name in plan.num_scheduled_tokens
         if requests[name].num_computed_tokens == requests[name].num_tokens
     }
+    scheduler.took(plan, STEP_S)
     scheduler.update_from_output(plan, ModelOutput(sampled))
 
 
@@ -101,7 +105,7 @@ def test_a_scheduler_is_left_as_by_single_steps(
         one_step(alone)
         steps = min(together.num_unchanged_steps(), wanted)
         if steps:
-            together.take_unchanged_steps(steps)
+            together.take_unchanged_steps(steps, steps * STEP_S)
             for _ in range(steps):
                 one_step(alone)
         assert all_of(together) == all_of(alone)
