@@ -48,7 +48,7 @@ APPLICATIONS = 50  # prompts with which many requests begin
 BLOCKS = 40_000  # of each node
 PROMPTS = (4_096, 100_000)
 STEPS_PER_STATUS = 20
-COUNTED_EVERY = 4  # a node's statuses have its counters once a second (`tandem.node.status`)
+COUNTED_EVERY = 4  # a node's statuses have its counters once a second (`tandem.node.routers`)
 QUALITY_NODES = (32, 96)  # prefill nodes and decode nodes
 TELLING_S = 0.001  # how long a router process's report takes to reach a sibling
 

@@ -22,7 +22,7 @@ from tandem.engine.model.runner import ModelRunner
 from tandem.machine.resources import bind, core_quota
 from tandem.node.config import NodeConfig
 from tandem.node.node import Progress
-from tandem.node.status import Routers
+from tandem.node.routers import Routers
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.encoding import Encode, EncodingRefused, ToAsker
 from tandem.wire.errors import (

@@ -3,10 +3,10 @@
 service      handles a node's requests, from Submit to the last token
 requests     checks a Submit against the loaded model, converts it for the engine, and keeps the live requests with their deadlines
 answers      keeps the tokens of background answers for any router that asks
-loop         the thread that steps the engine, and the mailbox that feeds it
+loop         the thread that steps the engine, the mailbox that feeds it, and the state of the node
 encoders     asks encoder nodes for the rows of this node's images
-cache_news   tells routers what the prefix cache holds
-status       a node's state, counters and status reports, and the routers that receive them
+routers      the routers that were heard lately, which are told statuses and what the prefix cache holds
+status       makes a status and its counters
 config       NodeConfig: every setting of one node
 ranks/       the other processes of a node with several ranks
 trace_file   writes the scheduler trace's lines to files of bounded size

@@ -24,15 +24,14 @@ from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerC
 from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
 from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
-from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
 from tandem.node.config import NodeConfig, refused_with_caches_apart, refused_with_ranks
 from tandem.node.encoders import EncoderDesk
 from tandem.node.loop import Item, Mailbox, RanksLost
 from tandem.node.ranks.processes import shares_of, with_memory_shared
 from tandem.node.ranks.supervisor import Ranks
 from tandem.node.requests import RoleRules
+from tandem.node.routers import CacheNewsDesk, NamedBlocks, RouterLine
 from tandem.node.service import NodeService
-from tandem.node.status import RouterLine
 from tandem.node.trace_file import TraceFile
 from tandem.wire.embeds import TYPES
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable

@@ -30,7 +30,6 @@ from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
 from tandem.node.answers import KeptAnswers
-from tandem.node.cache_news import CacheNewsDesk
 from tandem.node.config import NodeConfig
 from tandem.node.encoders import EncoderDesk, RowsCame
 from tandem.node.loop import (
@@ -39,13 +38,15 @@ from tandem.node.loop import (
     Item,
     ListRequests,
     Mailbox,
+    NodeCondition,
     RanksLost,
     ResetCache,
     RouterLost,
     SetAdapters,
 )
 from tandem.node.requests import LiveRequests, RoleRules, check_submit, failed_chunk, keeps_here, request_of
-from tandem.node.status import NodeCondition, RouterLine, Routers, node_counters, node_status
+from tandem.node.routers import CacheNewsDesk, RouterLine, Routers
+from tandem.node.status import node_counters, node_status
 from tandem.wire.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -41,6 +41,7 @@ class Member(NodeView, eq=False):
     joined_at: float = 0.0
     has_reported: bool = False  # until then `status` says that the node starts
     counters: NodeCounters = NO_COUNTERS  # the last that a status had
+    counters_at: float = 0.0  # when they came
     status_at: float = 0.0
     heard_at: float | None = None
     lists_any: bool = False  # its status lists adapters, or nodes from which it takes no KV
@@ -251,7 +252,7 @@ class NodePool:
         member.status, member.has_reported = status, True
         member.status_at = member.heard_at = now
         if status.counters is not None:
-            member.counters = status.counters
+            member.counters, member.counters_at = status.counters, now
         member.rates.on_status(status)
         if member.pending_requests:
             member.forget_sent_before(now - STATUS_LAG_S - status.age_s)

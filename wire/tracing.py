@@ -48,9 +48,21 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
         return self.end - self.start
 
 
+class TransferStage(enum.StrEnum):
+    """What a transfer waits for."""
+
+    # The decode node sees:
+    HANDSHAKE = "handshake"  # until it knew the prefill node's memory; 0 if it did before
+    REGISTER = "register"  # from then, until the prefill node knew its blocks
+    RECEIVE = "receive"  # from having its blocks to a handoff that verifies
+    # The prefill node sees:
+    FIRST_BYTE = "first_byte"  # from knowing both nodes' blocks to the first write
+    LAST_BYTE = "last_byte"  # from the first write to the end of the last one
+    HANDOVER = "handover"  # from the end of the last forward pass to the decode node's acceptance
+
+
 class TransferRecord(msgspec.Struct, frozen=True):
-    """One transfer that has ended, as one of its two nodes saw it. A duration is None if this node did not see it,
-    or if the transfer did not come so far."""
+    """One transfer that has ended, as one of its two nodes saw it."""
 
     request_id: str
     outcome: str  # "sent", "received", or why it ended otherwise
@@ -58,26 +70,8 @@ class TransferRecord(msgspec.Struct, frozen=True):
     blocks: int
     descriptors: int = 0  # runs of bytes that were written
     bytes_overlapped: int = 0  # bytes that had arrived before the prompt's last forward pass ended
-    # The decode node's:
-    handshake_s: float | None = None  # until it knew the prefill node's memory; 0 if it did before
-    register_s: float | None = None  # from then, until the prefill node knew its blocks
-    receive_s: float | None = None  # from having its blocks to a handoff that verifies
-    # The prefill node's:
-    first_byte_s: float | None = None  # from knowing both nodes' blocks to the first write
-    last_byte_s: float | None = None  # from the first write to the end of the last one
-    handover_s: float | None = None  # from the end of the last forward pass to the decode node's acceptance
-
-    def waits(self) -> dict[str, float]:
-        """Returns how long the transfer waited, by stage."""
-        stages = {
-            "handshake": self.handshake_s,
-            "register": self.register_s,
-            "receive": self.receive_s,
-            "first_byte": self.first_byte_s,
-            "last_byte": self.last_byte_s,
-            "handover": self.handover_s,
-        }
-        return {stage: seconds for stage, seconds in stages.items() if seconds is not None}
+    # Seconds, by TransferStage. A stage that this node does not see, or that the transfer did not reach, is missing.
+    waits: dict[str, float] = {}
 
 
 class TransferTrace(msgspec.Struct, frozen=True):

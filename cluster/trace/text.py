@@ -133,7 +133,7 @@ def _transfer(transfer: TransferRecord) -> str:
         overlapped = transfer.bytes_overlapped / max(transfer.num_bytes, 1)
         parts.append(f"{transfer.descriptors} descriptors")
         parts.append(f"{overlapped:.0%} while the prompt was computed")
-    parts += [f"{stage.replace('_', ' ')} {_ms(seconds)} ms" for stage, seconds in transfer.waits().items()]
+    parts += [f"{stage.replace('_', ' ')} {_ms(seconds)} ms" for stage, seconds in transfer.waits.items()]
     return ", ".join(parts)
 
 

@@ -29,6 +29,7 @@ from tandem.kvtransfer.protocol.statistics import Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import Envelope, HandoffNotice, KVArrived, RefusalCode, TransferClosed
+from tandem.wire.tracing import TransferStage
 
 
 class Ledger:
@@ -164,7 +165,7 @@ class OutgoingTransfers:
                     return
             sending.phase = SendPhase.NOTIFYING
             if sending.first_posted_at is not None:
-                sending.tally.last_byte_s = self._side.clock() - sending.first_posted_at
+                sending.tally.waits[TransferStage.LAST_BYTE] = self._side.clock() - sending.first_posted_at
             self._notify(sending)
         elif sending.phase is SendPhase.CLOSING and not sending.in_flight:
             destination = sending.destination
@@ -269,7 +270,7 @@ class OutgoingTransfers:
     def _record_handover(self, sending: OutgoingTransfer) -> None:
         source, destination = sending.source, sending.destination
         if source is not None and source.fully_computed_at is not None:
-            sending.tally.handover_s = self._side.clock() - source.fully_computed_at
+            sending.tally.waits[TransferStage.HANDOVER] = self._side.clock() - source.fully_computed_at
         if destination is not None and not self._writes:
             positions = destination.positions()
             num_bytes = len(positions) * destination.mapping.grain_bytes

@@ -23,6 +23,7 @@ from tandem.kvtransfer.protocol.statistics import LinkPace, Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import TransferPace
+from tandem.wire.tracing import TransferStage
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ class Writer:
         handle = self._transport.post(remote, move)
         if sending.first_posted_at is None:
             sending.first_posted_at = now
-            sending.tally.first_byte_s = now - max(destination.registered_at, sending.created_at)
+            known_at = max(destination.registered_at, sending.created_at)
+            sending.tally.waits[TransferStage.FIRST_BYTE] = now - known_at
         number = sending.num_posted
         write = Write(number, handle, positions, now, move.num_bytes, len(move.local), slots, is_last)
         sending.posted(write)

@@ -14,7 +14,7 @@ from tandem.kvtransfer.protocol.side import PeerKey
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import HandleId
 from tandem.wire.handoff import HandoffNotice, ProcessIdentity
-from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferTrace
+from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferStage, TransferTrace
 
 
 class ReceivePhase(enum.Enum):
@@ -150,18 +150,22 @@ class IncomingTransfer:
         """Returns the trace of a transfer that ends now. `received`: None if it failed."""
         began, connected, confirmed = self.began_at, self.connected_at, self.confirmed_at
         spans = [Span(TracePhase.RECEIVE, began, now, self.command.num_tokens - self.command.local_tokens)]
-        if connected is not None and connected > began:
-            spans.append(Span(TracePhase.HANDSHAKE, began, connected))
+        waits: dict[str, float] = {}
+        if connected is not None:
+            waits[TransferStage.HANDSHAKE] = connected - began
+            if connected > began:
+                spans.append(Span(TracePhase.HANDSHAKE, began, connected))
         if connected is not None and confirmed is not None:
+            waits[TransferStage.REGISTER] = confirmed - connected
             spans.append(Span(TracePhase.REGISTER, connected, confirmed))
+        if received is not None:
+            waits[TransferStage.RECEIVE] = now - began
         record = TransferRecord(
             request_id=self.command.request_id,
             outcome=self.outcome.value,
             num_bytes=received.num_bytes if received is not None else 0,
             blocks=received.num_blocks if received is not None else 0,
-            handshake_s=connected - began if connected is not None else None,
-            register_s=confirmed - connected if connected is not None and confirmed is not None else None,
-            receive_s=now - began if received is not None else None,
+            waits=waits,
         )
         return TransferTrace(record, spans)
 

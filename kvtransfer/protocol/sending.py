@@ -135,9 +135,7 @@ class SendTally:
     blocks: int = 0
     descriptors: int = 0
     bytes_overlapped: int = 0
-    first_byte_s: float | None = None
-    last_byte_s: float | None = None
-    handover_s: float | None = None
+    waits: dict[str, float] = dataclasses.field(default_factory=dict)  # by TransferStage
 
 
 @dataclasses.dataclass(slots=True)
@@ -443,9 +441,7 @@ class OutgoingTransfer:
             blocks=tally.blocks,
             descriptors=tally.descriptors,
             bytes_overlapped=tally.bytes_overlapped,
-            first_byte_s=tally.first_byte_s,
-            last_byte_s=tally.last_byte_s,
-            handover_s=tally.handover_s,
+            waits=tally.waits,
         )
         return TransferTrace(record, self._spans(now))
 

@@ -216,7 +216,7 @@ class Recorder:
             self._stats.in_progress -= 1
             self._outcomes[record.outcome] += 1
             self._stats.leases_expired += record.outcome == Outcome.LEASE_EXPIRED
-            for stage, seconds in record.waits().items():
+            for stage, seconds in record.waits.items():
                 self._waits[stage] = self._waits.get(stage, WaitHistogram()).plus(seconds)
             self._recent.append(record)
             if record.request_id:

@@ -5,13 +5,12 @@ admission    how many sequences run at once, which requests wait, and which one 
 ledger       a request's tokens, merged by index from two nodes, with log-probabilities; its timings and metrics
 life         one request from its first submission to its one end, across attempts
 placement    the checked request (`SequenceSpec`), one attempt on one pair of nodes, and the tables of which request runs where
-dispatcher   starts lives, and finds the life that a node's message belongs to
+dispatcher   starts the lives of one HTTP request, as its handler reads them, and finds the life that a node's message belongs to
 recall       background answers that other routers began, read from the nodes that keep them
-generation   the lives of one HTTP request, as its handler reads them
 """
 
-from tandem.router.dispatch.dispatcher import Dispatcher
-from tandem.router.dispatch.generation import Generation, ReadableLife, ReadableLives
+from tandem.router.dispatch.dispatcher import Dispatcher, Generation
+from tandem.router.dispatch.ledger import ReadableLife, ReadableLives
 from tandem.router.dispatch.life import LeftBehind, RequestLife
 from tandem.router.dispatch.placement import KeptAnswer, SequenceSpec
 from tandem.router.dispatch.recall import FollowedAnswer, FoundAnswer

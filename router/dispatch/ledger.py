@@ -1,5 +1,5 @@
-"""What nodes have reported about one request: its tokens, merged by index from either node, its timings, and
-the router's metrics of it.
+"""What nodes have reported about one request: its tokens, merged by index from either node, which a choice
+reads, its timings, and the router's metrics of it.
 
 Log-probabilities are kept as numbers in arrays, which take a twelfth of the memory of objects.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import overload
+from typing import Protocol, overload
 
 from tandem.router.dispatch.placement import SequenceSpec
 from tandem.router.metrics import RequestAccount, RouterMetrics
 from tandem.router.policy.views import RoutingDecision
-from tandem.wire.errors import InternalError
+from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs
 
@@ -193,6 +193,29 @@ class TokenLedger:
         """Drops held chunks because another attempt begins, which reports everything from the last merged
         token on."""
         self._held.clear()
+
+
+class ReadableLife(Protocol):
+    """One answer, as a choice reads it: either a request's life or a background answer that is followed."""
+
+    spec: SequenceSpec
+    ledger: TokenLedger
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    finish: FinishReason | None
+    error: TandemError | None
+    ended: bool
+
+    @property
+    def cached_tokens(self) -> int | None: ...
+    def stop(self) -> None: ...
+    def fail(self, error: TandemError) -> None: ...
+
+
+class ReadableLives(Protocol):
+    @property
+    def lives(self) -> Sequence[ReadableLife]: ...
+    async def news(self) -> object: ...
+    def cancel(self) -> None: ...
 
 
 class RequestTimings:

@@ -32,7 +32,7 @@ from tandem.router.http.errors import (
 from tandem.router.keys import KeyRing, Tenant
 from tandem.router.metrics import RouterMetrics
 from tandem.router.openai.answer import LoopTurn
-from tandem.router.tracing.traces import RequestTrace
+from tandem.router.tracing.traces import ASK_HEADER, RequestTrace
 from tandem.wire.errors import Cancelled, TandemError
 from tandem.wire.requests import new_id
 
@@ -86,6 +86,11 @@ class HttpExchange:
         self.trace: RequestTrace | None = None
         self.body: bytes | bytearray = b""  # kept only when the request is to be passed on
         self.error_form = anthropic_error if scope["path"].startswith("/v1/messages") else _as_it_is
+
+    @property
+    def asks_for_trace(self) -> bool:
+        """Whether a client or its tracing system wants a trace, or says that it wants none."""
+        return b"traceparent" in self._by_name or ASK_HEADER in self._by_name
 
     @property
     def owner(self) -> str:

@@ -278,10 +278,12 @@ async def planned(
     arrived: float,
 ) -> P:
     """Makes the plan of a parsed request, and begins the request's trace."""
-    tenant = exchange.tenant
-    trace = exchange.trace = services.traces.begin(
-        exchange.request_id, exchange.headers, tenant.name if tenant is not None else None
-    )
+    trace: RequestTrace | None = None
+    if services.traces.draws or exchange.asks_for_trace:
+        tenant = exchange.tenant
+        trace = exchange.trace = services.traces.begin(
+            exchange.request_id, exchange.headers, tenant.name if tenant is not None else None
+        )
     read_at = time.monotonic()
     plan = await make_plan(request, services.model, caller_of(services, exchange, request, arrived))
     if trace is not None:

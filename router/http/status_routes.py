@@ -182,5 +182,6 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
             detail=status.detail,
             tiers=msgspec.to_builtins(status.tiers),
             counters=member.counters.in_full(),
+            counters_age_s=round(services.pool.now() - member.counters_at, 3),
         )
     return node

@@ -218,7 +218,7 @@ def _transfer_attributes(transfer: TransferRecord) -> dict[str, Any]:
         "blocks": transfer.blocks,
         "descriptors": transfer.descriptors,
         "bytes_overlapped": transfer.bytes_overlapped,
-        **{f"{stage}_s": seconds for stage, seconds in transfer.waits().items()},
+        **{f"{stage}_s": seconds for stage, seconds in transfer.waits.items()},
     }
     return {f"tandem.transfer.{name}": value for name, value in about.items()}
 

@@ -250,6 +250,7 @@ class Traces:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._config = config
+        self.draws = config.sample > 0  # requests that do not ask for a trace may get one
         self._model = model
         self._export = export
         self._draw = draw

@@ -148,8 +148,10 @@ def test_the_terminal_shows_every_phase_once_and_folds_steps() -> None:
 
 
 def test_the_terminal_says_what_became_of_the_kv() -> None:
-    sent = TransferRecord("r-1", "sent", 2 << 20, 32, 40, 1 << 20, first_byte_s=0.0002, handover_s=0.006)
-    failed = TransferRecord("r-1", "peer_lost", 0, 0, handshake_s=0.0, register_s=0.002)
+    sent = TransferRecord(
+        "r-1", "sent", 2 << 20, 32, 40, 1 << 20, waits={"first_byte": 0.0002, "handover": 0.006}
+    )
+    failed = TransferRecord("r-1", "peer_lost", 0, 0, waits={"handshake": 0.0, "register": 0.002})
     prefill, decode = record().nodes
     nodes = [structs.replace(prefill, transfer=sent), structs.replace(decode, transfer=failed)]
     text = " ".join(shown(record(nodes=nodes)).split())

@@ -160,13 +160,11 @@ class RunningDeployment:
         """Waits until every block is free and nothing runs, waits or is in transfer, by statuses that are newer than this call."""
         asked = time.monotonic()
         return self.until(
-            lambda nodes: (
-                time.monotonic() - asked > 1.0  # every node has reported since
-                and all(
-                    node["free_blocks"] == node["total_blocks"]
-                    and not (node["running"] or node["waiting"] or node["transfers"] or node["held_blocks"])
-                    for node in nodes
-                )
+            lambda nodes: all(
+                time.monotonic() - asked > node["counters_age_s"]  # it has reported since
+                and node["free_blocks"] == node["total_blocks"]
+                and not (node["running"] or node["waiting"] or node["transfers"] or node["held_blocks"])
+                for node in nodes
             ),
             "every block free and nothing under way",
         )

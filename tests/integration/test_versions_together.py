@@ -17,6 +17,7 @@ import pytest
 from tandem.wire.versions import WIRE_VERSION
 from tests.integration.cluster_lab import END_S, START_S, Load, RayNodes, Tandem, free_port
 from tests.other_tandem import ROOT, make_other_tandem
+from tests.waiting import until
 
 PROMPTS = [f"{count} little stories about the sea, one after the other: " * 6 for count in range(8)]
 
@@ -54,16 +55,17 @@ def test_old_and_new_answer_together(
     answers = [streamed(url, prompt) for prompt in PROMPTS]
     assert all(len(text) > 20 for text in answers)
 
-    nodes = {
-        node["node_id"]: node
-        for node in httpx.get(f"{url}/cluster", timeout=10, trust_env=False).json()["nodes"]
-    }
+    def nodes_now() -> dict[str, Any]:
+        answer = httpx.get(f"{url}/cluster", timeout=10, trust_env=False)
+        return {node["node_id"]: node for node in answer.json()["nodes"]}
+
+    until(lambda: nodes_now()["decode-0"]["counters"]["transfer_blocks_received"] > 0)  # KV crossed the line
+    nodes = nodes_now()
     versions = {name: node["wire_version"] for name, node in nodes.items()}
     assert versions == {
         "decode-0": decodes_version,
         "prefill-0": others_version,
     }
-    assert nodes["decode-0"]["counters"]["transfer_blocks_received"] > 0, "KV went from one to the other"
     for node in nodes.values():
         assert node["counters"]["malformed_frames"] == 0
         assert node["counters"]["line_gaps"] == 0

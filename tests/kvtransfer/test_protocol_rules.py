@@ -287,7 +287,7 @@ def test_the_handshake_is_made_once(pair: Pair) -> None:
         pair.world.settle(0.2)
     assert pair.outcomes() == ({"sent": 3}, {"received": 3})
     received = pair.consumer.recorder.snapshot(0).recent
-    assert [record.handshake_s for record in received] == [0.125, 0.0, 0.0]
+    assert [record.waits["handshake"] for record in received] == [0.125, 0.0, 0.0]
 
 
 def test_a_registration_after_a_long_silence_gets_a_fresh_stamp_first(pair: Pair) -> None:

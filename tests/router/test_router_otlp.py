@@ -146,7 +146,7 @@ def test_the_request_is_the_callers_child_and_everything_else_is_the_requests() 
 
 
 def test_a_transfer_is_told_with_the_node_that_took_part() -> None:
-    transfer = TransferRecord("req-1", "received", 4096, 2, handshake_s=0.25, register_s=0.5)
+    transfer = TransferRecord("req-1", "received", 4096, 2, waits={"handshake": 0.25, "register": 0.5})
     nodes = [
         NodePart("d0", "decode", "req-1", [Span(TracePhase.INBOX, 101, 102)], 0.0, 0.0, transfer=transfer)
     ]

@@ -86,6 +86,20 @@ def test_a_member_is_in_view_once_it_has_spoken(world: World) -> None:
     assert world.in_view == {"d0"}
 
 
+def test_counters_are_kept_until_a_status_has_newer_ones(world: World) -> None:
+    node = info("d0")
+    world.pool.set_members([node])
+    world.say(node, counters=NodeCounters(steps=5))
+    counted_at = world.now
+    world.now += 0.25
+    world.say(node, counters=None, running=2)
+    member = world.pool.member("d0")
+    assert member is not None
+    assert (member.status.running, member.counters.steps, member.counters_at) == (2, 5, counted_at)
+    world.say(node, counters=NodeCounters(steps=7))
+    assert (member.counters.steps, member.counters_at) == (7, world.now)
+
+
 def test_silence_loses_a_node_once_and_a_word_brings_it_back(world: World) -> None:
     node = info("d0")
     world.pool.set_members([node])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.engine.cache.pool import CacheEvents
 from tandem.engine.request import Request
-from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
+from tandem.node.routers import CacheNewsDesk, NamedBlocks
 from tandem.router.prefixes import CachedBlocks, NodeBits, PromptHashes
 from tandem.wire.errors import NodeLost
 from tandem.wire.images import MediaFeature

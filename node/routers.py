@@ -1,4 +1,5 @@
-"""Tells routers what this node's prefix cache holds, so that they send a prompt to a node that has cached its beginning.
+"""The routers that a node has heard lately, and what they are told without asking: the node's status, and what its prefix cache holds,
+so that they send a prompt to a node that has cached its beginning.
 
 The step thread queues the KV events of each step. The `cache-news` thread translates them into the routers' block hashes
 (`wire.requests`) and keeps the set of cached blocks, which it sends whole to a router that is new or has missed a message.
@@ -13,7 +14,11 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
+import msgspec
+
+from tandem.wire.errors import NodeLost
 from tandem.wire.kv_events import (
     DEVICE_MEDIUM,
     AllBlocksCleared,
@@ -22,9 +27,143 @@ from tandem.wire.kv_events import (
     ExtraKeys,
     KVEvent,
 )
-from tandem.wire.requests import CacheChange, CacheNews, beside_media, block_hashes, root_hash
+from tandem.wire.lines import Position
+from tandem.wire.requests import CacheChange, CacheNews, NodeStatus, beside_media, block_hashes, root_hash
 
 logger = logging.getLogger(__name__)
+
+COUNTERS_PERIOD_S = 1.0  # between two reports with counters
+
+
+class RouterLine(Protocol):
+    """The node's end of the line to its routers."""
+
+    @property
+    def malformed(self) -> int: ...
+    @property
+    def died(self) -> str | None:
+        """Why the line receives nothing any more although it was not closed; None while it receives."""
+        ...
+
+    @property
+    def gaps(self) -> int:
+        """How many times messages were missing and were requested again."""
+        ...
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        """Queues a message. Raises NodeLost when the router does not read. The first message opens a connection, which stays open."""
+        ...
+
+    def received(self, endpoint: str) -> Position:
+        """The position of the router's last delivered message."""
+        ...
+
+    def forget(self, endpoint: str) -> None:
+        """Drops the connection and the messages queued on it."""
+        ...
+
+
+class Routers:
+    """The routers that this node has heard lately. Every method may be called from any thread.
+
+    A router that is silent for `silence_s`, or does not read, is lost: `lost` is called once, and the router counts as new when it is
+    heard again. A lost router gets no message and has no connection, because messages that it does not read would pile up."""
+
+    def __init__(
+        self,
+        line: RouterLine,
+        status: Callable[[], NodeStatus],
+        lost: Callable[[str], None],  # called under the lock: must not wait
+        *,
+        period_s: float,  # between two status reports to all routers
+        silence_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._line = line
+        self._status = status
+        self._lost = lost
+        self._period_s = period_s
+        self._counted_every = max(1, round(COUNTERS_PERIOD_S / period_s))
+        self._reports = 0
+        self._silence_s = silence_s
+        self._clock = clock
+        self._heard: dict[str, float] = {}  # router's address -> when it was last heard
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._report, name="node-status", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    @property
+    def known(self) -> list[str]:
+        """The addresses of the routers that were heard lately."""
+        with self._lock:
+            return list(self._heard)
+
+    def heard(self, reply_to: str) -> bool:
+        """Notes that a message of this router has come. Returns True if the router was not known before."""
+        with self._lock:
+            is_new = reply_to not in self._heard
+            self._heard[reply_to] = self._clock()
+        return is_new
+
+    def tell(self, reply_to: str, message: msgspec.Struct) -> None:
+        with self._lock:
+            if reply_to not in self._heard:
+                return
+            try:
+                self._line.send(reply_to, message)
+            except NodeLost as error:
+                logger.warning("router lost: %s", error)
+                self._lose(reply_to)
+
+    def tell_status(self, reply_to: str) -> None:
+        self.tell(reply_to, self._status())
+
+    def tell_all_status(self) -> None:
+        for reply_to in self.known:
+            self.tell_status(reply_to)
+
+    def report(self) -> None:
+        """Drops the routers that are silent, and sends the status to the others: with counters every COUNTERS_PERIOD_S, because they
+        are most of a status."""
+        status = self._status()
+        if self._reports % self._counted_every:
+            status = msgspec.structs.replace(status, counters=None)
+        self._reports += 1
+        for reply_to in self.known:
+            self._lose_if_silent(reply_to)
+            self.tell(reply_to, status)
+
+    def _report(self) -> None:
+        while not self._closing.wait(self._period_s):
+            try:
+                self.report()
+            except Exception:
+                # This thread must go on: routers give up a node that does not report, and the controller would not replace it.
+                logger.exception("the status was not sent to every router")
+
+    def _lose_if_silent(self, reply_to: str) -> None:
+        with self._lock:
+            silent_s = self._clock() - self._heard.get(reply_to, self._clock())
+            if silent_s > self._silence_s:
+                logger.warning(
+                    "router %s has been silent for %.0f s: aborting its requests", reply_to, silent_s
+                )
+                self._lose(reply_to)
+
+    def _lose(self, reply_to: str) -> None:
+        """Called under the lock, so that `lost` is called before the router can be heard again."""
+        del self._heard[reply_to]
+        self._line.forget(reply_to)
+        self._lost(reply_to)
+
 
 HASHES_PER_MESSAGE = 2048
 

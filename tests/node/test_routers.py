@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tandem.node.status import Routers
+from tandem.node.routers import Routers
 from tandem.wire.errors import NodeLost
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
