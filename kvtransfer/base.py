@@ -263,7 +263,7 @@ class TransferStats(msgspec.Struct):
     wrong_kv: dict[str, int] = msgspec.field(default_factory=dict)
     # Peers that sent wrong KV so often that this node begins no transfer with them for a while.
     left_out: list[str] = msgspec.field(default_factory=list)
-    # A producer's blocks that became free, by what freed them: see `protocol.statistics.ReleaseReason`.
+    # A producer's blocks that became free, by what freed them: see `protocol.side.ReleaseReason`.
     blocks_freed: dict[str, int] = msgspec.field(default_factory=dict)
     recent: list[TransferRecord] = msgspec.field(default_factory=list)  # the newest at the end, a few dozen
     # By stage: see TransferRecord.waits.

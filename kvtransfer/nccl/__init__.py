@@ -18,7 +18,7 @@ from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerC
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
-from tandem.kvtransfer.protocol.side import parse_direction
+from tandem.kvtransfer.protocol.settings import parse_direction
 
 
 def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:

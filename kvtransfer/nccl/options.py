@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tandem.kvtransfer.protocol.side import ProtocolOptions, parse_options
+from tandem.kvtransfer.protocol.settings import ProtocolOptions, parse_options
 from tandem.wire.errors import ConfigurationError
 
 

@@ -18,7 +18,7 @@ from tandem.kvtransfer.nixl.sharded import ShardedTransport
 from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.nixl.transport import NixlAgent
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
-from tandem.kvtransfer.protocol.side import parse_direction
+from tandem.kvtransfer.protocol.settings import parse_direction
 from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.wire.errors import ConfigurationError
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.kvtransfer.protocol.side import ProtocolOptions, parse_options
+from tandem.kvtransfer.protocol.settings import ProtocolOptions, parse_options
 from tandem.wire.errors import ConfigurationError
 
 _OF_BACKEND = "backend."

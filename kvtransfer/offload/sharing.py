@@ -26,8 +26,8 @@ from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.prefixes import Prefixes
 from tandem.kvtransfer.protocol.checksums import every_of
-from tandem.kvtransfer.protocol.side import BoundedMemory, PeerKey, ProtocolSettings, key_of
-from tandem.kvtransfer.protocol.statistics import Recorder
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.side import BoundedMemory, PeerKey, Recorder, key_of
 from tandem.wire.handoff import CacheMemory, Envelope
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.sharing import (

@@ -12,10 +12,9 @@ What both sides use:
     checksums   how the checksum of a grain is computed, and which grains carry one
     transport   the interface of whatever moves blocks
     commands    what the scheduler half plans and the worker half carries out
-    statistics  what is measured: rates of links and of computing, whether a transfer is worth its wait, how transfers
-                ended and what they moved
-    side        a node's identity to its peers, durations and limits, options that every connector of this protocol has,
-                and the answers to messages that a node cannot act on
+    settings    durations and limits, and options that every connector of this protocol has
+    side        a node's identity to its peers, its answers to messages that it cannot act on, and what it measures:
+                rates of links and of computing, whether a transfer is worth its wait, how transfers ended
     links       what each side knows of the nodes on the other: handshake, stamps, silence; a consumer registers its
                 blocks and renews its leases here
 

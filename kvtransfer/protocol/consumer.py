@@ -18,8 +18,7 @@ from tandem.kvtransfer.protocol.incoming import (
 from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks, Registrar
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.side import Answers, NodeSide, PeerKey, key_of
-from tandem.kvtransfer.protocol.statistics import LinkPace, Outcome, Patience
+from tandem.kvtransfer.protocol.side import Answers, LinkPace, NodeSide, Outcome, Patience, PeerKey, key_of
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (

@@ -24,7 +24,8 @@ from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.commands import Command
 from tandem.kvtransfer.protocol.consumer import Consumer
 from tandem.kvtransfer.protocol.producer import Producer
-from tandem.kvtransfer.protocol.side import Answers, Clock, NodeSide, ProtocolSettings
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.side import Answers, Clock, NodeSide
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.wire.errors import InternalError, NodeLost
 from tandem.wire.handoff import (

@@ -47,8 +47,8 @@ from tandem.kvtransfer.protocol.commands import (
 )
 from tandem.kvtransfer.protocol.endpoint import Outcomes, ProtocolLoop, SideChannel, TransferEndpoint
 from tandem.kvtransfer.protocol.processes import has_ended, this_process
-from tandem.kvtransfer.protocol.side import Identity, NodeSide, ProtocolOptions, ProtocolSettings
-from tandem.kvtransfer.protocol.statistics import ComputeRate, Recorder
+from tandem.kvtransfer.protocol.settings import ProtocolOptions, ProtocolSettings
+from tandem.kvtransfer.protocol.side import ComputeRate, Identity, NodeSide, Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import KVTransferParams, TransferRole

@@ -25,15 +25,8 @@ from tandem.kvtransfer.protocol.checksums import unpack
 from tandem.kvtransfer.protocol.commands import BeginReceive
 from tandem.kvtransfer.protocol.links import ProducerLinks
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.side import (
-    BoundedMemory,
-    Clock,
-    Identity,
-    NodeSide,
-    PeerKey,
-    ProtocolSettings,
-)
-from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.side import BoundedMemory, Clock, Identity, NodeSide, Outcome, PeerKey
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import CancelTransfer, HandoffAccepted, HandoffNotice, ProcessIdentity

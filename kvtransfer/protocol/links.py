@@ -14,16 +14,17 @@ import msgspec
 from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.checksums import every_of
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import (
     BoundedMemory,
     Clock,
     Forget,
+    LinkMeter,
+    LinkPace,
     NodeSide,
     PeerKey,
-    ProtocolSettings,
     key_of,
 )
-from tandem.kvtransfer.protocol.statistics import LinkMeter, LinkPace
 from tandem.kvtransfer.protocol.transport import RemoteId, Transport
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (

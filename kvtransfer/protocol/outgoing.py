@@ -16,16 +16,17 @@ from collections.abc import Callable, Iterator
 
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.sending import DestinationBlocks, MissingBlocks, OutgoingTransfer, SendPhase
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import (
     Answers,
     BoundedMemory,
     Clock,
     NodeSide,
+    Outcome,
     PeerKey,
-    ProtocolSettings,
+    Recorder,
     TransferEnd,
 )
-from tandem.kvtransfer.protocol.statistics import Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import Envelope, HandoffNotice, KVArrived, RefusalCode, TransferClosed

@@ -12,8 +12,7 @@ from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks, LeaseS
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
 from tandem.kvtransfer.protocol.pushing import Progress, PushLoop, Writer
 from tandem.kvtransfer.protocol.sending import DestinationBlocks, OutgoingTransfer, SendPhase
-from tandem.kvtransfer.protocol.side import Answers, NodeSide, PeerKey, TransferEnd, key_of
-from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.side import Answers, NodeSide, Outcome, PeerKey, TransferEnd, key_of
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.handoff import (
     CancelTransfer,

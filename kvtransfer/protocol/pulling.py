@@ -10,8 +10,8 @@ from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.incoming import IncomingTransfers
 from tandem.kvtransfer.protocol.links import ProducerLinks
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.side import Clock, NodeSide, PeerKey, ProtocolSettings
-from tandem.kvtransfer.protocol.statistics import LinkMeter, LinkPace, Outcome
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.side import Clock, LinkMeter, LinkPace, NodeSide, Outcome, PeerKey
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, HandoffNotice
@@ -55,15 +55,13 @@ class Reader:
         meter = self.meters.get(receiving.peer)
         if meter is None or not receiving.unread:
             return False
-        meter.bytes_per_s(self._clock())
-        post = self._batch(receiving) * self._mapping_of(receiving).grain_bytes
-        most = self._settings.bytes_of_a_link(post, meter.last_measured)
-        return not meter.in_flight or meter.in_flight + post <= most
+        post_bytes = self._batch(receiving) * self._mapping_of(receiving).grain_bytes
+        return meter.has_room(self._settings, post_bytes, self._clock())
 
     def _batch(self, receiving: IncomingTransfer) -> int:
         """The number of grains in one read."""
-        mapping, pace = self._mapping_of(receiving), self.meters[receiving.peer].last_measured
-        return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain, pace)
+        mapping, meter = self._mapping_of(receiving), self.meters[receiving.peer]
+        return meter.grains_of_a_post(self._settings, mapping.grain_bytes, mapping.runs_per_grain)
 
     def _mapping_of(self, receiving: IncomingTransfer) -> Mapping:
         if receiving.mapping is None:

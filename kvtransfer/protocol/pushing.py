@@ -18,8 +18,8 @@ from tandem.kvtransfer.protocol.sending import (
     SendPhase,
     Write,
 )
-from tandem.kvtransfer.protocol.side import Clock, NodeSide, ProtocolSettings
-from tandem.kvtransfer.protocol.statistics import LinkPace, Outcome, Recorder
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.side import Clock, LinkPace, NodeSide, Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import TransferPace
@@ -52,11 +52,8 @@ class Writer:
         destination = sending.destination
         if destination is None or not sending.has_due:
             return False
-        meter = destination.link.meter
-        meter.bytes_per_s(self._clock())
-        post = self._batch(destination) * destination.mapping.grain_bytes
-        most = self._settings.bytes_of_a_link(post, meter.last_measured)
-        return not meter.in_flight or meter.in_flight + post <= most
+        post_bytes = self._batch(destination) * destination.mapping.grain_bytes
+        return destination.link.meter.has_room(self._settings, post_bytes, self._clock())
 
     def computing(self, sending: OutgoingTransfer, num_tokens: int, slots: int) -> None:
         """The first `slots` layers of a chunk that ends at `num_tokens` have been computed."""
@@ -72,8 +69,8 @@ class Writer:
 
     def _batch(self, destination: DestinationBlocks) -> int:
         """The number of grains in one post."""
-        mapping, pace = destination.mapping, destination.link.meter.last_measured
-        return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain, pace)
+        mapping, meter = destination.mapping, destination.link.meter
+        return meter.grains_of_a_post(self._settings, mapping.grain_bytes, mapping.runs_per_grain)
 
     def post(self, sending: OutgoingTransfer, remote: RemoteId) -> None:
         destination = sending.destination

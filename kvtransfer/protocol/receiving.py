@@ -10,8 +10,7 @@ from tandem.kvtransfer.base import NULL_BLOCK_ID, count_blocks
 from tandem.kvtransfer.protocol.cache_map import GrainPlace, Mapping
 from tandem.kvtransfer.protocol.checksums import ChecksumSample
 from tandem.kvtransfer.protocol.commands import BeginReceive, BlockTable
-from tandem.kvtransfer.protocol.side import PeerKey
-from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.side import Outcome, PeerKey
 from tandem.kvtransfer.protocol.transport import HandleId
 from tandem.wire.handoff import HandoffNotice, ProcessIdentity
 from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferStage, TransferTrace

@@ -16,8 +16,7 @@ from tandem.kvtransfer.protocol.cache_map import GrainPlace, Mapping
 from tandem.kvtransfer.protocol.checksums import Checksums, ChecksumSample, PendingSums, pack
 from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend
 from tandem.kvtransfer.protocol.links import ConsumerLink
-from tandem.kvtransfer.protocol.side import PeerKey, key_of
-from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.side import Outcome, PeerKey, key_of
 from tandem.kvtransfer.protocol.transport import HandleId
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import RegisterDestination

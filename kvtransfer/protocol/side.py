@@ -1,24 +1,36 @@
-"""What producer and consumer of one node share: its identity to peers, durations and limits, its transport and channel,
-its answers to messages that it cannot act on, and a bounded memory of what is over."""
+"""What producer and consumer of one node share: its identity to peers, its transport and channel, its answers to messages
+that it cannot act on, a bounded memory of what is over, and what it measures: rates of links and of computing, whether
+a transfer is still worth its wait, how each ended.
+
+The producer of a push measures its link, and tells the consumer if it is slow (`TransferPace`). The consumer of a pull
+measures its own reads. The consumer decides, because only it knows how long it would take to compute the rest itself.
+The protocol's thread counts, and any thread may read the counters.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from tandem.kvtransfer.config import MAX_LEASE_S, ChecksumPolicy, LoadFailurePolicy, TransferConfig
+from tandem.kvtransfer.base import TransferStats
+from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.checksums import Checksums
-from tandem.kvtransfer.protocol.statistics import Recorder
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.transport import Direction, Transport
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.handoff import Envelope, ProcessIdentity, Refusal, RefusalCode, TransferClosed
+from tandem.wire.requests import WaitHistogram
+from tandem.wire.tracing import TransferRecord, TransferTrace
 
+Value = TypeVar("Value")
 Clock = Callable[[], float]
 
 
@@ -47,118 +59,290 @@ class Identity(NamedTuple):
         )
 
 
-class ProtocolSettings(msgspec.Struct, frozen=True):
-    lease_s: float = 10.0
-    timeout_s: float = 60.0
-    handshake_timeout_s: float = 5.0
-    retry_s: float = 0.25  # a question without an answer is sent again after this long
-    renew_s: float = 1.0
-    # A peer that owes an answer for this long is probed: does its process run, does its machine answer?
-    probe_s: float = 0.5
-    silent_s: float = 2.0  # the longest wait for an answer that a peer may never send
-    # What a process had sent before it ended has certainly arrived after this long.
-    margin_s: float = 0.5
-    # A link over which no transfer runs is dropped after this long, because the peer may be gone for good.
-    keep_link_s: float = 600.0
-    # A transfer is given up if it would take this much longer than computing the missing tokens here.
-    patience_s: float = 1.0
-    # A link's pace is measured over at least this long, and a producer reports no wait that is shorter.
-    pace_s: float = 0.5
-    tell_pace_s: float = 0.25  # the producer reports a slow link to a consumer at most this often
-    # For this long after a report, the consumer begins no transfer over that link that it would give up.
-    keep_pace_s: float = 5.0
-    progress_s: float = 0.002  # the producer reports arrived grains to a consumer at most this often
-    tick_s: float = 0.05  # deadlines are checked this often while there are any
-    # The bytes of one write or read. Larger ones are split, so that the lease is checked in between.
-    max_post_bytes: int = 32 << 20
-    # Over a slow link, a post has as many bytes as it moves in `post_s`, and at least `min_post_bytes`. No more are in
-    # flight than it moves in `link_s`, so that its pace is seen early.
-    min_post_bytes: int = 1 << 20
-    post_s: float = 0.1
-    link_s: float = 1.0
-    # The bytes of all writes, or all reads, in flight between two nodes. They cannot be taken back: over a slow link a
-    # transfer that was given up keeps its blocks until they have moved.
-    max_link_bytes: int = 64 << 20
-    # Descriptors of one post, if a block is not one run of bytes on both sides.
-    max_post_runs: int = 16_384
-    layerwise_posts: int = 10  # a chunk that goes layer by layer is split into about this many writes
-    # A node is left out, for `keep_link_s`, after this many transfers from it arrived wrong.
-    max_wrong: int = 3
-    # Registrations that arrive before their request: how many are kept, and how many places their block tables may have
-    # in all, null blocks included.
-    max_early_registrations: int = 4096
-    max_early_places: int = 4 << 20
-    max_remembered: int = 16_384  # ids of closed transfers
+# So many transfers' traces are kept until they are asked for.
+REMEMBERED_TRACES = 256
 
-    def grains_of_a_post(self, grain_bytes: int, runs: int, bytes_per_s: float | None) -> int:
-        """Returns how many grains one post has. `bytes_per_s`: the link's rate, if it was ever measured."""
-        most = self.max_post_bytes
-        if bytes_per_s is not None:
-            most = min(most, max(self.min_post_bytes, int(bytes_per_s * self.post_s)))
-        return max(1, min(most // grain_bytes, self.max_post_runs // runs))
 
-    def bytes_of_a_link(self, post_bytes: int, bytes_per_s: float | None) -> int:
-        if bytes_per_s is None:
-            return self.max_link_bytes
-        return min(self.max_link_bytes, max(2 * post_bytes, int(bytes_per_s * self.link_s)))
+class Outcome(enum.StrEnum):
+    """How a transfer ended. Each side counts each transfer once."""
+
+    SENT = "sent"
+    RECEIVED = "received"
+    ABORTED = "aborted"  # our own request ended first
+    CANCELLED = "cancelled"  # the peer gave the transfer up
+    MISMATCHED = "mismatched"  # the notice or the registration is not for this request
+    INCOMPATIBLE = "incompatible"  # the caches differ in a way that no mapping bridges
+    TIMED_OUT = "timed_out"
+    TOO_SLOW = "too_slow"  # the link is so slow that computing the rest takes less time
+    LEASE_EXPIRED = "lease_expired"
+    PEER_LOST = "peer_lost"  # dead, restarted, or silent until its lease ended
+    MOVE_FAILED = "move_failed"  # the transport reported an error
+    CORRUPTED = "corrupted"  # a checksum differs: other bytes arrived than were sent
+    REFUSED = "refused"  # the producer refused the registration
+    CLOSED_BY_PEER = "closed_by_peer"
+    SHUTDOWN = "shutdown"
+
+
+class ReleaseReason(enum.StrEnum):
+    """Why a producer's blocks became free that were kept after their request's end."""
+
+    SENT = "sent"  # every byte arrived, and the consumer accepted the handoff
+    LEASE_ENDED = "lease_ended"
+    CANCELLED = "cancelled"  # by either node
+    PEER_LOST = "peer_lost"
+    FAILED = "failed"  # the two nodes did not agree, or the bytes could not be moved
+
+
+_FREED_BY = {
+    Outcome.SENT: ReleaseReason.SENT,
+    Outcome.LEASE_EXPIRED: ReleaseReason.LEASE_ENDED,
+    Outcome.CANCELLED: ReleaseReason.CANCELLED,
+    Outcome.ABORTED: ReleaseReason.CANCELLED,
+    Outcome.SHUTDOWN: ReleaseReason.CANCELLED,
+    Outcome.PEER_LOST: ReleaseReason.PEER_LOST,
+}
+RECENT = 32
+
+
+class Recorder:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left_out: dict[str, float] = {}  # until when each peer is left out
+        self._lock = threading.Lock()
+        self._stats = TransferStats()
+        self._outcomes: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._wrong_kv: Counter[str] = Counter()
+        self._waits: dict[str, WaitHistogram] = {}
+        self._traces: OrderedDict[str, TransferTrace] = OrderedDict()  # by request
+        self._freed: Counter[str] = Counter()
+        self._recent: deque[TransferRecord] = deque(maxlen=RECENT)
+
+    def began(self) -> None:
+        with self._lock:
+            self._stats.in_progress += 1
+
+    def ended(self, trace: TransferTrace) -> None:
+        """Called before the end is announced, so that a reader who knows of the end sees it counted."""
+        record = trace.record
+        with self._lock:
+            self._stats.in_progress -= 1
+            self._outcomes[record.outcome] += 1
+            self._stats.leases_expired += record.outcome == Outcome.LEASE_EXPIRED
+            for stage, seconds in record.waits.items():
+                self._waits[stage] = self._waits.get(stage, WaitHistogram()).plus(seconds)
+            self._recent.append(record)
+            if record.request_id:
+                self._traces[record.request_id] = trace
+            if len(self._traces) > REMEMBERED_TRACES:
+                self._traces.popitem(last=False)
+
+    def quarantined(self, blocks: int) -> None:
+        """`blocks` entered quarantine; a negative number left it."""
+        with self._lock:
+            self._stats.quarantined_blocks += blocks
+
+    def refused(self, why: str) -> None:
+        with self._lock:
+            self._refused[why] += 1
+
+    def take_trace(self, request_id: str) -> TransferTrace | None:
+        with self._lock:
+            return self._traces.pop(request_id, None)
+
+    def sent(self, blocks: int, num_bytes: int, *, descriptors: int = 0, overlapped: int = 0) -> None:
+        with self._lock:
+            self._stats.descriptors_sent += descriptors
+            self._stats.blocks_sent += blocks
+            self._stats.bytes_sent += num_bytes
+            self._stats.bytes_overlapped += overlapped
+
+    def checked(self, grains: int) -> None:
+        with self._lock:
+            self._stats.blocks_checked += grains
+
+    def wrong_kv(self, peer: str) -> None:
+        with self._lock:
+            self._wrong_kv[peer] += 1
+
+    def left_out(self, peer: str, until: float) -> None:
+        with self._lock:
+            self._left_out[peer] = until
+
+    def received(self, blocks: int, num_bytes: int) -> None:
+        with self._lock:
+            self._stats.blocks_received += blocks
+            self._stats.bytes_received += num_bytes
+
+    def freed(self, blocks: int, outcome: Outcome) -> None:
+        with self._lock:
+            self._freed[_FREED_BY.get(outcome, ReleaseReason.FAILED).value] += blocks
+
+    def snapshot(self, malformed_frames: int) -> TransferStats:
+        with self._lock:
+            stats = self._stats
+            return TransferStats(
+                descriptors_sent=stats.descriptors_sent,
+                bytes_sent=stats.bytes_sent,
+                bytes_received=stats.bytes_received,
+                blocks_sent=stats.blocks_sent,
+                blocks_received=stats.blocks_received,
+                outcomes=dict(self._outcomes),
+                leases_expired=stats.leases_expired,
+                malformed_frames=malformed_frames,
+                in_progress=stats.in_progress,
+                quarantined_blocks=stats.quarantined_blocks,
+                bytes_overlapped=stats.bytes_overlapped,
+                refused=dict(self._refused),
+                blocks_checked=stats.blocks_checked,
+                wrong_kv=dict(self._wrong_kv),
+                left_out=sorted(peer for peer, until in self._left_out.items() if self._clock() < until),
+                blocks_freed=dict(self._freed),
+                recent=list(self._recent),
+                waits=dict(self._waits),
+            )
+
+
+_PAUSE_S = 0.005  # a shorter pause between two moves is this node's doing, not the link's
+_KEPT_OF_STEPS = 0.9  # each later step lowers an earlier step's weight by this factor
+
+
+class LinkMeter:
+    """The recent rate of one link.
+
+    Only a move's end can be seen, so bytes are counted from one end to a later one, at least `over_s` apart. The
+    rate is unknown while nothing is in flight, because the link may have changed since.
+    """
+
+    def __init__(self, over_s: float) -> None:
+        self.in_flight = 0
+        self.last_measured: float | None = None  # kept while nothing is in flight
+        self._over_s = over_s
+        self._since = self._last_end = -math.inf  # the interval over which bytes are counted
+        self._moved: deque[tuple[float, int]] = deque()  # (when, how many bytes)
+
+    def posted(self, num_bytes: int, now: float) -> None:
+        if not self.in_flight and now > self._last_end + _PAUSE_S:
+            self._since = self._last_end = now
+            self._moved.clear()
+        self.in_flight += num_bytes
+
+    def withdrawn(self, num_bytes: int) -> None:
+        """These bytes will not arrive."""
+        self.in_flight -= num_bytes
+
+    def moved(self, num_bytes: int, now: float) -> None:
+        self.in_flight -= num_bytes
+        self._last_end = now
+        self._moved.append((now, num_bytes))
+        self._forget_before(now - self._over_s)
+        if self.last_measured is not None and not self.in_flight and now > self._since:
+            # Too short a time for a measurement, but a lower bound: a link that was slow once can count as fast again.
+            self.last_measured = max(self.last_measured, self._bytes_moved / (now - self._since))
 
     @property
-    def remember_s(self) -> float:
-        """How long a closed transfer's id is remembered: no message about it can be later than this."""
-        return 2 * (self.timeout_s + self.lease_s)
+    def _bytes_moved(self) -> int:
+        return sum(num_bytes for _, num_bytes in self._moved)
 
-    @classmethod
-    def from_config(cls, config: TransferConfig) -> ProtocolSettings:
-        for name in ("lease_s", "timeout_s", "handshake_timeout_s"):
-            if not getattr(config, name) > 0:
-                raise ConfigurationError(f"transfer.{name} must be above 0, not {getattr(config, name)}")
-        if config.lease_s > MAX_LEASE_S:
-            raise ConfigurationError(
-                f"transfer.lease_s must be at most {MAX_LEASE_S:g}, not {config.lease_s:g}"
-            )
-        return cls(
-            lease_s=config.lease_s,
-            timeout_s=config.timeout_s,
-            handshake_timeout_s=config.handshake_timeout_s,
-            # A lease has time for three renewals, so that one lost message costs nothing.
-            renew_s=min(1.0, config.lease_s / 3),
-            probe_s=min(0.5, config.lease_s / 4),
-            silent_s=min(2.0, config.lease_s / 2),
-            margin_s=max(0.25, config.lease_s / 20),
-            retry_s=min(0.25, config.lease_s / 6),
-            # With `on_failure: fail` a request fails without its KV, so it waits for it.
-            patience_s=config.patience_s if config.on_failure is LoadFailurePolicy.RECOMPUTE else math.inf,
-        )
+    def bytes_per_s(self, now: float) -> float | None:
+        """Returns the link's rate; None while it is unknown. If no move has ended for a while, all bytes in flight
+        may be about to arrive, so the rate is at most that: a link that stands still seems slower with each call."""
+        self._forget_before(now - self._over_s)
+        if not self.in_flight or now - self._since < self._over_s:
+            return None
+        moved = self._bytes_moved
+        self.last_measured = (moved + self.in_flight) / (now - self._since)
+        if moved and self._last_end > self._since:
+            self.last_measured = min(self.last_measured, moved / (self._last_end - self._since))
+        return self.last_measured
 
+    def grains_of_a_post(self, settings: ProtocolSettings, grain_bytes: int, runs: int) -> int:
+        """Returns how many grains one post has, each of `runs` runs of bytes."""
+        most = settings.max_post_bytes
+        if self.last_measured is not None:
+            most = min(most, max(settings.min_post_bytes, int(self.last_measured * settings.post_s)))
+        return max(1, min(most // grain_bytes, settings.max_post_runs // runs))
 
-class ProtocolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    # A step with at least this many prompt tokens sends their KV while it computes, a few layers at a time; 0 is never.
-    # A smaller step's KV is sent in a millisecond or two; more messages and descriptors would cost as much.
-    layerwise_tokens: int = 128
+    def has_room(self, settings: ProtocolSettings, post_bytes: int, now: float) -> bool:
+        """Whether one more post fits into what may be in flight."""
+        self.bytes_per_s(now)
+        most = settings.max_link_bytes
+        if self.last_measured is not None:
+            most = min(most, max(2 * post_bytes, int(self.last_measured * settings.link_s)))
+        return not self.in_flight or self.in_flight + post_bytes <= most
 
-
-Options = TypeVar("Options", bound=ProtocolOptions)
-Value = TypeVar("Value")
+    def _forget_before(self, when: float) -> None:
+        while self._moved and self._moved[0][0] <= when:
+            self._since, _ = self._moved.popleft()
 
 
-def parse_options(kind: type[Options], connector: str, options: Mapping[str, str]) -> Options:
-    try:
-        parsed = msgspec.convert(dict(options), kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"transfer.options of the {connector} connector: {error}") from None
-    if parsed.layerwise_tokens < 0:
-        raise ConfigurationError(
-            f"transfer.options.layerwise_tokens must be at least 0, not {parsed.layerwise_tokens}"
-        )
-    return parsed
+@dataclasses.dataclass(slots=True)
+class LinkPace:
+    """A slow link `at` some moment: its rate, and the bytes that it has to move."""
+
+    bytes_per_s: float
+    in_flight: int  # these bytes go first and cannot be taken back
+    waiting: dict[str, int]  # the rest of each transfer; the link serves them in turn
+    at: float
+
+    def leave(self, now: float, is_over: Callable[[str, float], bool]) -> list[str]:
+        """Returns the transfers that leave the link to the others, the largest first. Calls `is_over` with each, and
+        the seconds until its last byte arrives. Before that byte, all bytes of every smaller transfer go through the
+        link, and as many of every larger one that stays."""
+        rest, larger, left = sum(self.waiting.values()), 0, []
+        for transfer_id, mine in sorted(self.waiting.items(), key=lambda item: item[1], reverse=True):
+            ahead = self.in_flight + rest + larger * mine
+            rest -= mine
+            if is_over(transfer_id, ahead / self.bytes_per_s - (now - self.at)):
+                del self.waiting[transfer_id]
+                left.append(transfer_id)
+            else:
+                larger += 1
+        return left
+
+    @property
+    def longest_s(self) -> float:
+        return (self.in_flight + sum(self.waiting.values())) / self.bytes_per_s if self.waiting else 0.0
 
 
-def parse_direction(direction: str) -> Direction:
-    try:
-        return Direction(direction)
-    except ValueError:
-        known = ", ".join(direction.value for direction in Direction)
-        raise ConfigurationError(f"transfer.direction must be one of {known}, not {direction!r}") from None
+class ComputeRate:
+    """The engine's rate for prompt tokens. Longer steps weigh more, because a short step's time is mostly fixed
+    cost."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        self._tokens = _KEPT_OF_STEPS * self._tokens + num_tokens
+        self._seconds = _KEPT_OF_STEPS * self._seconds + seconds
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds > 0 else None
+
+
+class Patience:
+    """Gives a transfer up if waiting for it takes `patience_s` longer than computing the missing tokens here would.
+    This counts that the engine first computes what was given up before, so that of many transfers over one slow link
+    some stay on it."""
+
+    def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
+        self._patience_s = patience_s
+        self._clock = clock
+        self._computing_until = 0.0  # when everything that was given up so far is computed
+
+    def is_over(self, expected_s: float, num_tokens: int, tokens_per_s: float | None) -> bool:
+        """`expected_s`: the seconds until everything has arrived; `num_tokens` are missing. True counts them as given
+        up."""
+        if tokens_per_s is None or not tokens_per_s > 0:
+            return False
+        now = self._clock()
+        computed_at = max(now, self._computing_until) + num_tokens / tokens_per_s
+        if now + expected_s <= computed_at + self._patience_s:
+            return False
+        self._computing_until = computed_at
+        return True
 
 
 Send = Callable[[str, msgspec.Struct], None]

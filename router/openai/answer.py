@@ -1,5 +1,7 @@
 """What the answers of all endpoints share: a choice, which turns the tokens of one life into text as they
-arrive; the answer's id; and writing JSON of any size in bounded pieces.
+arrive, up to a stop string; the answer's id; and writing JSON of any size in bounded pieces.
+
+A stop string is found wherever it ends, also across tokens; text that may become one is held back.
 
 Code that writes such pieces makes one at a time and lets the event loop go on in between, so that one large
 answer does not stop other streams.
@@ -16,7 +18,6 @@ from typing import Any
 import msgspec
 
 from tandem.router.dispatch import ReadableLife
-from tandem.router.text.detokenizer import StopMatcher
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import TandemError
 from tandem.wire.requests import new_id
@@ -34,6 +35,60 @@ class Delta(msgspec.Struct, frozen=True):
     tokens: range = range(0)  # the output tokens whose log-probabilities are shown with it
     finish_reason: str | None = None
     token_ids: Sequence[int] = ()  # only if the request asks for them
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces. The result does not depend on how the text is
+    cut."""
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._include_stop = include_stop
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Returns the text that is certainly part of the answer. Returns "" once `matched` is set."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        end = self._first_match(text)
+        if end is not None:
+            self._held = ""
+            return text[:end]
+        keep = self._possible_start(text)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def finish(self) -> str:
+        """Ends the stream. Returns what was held back, which is text after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> int | None:
+        """Returns where the answer ends if a stop string is complete. The first to be complete wins,
+        whichever way the text was cut; among those complete at the same character, the longest, because it
+        began first."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            at = text.find(stop)
+            if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
+                best = (at + len(stop), at, stop)
+        if best is None:
+            return None
+        self.matched = best[2]
+        return best[0] if self._include_stop else best[1]
+
+    def _possible_start(self, text: str) -> int:
+        """Returns the first position from which the text could still grow into a stop string."""
+        longest = max(len(stop) for stop in self._stops) - 1
+        for at in range(max(0, len(text) - longest), len(text)):
+            tail = text[at:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return at
+        return len(text)
 
 
 class Choice:

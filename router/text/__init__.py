@@ -1,6 +1,6 @@
 """Between text and token ids.
 
-tokenizer       a model's tokenizer, from its folder; caches of segments and words, which are cut only where that changes no ids
+tokenizer       a model's tokenizer, from its folder; caches of segments and words, which are cut only where that changes no ids;
+                token ids to text, as they arrive
 chat_template   messages to a prompt; keeps clients' text from being read as special tokens
-detokenizer     token ids to text, as they arrive; stop strings, across tokens
 """

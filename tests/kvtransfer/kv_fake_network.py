@@ -21,8 +21,8 @@ from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.checksums import PendingSums
 from tandem.kvtransfer.protocol.endpoint import Outcomes, TransferEndpoint
 from tandem.kvtransfer.protocol.halves import token_hash
-from tandem.kvtransfer.protocol.side import Identity, NodeSide, ProtocolSettings
-from tandem.kvtransfer.protocol.statistics import Recorder
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.side import Identity, NodeSide, Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Direction, HandleId, Operation, RemoteId, Transport
 from tandem.kvtransfer.protocol.transport import Move as TransportMove
 from tandem.wire.errors import TransferError

@@ -19,7 +19,7 @@ from tandem.kvtransfer.nixl.sharded import ShardedTransport
 from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
-from tandem.kvtransfer.protocol.side import ProtocolOptions
+from tandem.kvtransfer.protocol.settings import ProtocolOptions
 from tandem.kvtransfer.protocol.transport import AskedSums, Direction, HandleId, Move, RemoteId, Transport
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity

@@ -13,7 +13,7 @@ from kv_fake_engine import FakeEngine, consume, produce
 from tandem.kvtransfer.base import KVCacheMemory, TransferStats
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
-from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.side import Outcome
 from tandem.wire.nodes import PeerAddress
 
 

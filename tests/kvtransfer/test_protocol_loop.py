@@ -8,7 +8,7 @@ import pytest
 
 from tandem.kvtransfer.protocol.commands import CancelReceive
 from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, ProtocolLoop
-from tandem.kvtransfer.protocol.side import ProtocolSettings
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.wire.handoff import CancelTransfer, Envelope
 from tests.waiting import until

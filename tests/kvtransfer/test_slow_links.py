@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from kv_fake_network import BLOCK_BYTES, BLOCK_SIZE, SETTINGS, Node, Receive, Send, World
 
 from tandem.kvtransfer.protocol.commands import ComputesAt
-from tandem.kvtransfer.protocol.statistics import ComputeRate, LinkMeter, LinkPace, Patience
+from tandem.kvtransfer.protocol.side import ComputeRate, LinkMeter, LinkPace, Patience
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 
 TOO_SLOW = "too_slow"

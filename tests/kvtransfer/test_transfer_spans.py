@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kv_fake_network import BLOCK_BYTES, Node, Receive, Send, World
 
-from tandem.kvtransfer.protocol.statistics import REMEMBERED_TRACES, Recorder
+from tandem.kvtransfer.protocol.side import REMEMBERED_TRACES, Recorder
 from tandem.wire.tracing import TracePhase, TransferRecord, TransferTrace
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
