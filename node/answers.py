@@ -15,6 +15,9 @@ from tandem.wire.sampling import FinishReason
 _ANSWER_BYTES = 1024  # one answer's share of the limit, besides its note and its tokens
 _TOKEN_BYTES = 4
 
+# How an attempt ends that its router gave up: for another one, or because the answer is over, which it tells apart.
+GIVEN_UP = Unavailable("its router has given this attempt up")
+
 
 @dataclasses.dataclass(slots=True)
 class _Answer:
@@ -102,6 +105,13 @@ class KeptAnswers:
         if answer is not None:
             index = len(answer.tokens)
             self.add(TokenChunk.failed(request_id, index, error.to_wire()))
+
+    def settle(self, answer_id: str, error: TandemError) -> None:
+        """The answer has ended for good, with this error. An attempt that ended with another one, because its router gave it up
+        or it failed here alone, has this one from now on."""
+        answer = self._kept.get(answer_id)
+        if answer is not None and answer.error is not None:
+            answer.error = error.to_wire()
 
     def end_all(self, error: TandemError) -> None:
         for request_id in list(self._running):

@@ -29,7 +29,7 @@ from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
-from tandem.node.answers import KeptAnswers
+from tandem.node.answers import GIVEN_UP, KeptAnswers
 from tandem.node.config import NodeConfig
 from tandem.node.encoders import EncoderDesk, RowsCame
 from tandem.node.loop import (
@@ -462,19 +462,22 @@ class NodeService:
 
     def _end_answer(self, item: EndAnswer) -> None:
         """Ends a background answer. Any router may ask for this; the router that submitted the request is told of its end."""
+        error = (
+            item.error.to_exception() if item.error is not None else Cancelled("the response was cancelled")
+        )
         request_id = self._kept.request_of(item.answer_id)
         live = self._live.get(request_id) if request_id is not None else None
         if live is not None:
-            cancelled = Cancelled("the response was cancelled")
-            self._abort([live.submit.request_id], cancelled)
-            self._refuse(live.submit, cancelled)
+            self._abort([live.submit.request_id], error)
+            self._refuse(live.submit, error)
+        self._kept.settle(item.answer_id, error)
         if item.forget:
             self._kept.forget(item.answer_id)
 
-    def _abort(self, request_ids: list[str], why: TandemError | None = None) -> None:
+    def _abort(self, request_ids: list[str], why: TandemError = GIVEN_UP) -> None:
         for request_id in request_ids:
             self._live.end(request_id)
-            self._kept.end(request_id, why or Cancelled("the response was cancelled"))
+            self._kept.end(request_id, why)
             if self._desk is not None:
                 self._desk.forget(request_id)
         self._engine.abort_requests(request_ids)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.wire.errors import NodeLost, Unavailable
+from tandem.wire.errors import NodeLost, Unavailable, WireError
 from tandem.wire.lines import LetterToRouter, Lines, Position
 from tandem.wire.nodes import NodeInfo, new_epoch
 from tandem.wire.requests import (
@@ -59,7 +59,9 @@ class Links(Protocol):
     def list_cache(self, node: NodeInfo) -> None: ...
     def recall(self, node: NodeInfo, answer_id: str) -> None: ...
     def follow(self, node: NodeInfo, request_id: str, answer_id: str, after: int) -> None: ...
-    def end_answer(self, node: NodeInfo, answer_id: str, *, forget: bool) -> None: ...
+    def end_answer(
+        self, node: NodeInfo, answer_id: str, *, forget: bool, error: WireError | None = None
+    ) -> None: ...
     def turn_ended(self, node: NodeInfo, request_id: str, job_id: str, called: list[str] | None) -> None: ...
     def begin_anew(self, node: NodeInfo) -> None: ...
     def forget(self, node: NodeInfo) -> None: ...
@@ -233,8 +235,10 @@ class NodeLinks:
         come."""
         self._try(node, Follow(self.endpoint, request_id, answer_id, after))
 
-    def end_answer(self, node: NodeInfo, answer_id: str, *, forget: bool) -> None:
-        self._try(node, EndAnswer(self.endpoint, answer_id, forget))
+    def end_answer(
+        self, node: NodeInfo, answer_id: str, *, forget: bool, error: WireError | None = None
+    ) -> None:
+        self._try(node, EndAnswer(self.endpoint, answer_id, forget, error))
 
     def turn_ended(self, node: NodeInfo, request_id: str, job_id: str, called: list[str] | None) -> None:
         """`called`: the tools that the answer calls; None when it was not parsed for calls."""

@@ -22,7 +22,7 @@ from tandem.simulator.network import Network
 from tandem.simulator.outcome import AnswerLog, AnswerTimes, SimulationReport
 from tandem.simulator.pools import SimulatedPools
 from tandem.simulator.traffic import PlayedTraffic
-from tandem.wire.errors import ConfigurationError, InternalError, TandemError
+from tandem.wire.errors import ConfigurationError, InternalError, TandemError, WireError
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import Cancel, Holding, Submit, TokenBatch, TurnEnded
@@ -93,7 +93,9 @@ class SimulatedLinks:
     def follow(self, node: NodeInfo, request_id: str, answer_id: str, after: int) -> None:
         raise InternalError("no answer is kept in a simulation")
 
-    def end_answer(self, node: NodeInfo, answer_id: str, *, forget: bool) -> None:
+    def end_answer(
+        self, node: NodeInfo, answer_id: str, *, forget: bool, error: WireError | None = None
+    ) -> None:
         raise InternalError("no answer is kept in a simulation")
 
 

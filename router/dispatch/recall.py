@@ -98,7 +98,7 @@ class FollowedAnswer:
         if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.ABORT:
             self.ledger.accept(msgspec.structs.replace(chunk, finish=None), may_differ=True)
             error = chunk.error.to_exception() if chunk.error is not None else InternalError("it failed")
-            if self.found.broken or isinstance(error, Cancelled):
+            if isinstance(error, Cancelled) or self._looks >= LOOKS:
                 self._end(FinishReason.ERROR, error)
             else:
                 self._lose(error)
@@ -121,8 +121,8 @@ class FollowedAnswer:
             self._news.set()
 
     async def _find_again(self, error: TandemError) -> None:
-        """Looks for the answer on all nodes, up to LOOKS times, because its router may be moving it just now.
-        After the last search the answer ends with `error`, the error that its node reported."""
+        """Looks for the answer on all nodes, up to LOOKS times, because its router may be moving it just now. If
+        it still goes on nowhere, it has failed, and its last node says why. `error`: what is known so far."""
         self._looks += 1
         if self._looks > LOOKS:
             self._end(FinishReason.ERROR, error)
@@ -130,7 +130,7 @@ class FollowedAnswer:
         if self._looks > 1:
             await asyncio.sleep(BETWEEN_LOOKS_S)
         found = await self._recalls.find(self.found.keep.answer_id)
-        if found is not None and not found.broken:
+        if found is not None and (not found.broken or self._looks == LOOKS):
             self._lost = None
             self.found = found
             self._recalls.follow(self)
@@ -216,11 +216,13 @@ class Recalls:
             if member is not None and member.info == node:
                 self._links.cancel(node, answer.request_id)
 
-    def end(self, answer_id: str, *, forget: bool) -> None:
-        """Ends the answer on every node that keeps it; with `forget` the nodes drop it as well."""
+    def end(self, answer_id: str, *, forget: bool, error: TandemError | None = None) -> None:
+        """Ends the answer on every node that keeps it, as cancelled, or with the error for which it failed; with `forget`
+        the nodes drop it as well."""
+        why = error.to_wire() if error is not None else None
         for member in self._pool.members:
             if member.lost is None:
-                self._links.end_answer(member.info, answer_id, forget=forget)
+                self._links.end_answer(member.info, answer_id, forget=forget, error=why)
 
     def leave_all(self, error: TandemError) -> None:
         """Ends all readers because this router ends; their clients may go on at another router."""

@@ -195,6 +195,7 @@ class ResponseDesk:
         services = self._services
         maker = ResponseMaker(response.body, plan.reader())
         error: TandemError | None = None
+        lives: ReadableLives | None = None
         try:
             inputs = inputs_size(plan)
             with services.kept.share(inputs + answer_size(plan, streams=True)) as kept:
@@ -219,6 +220,9 @@ class ResponseDesk:
         except TandemError as failure:
             error = failure
             response.add(maker.fail(failure))
+            if isinstance(lives, Generation) and response.keeps_events:
+                # Other routers hear it from the nodes.
+                services.dispatcher.recalls.end(response.id, forget=False, error=failure)
         except Exception as bug:
             logger.exception("%s: writing it failed", response.id)
             error = InternalError(f"the router failed to write it: {type(bug).__name__}")

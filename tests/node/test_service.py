@@ -25,7 +25,7 @@ from tandem.node.service import NodeService
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.adapters import identity_of
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import InvalidLogits, NodeLost
+from tandem.wire.errors import InvalidLogits, NodeLost, WireError
 from tandem.wire.images import MediaFeature, TiledImages
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, PeerAddress, Role
@@ -287,6 +287,28 @@ def test_a_background_answer_that_is_ended_elsewhere_is_told_to_its_router(node:
     node.service.receive(Recall("tcp://other:1", "answer"))
     assert node.outgoing.recalled.get(timeout=PATIENCE_S).keep is None
     assert node.service.drain(PATIENCE_S)
+
+
+def test_an_attempt_that_was_given_up_gets_the_end_of_its_answer(node: Node) -> None:
+    """Its router may go on elsewhere; what becomes of the answer, only the router can say."""
+    node.submit(
+        "kept", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), keep=KeepAnswer("answer", 1, b"")
+    )
+    other = "tcp://other:1"
+
+    def said(follower: str) -> str:
+        node.service.receive(Follow(other, follower, "answer", 0))
+        error = node.outgoing.until_finished(follower)[-1].error
+        assert error is not None
+        return error.code
+
+    node.service.receive(Cancel(ROUTER, ["kept"]))
+    assert said("before") == "unavailable"
+    why = WireError("invalid_logits", "the model computed no number")
+    node.service.receive(EndAnswer(ROUTER, "answer", forget=False, error=why))
+    assert said("after") == "invalid_logits"
+    node.service.receive(EndAnswer(other, "answer", forget=False))
+    assert said("cancelled") == "cancelled"
 
 
 def test_the_requests_of_a_router_that_does_not_read_are_aborted(node: Node) -> None:

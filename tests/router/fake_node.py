@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tandem.node.answers import KeptAnswers
+from tandem.node.answers import GIVEN_UP, KeptAnswers
 from tandem.node.config import AnswersConfig
 from tandem.node.requests import keeps_here
 from tandem.wire.errors import Cancelled, WireError
@@ -241,7 +241,7 @@ class FakeNode:
                 self.answers.cancelled(message.request_ids)
                 for request_id in message.request_ids:
                     if self._running.pop(request_id, None) is not None:
-                        self.answers.end(request_id, Cancelled("the response was cancelled"))
+                        self.answers.end(request_id, GIVEN_UP)
             elif isinstance(message, Recall):
                 keep, broken = self.answers.recall(message.answer_id)
                 found = Recalled(self.info.node_id, self.info.epoch, message.answer_id, keep, broken)
@@ -266,14 +266,13 @@ class FakeNode:
     def _end_answer(self, message: EndAnswer) -> None:
         request_id = self.answers.request_of(message.answer_id)
         running = self._running.pop(request_id, None) if request_id is not None else None
+        error = message.error.to_exception() if message.error else Cancelled("the response was cancelled")
         if running is not None:
-            cancelled = Cancelled("the response was cancelled")
-            self.answers.end(running.submit.request_id, cancelled)
+            self.answers.end(running.submit.request_id, error)
             end = FinishReason.ERROR
-            chunk = TokenChunk(
-                running.submit.request_id, running.next, [], finish=end, error=cancelled.to_wire()
-            )
+            chunk = TokenChunk(running.submit.request_id, running.next, [], finish=end, error=error.to_wire())
             self._send(running.submit.reply_to, [chunk])
+        self.answers.settle(message.answer_id, error)
         if message.forget:
             self.answers.forget(message.answer_id)
 

@@ -11,11 +11,13 @@ from tandem.router.config import ApiKey, Heartbeat
 from tandem.router.dispatch import recall
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import WireError
+from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_reasoning import thinking_folder  # noqa: F401  (a fixture)
 from tests.router.test_router_responses import TEXT, WEATHER, create, events_of
 from tests.router.test_router_several import die, revive
+from tests.waiting import until
 
 Pair = tuple[RunningRouter, RunningRouter]
 PATIENT = Heartbeat(ping_interval=0.1, silence=5)
@@ -178,6 +180,28 @@ def test_one_that_failed_says_so_elsewhere(pair: Pair) -> None:
     while found()["status"] != "failed":
         assert time.monotonic() < deadline
     assert "no number" in found()["error"]["message"]
+
+
+def test_one_that_fails_at_prefill_nodes_alone_says_so_elsewhere(pair: Pair) -> None:
+    """The decode nodes, which keep it, see each attempt only given up."""
+    first, second = pair
+    for node in first.nodes.values():
+        if node.info.role is Role.PREFILL:
+            node.set(error_at=(0, WireError("invalid_logits", "the model computed no number")))
+    body = {"input": "weather?", "background": True, "stream": True}
+    with first.client.stream("POST", "/v1/responses", json=body) as events:
+        failed = [event for line in events.iter_lines() for event in events_of(line)][-1]
+    assert failed["type"] == "response.failed"
+    seen: list[dict[str, Any]] = []
+
+    def has_failed() -> bool:
+        seen.append(second.client.get(f"/v1/responses/{failed['response']['id']}").json())
+        return seen[-1]["status"] == "failed"
+
+    until(has_failed)
+    # Until then the other router may think that it is moved to another node.
+    assert {each["status"] for each in seen[:-1]} <= {"queued", "in_progress"}
+    assert "no number" in seen[-1]["error"]["message"]
 
 
 def test_a_router_that_is_stopped_leaves_it_to_the_nodes(pair: Pair, whole: list[dict[str, Any]]) -> None:
