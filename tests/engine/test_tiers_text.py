@@ -21,6 +21,7 @@ from tandem.kvtransfer.offload.disk import HEADER_BYTES
 from tandem.wire.requests import TierStatus
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
+from tests.more import more
 
 BLOCK = 4
 BLOCKS = 40
@@ -125,18 +126,25 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
+# A model, on the native path or the general one, and how many conversations and blocks there are.
+TALKS = [
+    (("llama", True), 200, BLOCKS),
+    (("llama", False), 60, BLOCKS),
+    (("gemma3", False), 40, 100),  # layers of four groups
+    (("mistral-window", False), 40, 24),  # none keeps more than a window
+    (("llama4", False), 40, 100),  # chunks
+    (("qwen3.5", False), 20, BLOCKS),  # recurrent states beside attention
+    (("recurrent-gemma", False), 20, 24),  # and beside windows
+]
+POLICIES = list(EvictionPolicy)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", list(EvictionPolicy))
 @pytest.mark.parametrize(
-    ("runner", "sessions", "blocks"),
+    ("runner", "sessions", "blocks", "policy"),
     [
-        (("llama", True), 200, BLOCKS),
-        (("llama", False), 60, BLOCKS),
-        (("gemma3", False), 40, 100),  # layers of four groups
-        (("mistral-window", False), 40, 24),  # none keeps more than a window
-        (("llama4", False), 40, 100),  # chunks
-        (("qwen3.5", False), 20, BLOCKS),  # recurrent states beside attention
-        (("recurrent-gemma", False), 20, 24),  # and beside windows
+        *((*talk, POLICIES[number % 2]) for number, talk in enumerate(TALKS)),
+        *more((*talk, POLICIES[(number + 1) % 2]) for number, talk in enumerate(TALKS)),
     ],
     indirect=["runner"],
 )

@@ -28,17 +28,19 @@ CASES = [
     ("deepseek-v3", "nixl", "pull", False),
     ("gemma3n", "nixl", "pull", True),
     ("recurrent-gemma", "nixl", "push", True),
+    ("kimi-linear", "nixl", "pull", True),
+]
+# Other models, and the other direction.
+MORE_CASES = [
     ("qwen3-next", "nixl", "pull", True),
     ("granite-hybrid", "nixl", "push", True),
     ("falcon-h1", "nixl", "pull", True),
     ("minimax", "nixl", "push", True),
-    ("kimi-linear", "nixl", "pull", True),
     ("zamba", "nixl", "push", True),
 ]
-# The other direction.
-MORE_CASES = [
+MORE_CASES += [
     (model, connector, "push" if direction == "pull" else "pull", True)
-    for model, connector, direction, _ in CASES
+    for model, connector, direction, _ in [*CASES, *MORE_CASES]
     if model not in ("qwen3.5", "mamba", "lfm2")
 ]
 

@@ -19,6 +19,7 @@ from tandem.kvtransfer.base import Handoff
 from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.errors import TransferError
 from tandem.wire.nodes import PeerAddress
+from tests.more import more
 from tests.waiting import until
 
 LEASE_S = 2.0
@@ -95,12 +96,18 @@ def a_prompt(length: int) -> list[int]:
     return [3 * number % 97 for number in range(length)]
 
 
+# The direction, and the block sizes of producer and consumer.
+WAYS = [
+    ("push", (4, 4)),
+    ("pull", (4, 8)),
+    ("push", (8, 4)),
+    *more([("pull", (4, 4)), ("push", (4, 8)), ("pull", (8, 4))]),
+]
 WIDTHS = [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1), (1, 4)]
 
 
-@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize(("direction", "sizes"), WAYS)
 @pytest.mark.parametrize("widths", WIDTHS, ids=lambda pair: f"{pair[0]}to{pair[1]}")
-@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)], ids=lambda pair: f"blocks{pair[0]}to{pair[1]}")
 def test_every_rank_has_the_bytes_of_its_heads(
     direction: str, widths: tuple[int, int], sizes: tuple[int, int]
 ) -> None:
@@ -130,11 +137,10 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize(("direction", "sizes"), WAYS)
 @pytest.mark.parametrize(
     "cuts", STAGES, ids=lambda pair: "to".join(f"{ranks}cut{cut}" for ranks, cut in pair)
 )
-@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)], ids=lambda pair: f"blocks{pair[0]}to{pair[1]}")
 def test_every_rank_has_the_bytes_of_its_layers(
     direction: str,
     cuts: tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]]],
