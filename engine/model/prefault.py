@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import threading
+import time
 import weakref
 
 import torch
@@ -17,14 +18,16 @@ import torch
 log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 256 << 20
-PIECE_BYTES = 4 << 20  # in one call, so that the thread soon notices when it must stop
+PIECE_BYTES = 1 << 20  # in one call
+# Of the time. A call holds a lock that the process's other threads need to map memory, as a new connection of NIXL's does many
+# times. So the thread keeps the ordinary priority: one of low priority would seldom run on a busy machine, and hold the lock meanwhile.
+SHARE = 0.25
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14: faults pages in as a write would, without writing
-_LEAST_IMPORTANT = 19
 
 
 class PageMaker:
-    """A thread of the lowest priority that faults pages in. It ends when the whole cache is faulted in, or when the cache is freed. Any
-    thread may call `reached`."""
+    """A thread that faults pages in, a quarter of the time. It ends when the whole cache is faulted in, or when the cache is freed.
+    Any thread may call `reached`."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._address = cache.data_ptr()
@@ -55,15 +58,18 @@ class PageMaker:
         return self._wanted < self._length
 
     def _run(self) -> None:
+        pause_s = 0.0
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_IMPORTANT)
             while self._made < self._length:
                 with self._changed:
+                    self._changed.wait_for(lambda: self._stopping, pause_s)
                     self._changed.wait_for(lambda: self._stopping or self._made < self._wanted)
                     if self._stopping:
                         return
                     end = min(self._wanted, self._made + PIECE_BYTES)
+                began = time.monotonic()
                 self._make(end)
+                pause_s = (time.monotonic() - began) * (1 / SHARE - 1)
         except OSError as error:
             # The kernel is older, or memory is short. The pages are then faulted in when they are touched.
             log.debug("pages of the KV cache are not made ahead: %s", error)

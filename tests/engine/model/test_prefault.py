@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
 from pathlib import Path
@@ -61,6 +62,17 @@ def test_a_window_is_made_and_grows_with_what_is_used() -> None:
     assert not maker._thread.is_alive()
     assert resident(cache) == 40 * BLOCK
     maker.stop()
+    maker.stop()
+
+
+def test_its_thread_is_as_important_as_others() -> None:
+    """While it makes pages, threads that map memory wait for it. On a busy machine it would seldom run if it were less important."""
+    cache, _ = cache_of(8)
+    maker = PageMaker(cache)
+    thread, this_one = maker._thread.native_id, threading.get_native_id()
+    assert thread is not None
+    until(maker, 4 * BLOCK)
+    assert os.getpriority(os.PRIO_PROCESS, thread) == os.getpriority(os.PRIO_PROCESS, this_one)
     maker.stop()
 
 
