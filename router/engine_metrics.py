@@ -67,7 +67,7 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        engines = [member for member in self._pool.members if member.has_reported]
+        engines = [member for member in self._pool.members if member.counters_at is not None]
         yield _cache_usage(engines)
         yield _cache_config(engines)
         for name, text, value in _COUNTERS:

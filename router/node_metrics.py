@@ -114,7 +114,7 @@ class NodeCollector(Collector):
         for member in members:
             up.add_metric(_labels(member), float(self._pool.unusable(member) is None))
         yield up
-        reporting = [member for member in members if member.has_reported]
+        reporting = [member for member in members if member.counters_at is not None]
         yield from _gauges(reporting)
         yield from _tiers(reporting)
         yield from _counters(reporting)

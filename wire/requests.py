@@ -347,7 +347,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defau
     transfers: int  # under way
     held_blocks: int  # blocks of ended requests that wait until their transfer is confirmed
     step_age_s: float  # since the engine last completed a step or was idle
-    # None in most reports to routers: what the last report that had them said still holds, roughly.
+    # None in three of four reports to routers, which keep the last ones that came.
     counters: NodeCounters | None
     detail: str = ""  # why the node failed
     loading: int = 0  # waiting requests whose prompt's KV is on its way
@@ -395,7 +395,9 @@ class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
     epoch: int
     answer_id: str
     keep: KeepAnswer | None = None  # None: the node does not keep the answer
-    broken: bool = False  # the answer is incomplete: it was cancelled, or failed
+    broken: bool = (
+        False  # it is incomplete here: it failed, was cancelled, or its router gave this attempt up
+    )
 
 
 class CacheChange(msgspec.Struct, frozen=True, array_like=True):

@@ -165,8 +165,9 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
         "step_s": member.rates.step_s,
     }
     if status is not None:
+        now = services.pool.now()
         node.update(
-            status_age_s=round(services.pool.now() - member.status_at, 3),
+            status_age_s=round(now - member.status_at, 3),
             free_blocks=status.free_blocks,
             total_blocks=status.total_blocks,
             running=status.running,
@@ -182,6 +183,6 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
             detail=status.detail,
             tiers=msgspec.to_builtins(status.tiers),
             counters=member.counters.in_full(),
-            counters_age_s=round(services.pool.now() - member.counters_at, 3),
+            counters_age_s=round(now - member.counters_at, 3) if member.counters_at is not None else None,
         )
     return node

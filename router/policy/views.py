@@ -16,9 +16,8 @@ from tandem.wire.requests import NodeStatus
 MIN_PROMPT_TOKENS = 64
 MIN_STEPS = 4
 WEIGHT = 0.3  # the weight of the newest observation
-_WINDOW_WEIGHT = (
-    0.5  # of the newest window; counters come once a second, so a slower node is known after a few
-)
+# The weight of the newest window. Counters come once a second, so a node that got slower is known after a few.
+_WINDOW_WEIGHT = 0.5
 _PREFILL = Role.PREFILL  # looked up once instead of with every status
 
 

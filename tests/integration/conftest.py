@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import threading
 import time
@@ -161,7 +162,7 @@ class RunningDeployment:
         asked = time.monotonic()
         return self.until(
             lambda nodes: all(
-                time.monotonic() - asked > node["counters_age_s"]  # it has reported since
+                time.monotonic() - asked > (node["counters_age_s"] or math.inf)  # it has reported since
                 and node["free_blocks"] == node["total_blocks"]
                 and not (node["running"] or node["waiting"] or node["transfers"] or node["held_blocks"])
                 for node in nodes
