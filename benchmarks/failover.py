@@ -175,7 +175,7 @@ def measure(
     _, began = max(gaps)
     still_s = max(gaps)[0] + (began - killed_at if began > killed_at else 0.0)
     had = tokens + sum(moment <= began for moment in arrived)
-    time.sleep(1.0)  # until every node has reported
+    time.sleep(1.5)  # until every node has reported its counters
     loaded = computed = 0
     for node in nodes(client):
         before = survivors.get(node["node_id"], {"counters": {}})["counters"]
