@@ -221,6 +221,11 @@ def test_a_killed_decode_nodes_stream_goes_on_with_the_kv_of_its_mirror(
         "the prompt's KV came from the mirror's own memory",
     )
     assert client.tiers(survivor)["cpu"]["mirrored_bytes"] > 0
+    answered = time.monotonic()
+    until(
+        lambda: client.nodes()[survivor]["counters_age_s"] < time.monotonic() - answered,
+        "its counters are of later",
+    )
     counters = client.nodes()[survivor]["counters"]
     assert counters["prompt_tokens_computed"] == 0, "nothing of the prompt was computed again"
     until(
