@@ -15,7 +15,7 @@ from tandem.wire.sampling import FinishReason
 _ANSWER_BYTES = 1024  # one answer's share of the limit, besides its note and its tokens
 _TOKEN_BYTES = 4
 
-# How an attempt ends that its router gave up: for another one, or because the answer is over, which it tells apart.
+# The end of an attempt that its router gave up. The router goes on elsewhere, or says by EndAnswer how the answer ends.
 GIVEN_UP = Unavailable("its router has given this attempt up")
 
 

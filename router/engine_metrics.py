@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem.router.node_metrics import labels_of
 from tandem.router.pool import Member, NodePool
 from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters
 
@@ -67,37 +68,30 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        engines = [member for member in self._pool.members if member.counters_at is not None]
+        engines = self._pool.counted_members
         yield _cache_usage(engines)
         yield _cache_config(engines)
         for name, text, value in _COUNTERS:
             family = CounterMetricFamily(f"tandem_{name}", text, labels=_LABELS)
             for member in engines:
-                family.add_metric(_names(member), value(member.counters))
+                family.add_metric(labels_of(member), value(member.counters))
             yield family
         yield _accepted_by_position(engines)
         yield _step_tokens(engines)
 
 
-_Engines = list[Member]
-
-
-def _names(member: Member) -> list[str]:
-    return [member.info.node_id, member.info.role.value]
-
-
-def _cache_usage(engines: _Engines) -> Metric:
+def _cache_usage(engines: list[Member]) -> Metric:
     family = GaugeMetricFamily(
         "tandem_kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1", labels=_LABELS
     )
     for member in engines:
         status = member.status
         used = status.total_blocks - status.free_blocks
-        family.add_metric(_names(member), used / status.total_blocks if status.total_blocks else 0.0)
+        family.add_metric(labels_of(member), used / status.total_blocks if status.total_blocks else 0.0)
     return family
 
 
-def _cache_config(engines: _Engines) -> Metric:
+def _cache_config(engines: list[Member]) -> Metric:
     family = GaugeMetricFamily(
         "tandem_cache_config_info",
         "The KV cache of each node",
@@ -105,11 +99,11 @@ def _cache_config(engines: _Engines) -> Metric:
     )
     for member in engines:
         blocks = str(member.status.total_blocks)
-        family.add_metric([*_names(member), str(member.info.block_size), blocks], 1.0)
+        family.add_metric([*labels_of(member), str(member.info.block_size), blocks], 1.0)
     return family
 
 
-def _accepted_by_position(engines: _Engines) -> Metric:
+def _accepted_by_position(engines: list[Member]) -> Metric:
     family = CounterMetricFamily(
         "tandem_spec_decode_num_accepted_tokens_per_pos",
         "Tokens of drafts that were right, by their position in the draft",
@@ -117,11 +111,11 @@ def _accepted_by_position(engines: _Engines) -> Metric:
     )
     for member in engines:
         for position, count in enumerate(member.counters.speculative_accepted_at):
-            family.add_metric([*_names(member), str(position)], count)
+            family.add_metric([*labels_of(member), str(position)], count)
     return family
 
 
-def _step_tokens(engines: _Engines) -> Metric:
+def _step_tokens(engines: list[Member]) -> Metric:
     family = HistogramMetricFamily(
         "tandem_iteration_tokens_total", "Tokens that one step computed", labels=_LABELS
     )
@@ -129,5 +123,5 @@ def _step_tokens(engines: _Engines) -> Metric:
         counts = member.counters.step_tokens
         if len(counts) == len(_STEP_BOUNDS):  # a node of another version may have other bounds
             buckets = list(zip(_STEP_BOUNDS, map(float, itertools.accumulate(counts)), strict=True))
-            family.add_metric(_names(member), buckets, member.counters.tokens_scheduled)
+            family.add_metric(labels_of(member), buckets, member.counters.tokens_scheduled)
     return family

@@ -112,15 +112,15 @@ class NodeCollector(Collector):
         members = self._pool.members
         up = GaugeMetricFamily("tandem_node_up", "1 when requests may go there", labels=["node", "role"])
         for member in members:
-            up.add_metric(_labels(member), float(self._pool.unusable(member) is None))
+            up.add_metric(labels_of(member), float(self._pool.unusable(member) is None))
         yield up
-        reporting = [member for member in members if member.counters_at is not None]
+        reporting = self._pool.counted_members
         yield from _gauges(reporting)
         yield from _tiers(reporting)
         yield from _counters(reporting)
 
 
-def _labels(member: Member) -> list[str]:
+def labels_of(member: Member) -> list[str]:
     return [member.info.node_id, member.info.role.value]
 
 
@@ -129,7 +129,7 @@ def _gauges(reporting: list[Member]) -> Iterable[Metric]:
         name = "tandem_node_" + field.removesuffix("_s") + ("_seconds" if field.endswith("_s") else "")
         family = GaugeMetricFamily(name, text, labels=["node", "role"])
         for member in reporting:
-            family.add_metric(_labels(member), getattr(member.status, field))
+            family.add_metric(labels_of(member), getattr(member.status, field))
         yield family
 
 
@@ -148,7 +148,7 @@ def _tiers(reporting: list[Member]) -> Iterable[Metric]:
         )
         for member in reporting:
             for tier in member.status.tiers:
-                family.add_metric([*_labels(member), tier.name], getattr(tier, field))
+                family.add_metric([*labels_of(member), tier.name], getattr(tier, field))
         yield family
 
 
@@ -169,10 +169,10 @@ def _counters(reporting: list[Member]) -> Iterable[Metric]:
         for member in reporting:
             value = getattr(member.counters, field.name)
             if label is None:
-                family.add_metric(_labels(member), value)
+                family.add_metric(labels_of(member), value)
             else:
                 for key, count in value.items():
-                    family.add_metric([*_labels(member), key], count)
+                    family.add_metric([*labels_of(member), key], count)
         yield family
 
 
@@ -187,5 +187,5 @@ def _transfer_waits(reporting: list[Member]) -> Metric:
         for stage, waits in member.counters.transfer_wait_seconds.items():
             if len(waits.counts) == len(bounds):  # a node of another version may have other bounds
                 buckets = list(zip(bounds, itertools.accumulate(waits.counts), strict=True))
-                family.add_metric([*_labels(member), stage], buckets, waits.total_s)
+                family.add_metric([*labels_of(member), stage], buckets, waits.total_s)
     return family

@@ -39,10 +39,9 @@ class Member(NodeView, eq=False):
 
     epoch: int = 0  # of `info`, at hand: it is compared with every status
     joined_at: float = 0.0
-    has_reported: bool = False  # until then `status` says that the node starts
     counters: NodeCounters = NO_COUNTERS  # the last that a status had
     counters_at: float | None = None  # when they came; None: no status had any yet
-    status_at: float = 0.0
+    status_at: float | None = None  # when `status` came; None: none has, and it says that the node starts
     heard_at: float | None = None
     lists_any: bool = False  # its status lists adapters, or nodes from which it takes no KV
     lost: str | None = None  # why it is lost; None while it is not
@@ -61,6 +60,10 @@ class Member(NodeView, eq=False):
         counts = (0,) * 7  # free_blocks to held_blocks
         status = NodeStatus(info.node_id, info.role, info.epoch, NodeState.STARTING, *counts, 0.0, None)
         return cls(info, status, NodeRates(), epoch=info.epoch, joined_at=joined_at)
+
+    @property
+    def has_reported(self) -> bool:
+        return self.status_at is not None
 
     @property
     def reported(self) -> NodeStatus | None:
@@ -144,6 +147,11 @@ class NodePool:
     @property
     def members(self) -> list[Member]:
         return list(self._members.values())
+
+    @property
+    def counted_members(self) -> list[Member]:
+        """The members that have told their counters."""
+        return [member for member in self._members.values() if member.counters_at is not None]
 
     def now(self) -> float:
         return self._clock()
@@ -249,7 +257,7 @@ class NodePool:
         now = self._clock()
         if member.lists_any or status.left_out or status.adapters:
             self._note_lists(member, status)
-        member.status, member.has_reported = status, True
+        member.status = status
         member.status_at = member.heard_at = now
         if status.counters is not None:
             member.counters, member.counters_at = status.counters, now

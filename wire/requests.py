@@ -368,6 +368,11 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defau
     age_s: float = 0.0
 
     @property
+    def totals(self) -> NodeCounters:
+        """The counters; all zero in a status without."""
+        return self.counters or NO_COUNTERS
+
+    @property
     def room_blocks(self) -> int:
         """Blocks that a new request can have: pinned blocks are given up for it."""
         return self.free_blocks + self.pinned_blocks

@@ -23,7 +23,6 @@ from tandem.cluster.control import (
 from tandem.cluster.describe import counted, describe_left_out, format_blocks, format_size, format_tier
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import NodeState
-from tandem.wire.requests import NO_COUNTERS
 
 _COLUMNS = ("node", "role", "machine", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
 _DECISIONS = 8
@@ -76,7 +75,7 @@ def overview(view: ClusterView, key: str | None, fetch: Fetch = fetch_status) ->
     plain: dict[str, Any] = msgspec.to_builtins(view)
     for node, seen in zip(plain["nodes"], view.nodes, strict=True):
         if seen.status is not None:
-            node["status"]["counters"] = (seen.status.counters or NO_COUNTERS).in_full()
+            node["status"]["counters"] = seen.status.totals.in_full()
             node["status"].pop("epoch", None)  # a secret: messages with it count as the node's own
     for router in plain["routers"]:
         try:
@@ -149,7 +148,7 @@ def _state(node: SupervisedNode) -> tuple[str, ...]:
         return (node.phase, *["-"] * 6)
     # The node's own report is newer than its supervisor's phase.
     draining = node.phase == "ready" and status.state is NodeState.DRAINING
-    counters = status.counters or NO_COUNTERS
+    counters = status.totals
     return (
         status.state.value if draining else node.phase,
         str(status.running),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tandem.cluster.pools.autoscaling import PoolLoad
 from tandem.wire.nodes import Role
-from tandem.wire.requests import NO_COUNTERS, NodeCounters, NodeStatus
+from tandem.wire.requests import NodeCounters, NodeStatus
 
 # With fewer tokens a step's fixed cost dominates, and the rate says little about how fast prompts are computed.
 _MIN_PROMPT_TOKENS = 64
@@ -80,7 +80,7 @@ class LoadMeter:
 
     def _work(self, now: float, status: NodeStatus) -> _Work | None:
         """Returns None at the first look at an incarnation."""
-        before, counters = self._seen.get(status.node_id), status.counters or NO_COUNTERS
+        before, counters = self._seen.get(status.node_id), status.totals
         self._seen[status.node_id] = _Seen(now, status.epoch, counters)
         if before is None or before.epoch != status.epoch or now <= before.at:
             return None

@@ -102,8 +102,7 @@ def _why_failed(node: NodeSupervisor) -> str:
     """Returns why a new node has failed; "" if it has not."""
     if node.phase is ProcessPhase.LEFT_OUT or node.restarts >= MAX_START_FAILURES:
         return f"it is {node.phase.value}: {node.detail}"
-    counters = node.status.counters if node.status is not None else None
-    finished = counters.requests_finished if counters is not None else {}
+    finished = node.status.totals.requests_finished if node.status is not None else {}
     errors = finished.get("error", 0)
     if _too_many(errors, sum(finished.values())):
         return f"{errors} of its {sum(finished.values())} requests ended with an error"

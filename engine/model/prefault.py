@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 256 << 20
 PIECE_BYTES = 1 << 20  # in one call
-# Of the time. A call holds a lock that the process's other threads need to map memory, as a new connection of NIXL's does many
-# times. So the thread keeps the ordinary priority: one of low priority would seldom run on a busy machine, and hold the lock meanwhile.
+# The thread works for this share of the time. Each call holds a lock, and the process's other threads need it to map memory. A thread
+# of low priority would seldom run on a busy machine, and keep the lock while it waits. So this one keeps its priority, and pauses.
 SHARE = 0.25
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14: faults pages in as a write would, without writing
 

@@ -278,12 +278,7 @@ async def planned(
     arrived: float,
 ) -> P:
     """Makes the plan of a parsed request, and begins the request's trace."""
-    trace: RequestTrace | None = None
-    if services.traces.draws or exchange.asks_for_trace:
-        tenant = exchange.tenant
-        trace = exchange.trace = services.traces.begin(
-            exchange.request_id, exchange.headers, tenant.name if tenant is not None else None
-        )
+    trace = begin_trace(services, exchange, exchange.request_id)
     read_at = time.monotonic()
     plan = await make_plan(request, services.model, caller_of(services, exchange, request, arrived))
     if trace is not None:
@@ -292,6 +287,15 @@ async def planned(
         trace.prompt_tokens = plan.prompt_tokens
         trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
     return plan
+
+
+def begin_trace(services: Services, exchange: HttpExchange, request_id: str) -> RequestTrace | None:
+    """Begins the trace of a request, or of one of the answers on a connection, if it gets one."""
+    exchange.trace = None
+    if services.traces.draws or exchange.asks_for_trace:
+        tenant = exchange.tenant.name if exchange.tenant is not None else None
+        exchange.trace = services.traces.begin(request_id, exchange.headers, tenant)
+    return exchange.trace
 
 
 def caller_of(services: Services, exchange: HttpExchange, request: object, arrived: float) -> Caller:

@@ -23,7 +23,7 @@ from tandem.router.formats.pieces import Text
 from tandem.router.http.body import BodyShare, answer_size, inputs_size
 from tandem.router.http.errors import BodyTooLarge, Forbidden, RouterDraining, body_of
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.generate_routes import caller_of, enter, notes_of
+from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
 from tandem.router.http.json_body import parse_object
 from tandem.router.http.services import Services
 from tandem.router.http.websocket import GOING_AWAY, WebSocket
@@ -350,8 +350,7 @@ class _Session:
         generation: Generation | None = None
         plan = None
         # Each answer has its own trace, under the id that its client knows.
-        tenant = exchange.tenant.name if exchange.tenant is not None else None
-        trace = exchange.trace = services.traces.begin(self._answer_id, exchange.headers, tenant)
+        trace = begin_trace(services, exchange, self._answer_id)
         status: int | None = None
         try:
             plan = await plan_chat(request, services.model, self._caller(request))

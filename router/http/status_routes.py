@@ -164,7 +164,7 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
         "prefill_tokens_per_s": member.rates.prefill_tokens_per_s,
         "step_s": member.rates.step_s,
     }
-    if status is not None:
+    if status is not None and member.status_at is not None:
         now = services.pool.now()
         node.update(
             status_age_s=round(now - member.status_at, 3),
