@@ -48,7 +48,6 @@ from tandem.node.requests import LiveRequests, RoleRules, check_submit, failed_c
 from tandem.node.routers import CacheNewsDesk, RouterLine, Routers
 from tandem.node.status import node_counters, node_status
 from tandem.wire.errors import (
-    Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     NodeLost,
@@ -462,9 +461,7 @@ class NodeService:
 
     def _end_answer(self, item: EndAnswer) -> None:
         """Ends a background answer. Any router may ask for this; the router that submitted the request is told of its end."""
-        error = (
-            item.error.to_exception() if item.error is not None else Cancelled("the response was cancelled")
-        )
+        error = item.error.to_exception()
         request_id = self._kept.request_of(item.answer_id)
         live = self._live.get(request_id) if request_id is not None else None
         if live is not None:

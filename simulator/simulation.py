@@ -93,9 +93,7 @@ class SimulatedLinks:
     def follow(self, node: NodeInfo, request_id: str, answer_id: str, after: int) -> None:
         raise InternalError("no answer is kept in a simulation")
 
-    def end_answer(
-        self, node: NodeInfo, answer_id: str, *, forget: bool, error: WireError | None = None
-    ) -> None:
+    def end_answer(self, node: NodeInfo, answer_id: str, error: WireError, *, forget: bool) -> None:
         raise InternalError("no answer is kept in a simulation")
 
 

@@ -161,13 +161,13 @@ class TurnEnded(msgspec.Struct, frozen=True, tag="turn_ended"):
 
 
 class EndAnswer(msgspec.Struct, frozen=True, tag="end_answer"):
-    """The kept answer is over: if it is still being made, end it with `error`, or as cancelled. An attempt that its router
-    gave up gets this end, too. `forget`: keep it no longer."""
+    """The kept answer is over, because it failed for good or was cancelled: if it is still being made, end it with `error`. An
+    attempt that its router gave up gets this end, too. `forget`: keep it no longer."""
 
     reply_to: str
     answer_id: str
     forget: bool
-    error: WireError | None = None  # why it failed for good
+    error: WireError
 
 
 ToNode = Submit | Cancel | Ping | Ask | Recall | Follow | EndAnswer | ListCache | TurnEnded

@@ -216,13 +216,12 @@ class Recalls:
             if member is not None and member.info == node:
                 self._links.cancel(node, answer.request_id)
 
-    def end(self, answer_id: str, *, forget: bool, error: TandemError | None = None) -> None:
-        """Ends the answer on every node that keeps it, as cancelled, or with the error for which it failed; with `forget`
-        the nodes drop it as well."""
-        why = error.to_wire() if error is not None else None
+    def end(self, answer_id: str, error: TandemError, *, forget: bool = False) -> None:
+        """Ends the answer with this error on every node that keeps it; with `forget` the nodes drop it as well."""
+        why = error.to_wire()
         for member in self._pool.members:
             if member.lost is None:
-                self._links.end_answer(member.info, answer_id, forget=forget, error=why)
+                self._links.end_answer(member.info, answer_id, why, forget=forget)
 
     def leave_all(self, error: TandemError) -> None:
         """Ends all readers because this router ends; their clients may go on at another router."""

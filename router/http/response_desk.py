@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"resp_[0-9a-f]{48}")
 # How many events are made at once from kept tokens before the event loop goes on.
+CANCELLED = "the response was cancelled"
 TURN_EVENTS = 64
 
 
@@ -104,7 +105,7 @@ class ResponseDesk:
         """Cancels a response and waits for its end. A response that has ended stays as it is."""
         if response.ended:
             return
-        self._services.dispatcher.recalls.end(response.id, forget=False)
+        self._services.dispatcher.recalls.end(response.id, Cancelled(CANCELLED))
         if response.task is not None:
             response.task.cancel()
         async for _ in response.follow(len(response.events) - 1):
@@ -116,7 +117,7 @@ class ResponseDesk:
 
     def forget(self, response: StoredResponse) -> None:
         if response.body["background"]:
-            self._services.dispatcher.recalls.end(response.id, forget=True)
+            self._services.dispatcher.recalls.end(response.id, Cancelled(CANCELLED), forget=True)
         if response.task is not None:
             response.task.cancel()
         self._services.responses.drop(response)
@@ -213,7 +214,7 @@ class ResponseDesk:
                         )
                     services.metrics.e2e_latency.observe(time.monotonic() - arrived)
         except (asyncio.CancelledError, Cancelled):
-            error = Cancelled("the response was cancelled")
+            error = Cancelled(CANCELLED)
             response.add(maker.cancel())
         except LeftBehind as left:
             error = left  # it does not end here: another router goes on with it
@@ -222,7 +223,7 @@ class ResponseDesk:
             response.add(maker.fail(failure))
             if isinstance(lives, Generation) and response.keeps_events:
                 # Other routers hear it from the nodes.
-                services.dispatcher.recalls.end(response.id, forget=False, error=failure)
+                services.dispatcher.recalls.end(response.id, failure)
         except Exception as bug:
             logger.exception("%s: writing it failed", response.id)
             error = InternalError(f"the router failed to write it: {type(bug).__name__}")

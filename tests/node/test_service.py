@@ -103,6 +103,9 @@ class SentBatches:
                 return status
 
 
+CANCELLED = WireError("cancelled", "the response was cancelled")
+
+
 def counted(status: NodeStatus) -> NodeCounters:
     return status.counters or NodeCounters()
 
@@ -280,7 +283,7 @@ def test_a_background_answer_outlives_its_router_and_another_one_reads_it(node: 
 def test_a_background_answer_that_is_ended_elsewhere_is_told_to_its_router(node: Node) -> None:
     keep = KeepAnswer("answer", 1, b"")
     node.submit("kept", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), keep=keep)
-    node.service.receive(EndAnswer("tcp://other:1", "answer", forget=True))
+    node.service.receive(EndAnswer("tcp://other:1", "answer", forget=True, error=CANCELLED))
     error = node.outgoing.until_finished("kept")[-1].error
     assert error is not None
     assert error.code == "cancelled"
@@ -307,7 +310,7 @@ def test_an_attempt_that_was_given_up_gets_the_end_of_its_answer(node: Node) -> 
     why = WireError("invalid_logits", "the model computed no number")
     node.service.receive(EndAnswer(ROUTER, "answer", forget=False, error=why))
     assert said("after") == "invalid_logits"
-    node.service.receive(EndAnswer(other, "answer", forget=False))
+    node.service.receive(EndAnswer(other, "answer", forget=False, error=CANCELLED))
     assert said("cancelled") == "cancelled"
 
 

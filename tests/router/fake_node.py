@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from tandem.node.answers import GIVEN_UP, KeptAnswers
 from tandem.node.config import AnswersConfig
 from tandem.node.requests import keeps_here
-from tandem.wire.errors import Cancelled, WireError
+from tandem.wire.errors import WireError
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.pooling import Pooling, VectorModel
@@ -266,7 +266,7 @@ class FakeNode:
     def _end_answer(self, message: EndAnswer) -> None:
         request_id = self.answers.request_of(message.answer_id)
         running = self._running.pop(request_id, None) if request_id is not None else None
-        error = message.error.to_exception() if message.error else Cancelled("the response was cancelled")
+        error = message.error.to_exception()
         if running is not None:
             self.answers.end(running.submit.request_id, error)
             end = FinishReason.ERROR
