@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.router.config import PolicyName, Timeouts
+from tandem.router.config import Heartbeat, PolicyName, Timeouts
 from tandem.router.engine_metrics import EngineCollector
 from tandem.router.figures import AllFigures
 from tandem.router.http.app import make_app  # noqa: F401  every error that a route may raise is known by then
@@ -17,6 +17,7 @@ from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.fields import ACCEPTED, REFUSED
 from tandem.router.openai.prompts import CompletionRequest
+from tandem.router.pool import NodePool
 from tandem.wire.errors import Cancelled, ConfigurationError, TandemError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -45,9 +46,10 @@ def test_every_deadline_of_a_request_is_on_the_page(name: str) -> None:
 def published() -> set[str]:
     """The names of all metrics in a scrape."""
     registry = RouterMetrics().registry
+    pool = NodePool("m", Heartbeat(), lambda: 0.0, lambda node, why: None, lambda: None)
     registry.register(
         LinkCollector(
-            SimpleNamespace(members=[], foreign_messages=0),
+            pool,
             SimpleNamespace(
                 malformed=0, handler_errors=0, foreign=0, lines=SimpleNamespace(gaps=0, resent=0)
             ),
@@ -56,7 +58,7 @@ def published() -> set[str]:
         )
     )
     for collector in (NodeCollector, EngineCollector):
-        registry.register(collector(SimpleNamespace(members=[])))
+        registry.register(collector(pool))
     registry.register(AllFigures([], {}))
     return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
 
