@@ -8,34 +8,39 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 
-from tandem.simulator.costs import BesideCost, CostModel, line_through
+from tandem.simulator.costs import BesideCost, CostModel
 from tandem.simulator.profile_client import ProfiledRequest
 from tandem.wire.nodes import Role
 
-# A step counts as beside the other node if that node computes for at least this share of it, and as alone if it rests for as much.
-MOST_OF = 0.9
 FEWEST_STEPS = 16  # that make a figure
-GROUPS = 4  # of steps that read, by their length
+FIT_TURNS = 20
+# How far off the costs of a node that computes alone are expected to be. It decides where hardly any step is alone in the traffic.
+COSTS_OFF = 0.03
 
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """One step of a node, with the work of every request in it."""
-
     began: float
     ended: float
-    chunks: dict[str, tuple[int, int]]  # by request: tokens, and tokens before them
-    reads: bool
+    tokens: int
+    # By request: tokens, and tokens before them
+    chunks: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    reads: bool = False
 
     @property
     def seconds(self) -> float:
         return self.ended - self.began
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every request in it was traced."""
+        return sum(count for count, _ in self.chunks.values()) == self.tokens
 
 
 class _Busy:
@@ -45,80 +50,70 @@ class _Busy:
         self._steps = steps
         self._begins = [step.began for step in steps]
 
-    def share(self, begin: float, end: float) -> float:
-        """The share of the time from `begin` to `end` in which the node computed."""
+    def seconds(self, begin: float, end: float) -> float:
+        """The seconds from `begin` to `end` in which the node computed."""
         first = max(bisect.bisect_right(self._begins, begin) - 1, 0)
         last = bisect.bisect_left(self._begins, end)
-        seconds = sum(
+        return sum(
             max(min(step.ended, end) - max(step.began, begin), 0.0) for step in self._steps[first:last]
         )
-        return seconds / (end - begin)
 
 
-class _Ratio:
-    """How many times as long as by the costs some steps took together."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Taken:
+    """What one step took in traffic."""
 
-    def __init__(self) -> None:
-        self._seconds = self._by_costs = 0.0
-        self._steps = 0
-
-    def add(self, seconds: float, by_costs: float) -> None:
-        self._seconds += seconds
-        self._by_costs += by_costs
-        self._steps += 1
-
-    @property
-    def value(self) -> float:
-        return self._seconds / self._by_costs if self._steps >= FEWEST_STEPS else 1.0
+    by_costs: float
+    seconds: float
+    beside: float  # the seconds of it in which the other node computed
 
 
 def in_traffic(costs: CostModel, asked: Sequence[ProfiledRequest]) -> CostModel:
-    """Returns the costs with what the traffic shows: what the nodes take longer while both compute, and what a step that writes takes
-    longer even while the other node rests, because requests come and answers are streamed. `asked`: all requests of the traffic."""
+    """Returns the costs with what the traffic shows: what the nodes take longer while both compute, and what they take while the other
+    one rests, because requests come and answers are streamed. `asked`: all requests of the traffic."""
     reading, writing = (_steps_of(asked, role) for role in (Role.PREFILL, Role.DECODE))
     reads, writes = _Busy(reading), _Busy(writing)
-    slope, per_step = _longer(
+    reads_alone, reads_times, reads_more_s = _fit(
         [
-            (_alone_s(costs, step), step.seconds)
+            _Taken(_alone_s(costs, step), step.seconds, writes.seconds(step.began, step.ended))
             for step in reading
-            if step.reads and writes.share(step.began, step.ended) >= MOST_OF
-        ]
+            if step.reads and step.is_known
+        ],
+        has_fixed_part=True,
     )
-    apart, beside = _Ratio(), _Ratio()
-    for step, following in pairwise(writing):
-        # Without a request in both, the node may have rested in between.
-        if not step.reads and step.chunks.keys() & following.chunks.keys():
-            share = reads.share(step.began, following.began)
-            ratio = beside if share >= MOST_OF else apart if share <= 1 - MOST_OF else None
-            if ratio is not None:
-                ratio.add(following.began - step.began, _alone_s(costs, step))
-    times = max(apart.value, 1.0)
+    writes_alone, writes_times, _ = _fit(
+        [
+            _Taken(
+                _alone_s(costs, step),
+                following.began - step.began,
+                reads.seconds(step.began, following.began),
+            )
+            for step, following in pairwise(writing)
+            # Without a request in both, the node may have rested in between.
+            if step.is_known and not step.reads and step.chunks.keys() & following.chunks.keys()
+        ],
+        has_fixed_part=False,
+    )
     return msgspec.structs.replace(
         costs,
-        decode=costs.decode.times(times),
-        beside=BesideCost(1.0 + slope, per_step, max(beside.value / times, 1.0)),
+        prefill=costs.prefill.times(reads_alone),
+        decode=costs.decode.times(writes_alone),
+        beside=BesideCost(reads_times, reads_more_s, writes_times),
     )
 
 
 def _steps_of(asked: Sequence[ProfiledRequest], role: Role) -> list[_Step]:
-    """Returns a node's steps in order. Leaves out a step with a request that was not traced."""
+    """Returns a node's steps in order."""
     steps: dict[float, _Step] = {}
-    tokens: dict[float, int] = {}  # of each step, with those of requests that were not traced
     for request in asked:
         context = 0
         for step in request.steps:
             if step.role == role:
-                seen = steps.setdefault(step.began, _Step(step.began, step.ended, {}, False))
+                seen = steps.setdefault(step.began, _Step(step.began, step.ended, step.tokens + step.beside))
                 seen.chunks[request.record.request_id] = step.tokens, context
                 seen.reads |= step.reads
-                tokens[step.began] = step.tokens + step.beside
             context += step.tokens
-    whole = (
-        step
-        for began, step in steps.items()
-        if sum(count for count, _ in step.chunks.values()) == tokens[began]
-    )
-    return sorted(whole, key=lambda step: step.began)
+    return sorted(steps.values(), key=lambda step: step.began)
 
 
 def _alone_s(costs: CostModel, step: _Step) -> float:
@@ -131,17 +126,39 @@ def _alone_s(costs: CostModel, step: _Step) -> float:
     )
 
 
-def _longer(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """By how much a step takes longer than by the costs: as a share of its seconds, and in seconds however short it is. `steps`: the
-    seconds by the costs and in traffic."""
+def _fit(steps: Sequence[_Taken], *, has_fixed_part: bool) -> tuple[float, float, float]:
+    """Returns how many times as long as by the costs a step takes while the other node rests; how many times as long as that while the other
+    node computes; and how many seconds more it takes then, however short it is.
+
+    Fits the mean of the steps' seconds, each step's error relative to its length: a regression with gamma errors, solved by scoring. Most steps
+    are only partly beside one of the other node, and all count: those that are wholly beside others are the short ones, and those beside
+    many answers."""
     if len(steps) < FEWEST_STEPS:
-        return 0.0, 0.0
-    ordered = sorted(steps)
-    size = len(ordered) / GROUPS
-    groups = [ordered[round(size * group) : round(size * (group + 1))] for group in range(GROUPS)]
-    means = [
-        (statistics.fmean(by_costs for by_costs, _ in group), statistics.fmean(took for _, took in group))
-        for group in groups
-    ]
-    per_step, slope = line_through([(by_costs, took - by_costs) for by_costs, took in means])
-    return slope, per_step
+        return 1.0, 1.0, 0.0
+    are_beside = sum(step.beside > 0 for step in steps) >= FEWEST_STEPS
+    by_costs, seconds, beside = np.array([dataclasses.astuple(step) for step in steps]).T
+    share = beside / seconds
+    values, least = np.array([0.0, 1.0, 0.0]), np.array([-np.inf, 1.0, 0.0])  # the first as a logarithm
+    for _ in range(FIT_TURNS):
+        alone, times, more_s = values
+        slowdown = times + more_s / by_costs
+        # Beside the other node, a step gets on 1/slowdown as fast.
+        speed = 1.0 - share * (1.0 - 1.0 / slowdown)
+        errors = seconds * speed / (by_costs * np.exp(alone)) - 1.0
+        slope = share / slowdown**2 / speed
+        costs_weigh = np.std(errors) / COSTS_OFF
+        rows = np.vstack(
+            [np.array([np.ones_like(slope), slope, slope / by_costs]).T, [costs_weigh, 0.0, 0.0]]
+        )
+        wanted = np.append(errors, -alone * costs_weigh)
+        free = np.array([True, are_beside, are_beside and has_fixed_part])
+        while True:
+            change = np.zeros(3)
+            change[free] = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]
+            too_low = values + change < least
+            if not too_low.any():
+                break
+            values[too_low] = least[too_low]
+            free &= ~too_low
+        values = values + change
+    return float(np.exp(values[0])), float(values[1]), float(values[2])
