@@ -32,6 +32,8 @@ REPEATS = 5
 BATCH_TURNS = 2  # how often each batch is measured
 STEPS = 40  # steps to measure of each batch, each time
 MOST_TOKENS = 1024  # the longest answer to ask for, when a batch's last answer begins late
+# Batches whose prompts take longer than this to compute are not measured: on a slow device they would take most of a profile's time.
+LONGEST_PROMPTS_S = 120.0
 FEWEST_TOGETHER = 4  # the fewest steps of a whole batch that make a measurement
 FEWEST_TOKENS = 32  # the fewest prompt tokens in a step with prompts and decodes that count
 BESIDE = 128  # prompt tokens of an answer that is decoded while other prompts are computed
@@ -104,7 +106,7 @@ class Profiler:
         await self._client.ask(self._prompt(64), 8)
         room = (blocks - 1) * block_size
         prefill, prefill_fit = await self._measure_prefill()
-        decode, decode_fit = await self._measure_decode(room)
+        decode, decode_fit = await self._measure_decode(room, prefill)
         fit = {"prefill": prefill_fit, "decode": decode_fit}
         transfer, bytes_per_token, mixed = TransferCost(), 0.0, 0.0
         if len(nodes) == 2:
@@ -191,7 +193,7 @@ class Profiler:
 
     # --- writing
 
-    async def _measure_decode(self, room: int) -> tuple[CostTable, FitError]:
+    async def _measure_decode(self, room: int, prefill: CostTable) -> tuple[CostTable, FitError]:
         contexts = [context for context in self._grid.contexts if context + STEPS + 8 <= self._longest]
         batches = [batch for batch in self._grid.batches if batch * (contexts[-1] + 2 * STEPS) <= 0.8 * room]
         between = [
@@ -199,7 +201,12 @@ class Profiler:
             for batch in self._grid.batches_between
             if batch < batches[-1]
         ]
-        points = [(batch, context) for context in contexts for batch in batches]
+        points = [
+            (batch, context)
+            for context in contexts
+            for batch in batches
+            if batch in batches[:2] or batch * prefill.at(context, 0) <= LONGEST_PROMPTS_S
+        ]
         found = await self._in_turns(
             [*points, *between],
             BATCH_TURNS,
@@ -208,6 +215,7 @@ class Profiler:
             0.5,
             0.9,
         )
+        _complete(found, batches, contexts)
         middle = STEPS / 2
         table = CostTable(
             [float(batch) for batch in batches],
@@ -324,6 +332,16 @@ class Profiler:
         speed = per_token / slope if slope > 0 else 1e12
         pairs = ((fixed + slope * tokens, wait) for tokens, wait in waits if wait > 0)
         return TransferCost(fixed, speed), per_token, FitError.of(pairs)
+
+
+def _complete(found: dict[tuple[int, int], float], batches: Sequence[int], contexts: Sequence[int]) -> None:
+    """Adds the batches that were not measured after some context: the line through the two largest that were measured there continues."""
+    for context in contexts:
+        known = [batch for batch in batches if (batch, context) in found]
+        for batch in batches[len(known) :]:
+            near, far = known[-2:]
+            slope = (found[far, context] - found[near, context]) / (far - near)
+            found[batch, context] = found[far, context] + slope * (batch - far)
 
 
 def _never_less(rows: list[list[float]]) -> list[list[float]]:

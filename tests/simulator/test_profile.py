@@ -144,10 +144,13 @@ def part(role: str, spans: list[Span], moved: TransferRecord | None) -> NodePart
 
 
 @contextlib.asynccontextmanager
-async def a_profiler(cluster: TracedCluster, rng: random.Random | None = None) -> AsyncIterator[Profiler]:
-    client = TracedClient(cluster)
+async def a_profiler(
+    cluster: TracedCluster, rng: random.Random | None = None, said: list[str] | None = None
+) -> AsyncIterator[Profiler]:
+    """`said`: gets what is being measured."""
+    client, heard = TracedClient(cluster), said if said is not None else []
     try:
-        yield Profiler(client, lambda what, share: None, repeats=1, rng=rng)
+        yield Profiler(client, lambda what, share: heard.append(what), repeats=1, rng=rng)
     finally:
         await client.close()
 
@@ -179,6 +182,26 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
     if len(roles) == 2:
         assert costs.transfer.handover_s == pytest.approx(TRUE.transfer.handover_s, rel=1e-3)
         assert costs.transfer_s(1000) == pytest.approx(TRUE.transfer_s(1000), rel=1e-3)
+
+
+def test_large_batches_after_long_prompts_are_not_measured_where_those_take_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they take follows from smaller ones."""
+    batch_s = 32 * TRUE.step_s([(3072, 0)])
+    monkeypatch.setattr("tandem.simulator.profile.LONGEST_PROMPTS_S", batch_s / 3)
+    said: list[str] = []
+
+    async def measured_in_part() -> CostModel:
+        async with a_profiler(TracedCluster("aggregated"), random.Random(0), said) as profiler:
+            return await profiler.measure("slow")
+
+    costs = asyncio.run(measured_in_part())
+    assert "writes 8 answers after 3072 tokens" in said
+    assert "writes 16 answers after 3072 tokens" not in said
+    for batch in (1, 8, 16, 32):
+        expected = TRUE.step_s([], batch, batch * 3092)
+        assert costs.decode.at(batch, 3092) == pytest.approx(expected, rel=0.01)
 
 
 def test_a_cluster_can_be_profiled_again() -> None:
