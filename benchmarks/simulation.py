@@ -1,6 +1,6 @@
 """Whether the simulator predicts real runs, how fast it is with a thousand nodes, and how the autoscaler does in it.
 
-    python -m benchmarks.simulation validate --url URL --costs FILE [--loads N] [--json FILE]
+    python -m benchmarks.simulation validate --url URL --costs FILE [--loads N] [--lengths F] [--json FILE]
     python -m benchmarks.simulation scale --costs FILE --trace FILE [--requests N] [--json FILE]
     python -m benchmarks.simulation autoscaler --costs FILE [--trace FILE] [--most N] [--json FILE]
 
@@ -105,7 +105,8 @@ def validate(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     tokenizer = find_model_here(options.model, lambda what, share: None)
     with tempfile.TemporaryDirectory() as folder:
-        for number, load in enumerate(LOADS[: options.loads]):
+        for number, (rate, prompt, answer) in enumerate(LOADS[: options.loads]):
+            load = rate, round(prompt * options.lengths), round(answer * options.lengths)
             console.print(f"load {number + 1} of {options.loads}: {load}")
             trace = Path(folder) / "trace.csv"
             write_trace(load, number, trace)
@@ -243,6 +244,7 @@ def main() -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="smollm2", help="that the cluster serves (%(default)s)")
     parser.add_argument("--loads", type=int, default=len(LOADS))
+    parser.add_argument("--lengths", type=float, default=1.0, help="of prompts and answers, times the usual")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, help="the first of the trace")
     parser.add_argument("--begin", type=int, default=2, help="nodes of each pool at the beginning")
