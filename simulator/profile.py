@@ -338,10 +338,11 @@ def _complete(found: dict[tuple[int, int], float], batches: Sequence[int], conte
     """Adds the batches that were not measured after some context: the line through the two largest that were measured there continues."""
     for context in contexts:
         known = [batch for batch in batches if (batch, context) in found]
+        measured = CostTable(
+            [float(batch) for batch in known], [0.0], [[found[batch, context]] for batch in known]
+        )
         for batch in batches[len(known) :]:
-            near, far = known[-2:]
-            slope = (found[far, context] - found[near, context]) / (far - near)
-            found[batch, context] = found[far, context] + slope * (batch - far)
+            found[batch, context] = measured.at(batch, 0.0)
 
 
 def _never_less(rows: list[list[float]]) -> list[list[float]]:

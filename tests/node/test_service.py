@@ -38,7 +38,6 @@ from tandem.wire.requests import (
     Holding,
     KeepAnswer,
     KVTransferParams,
-    NodeCounters,
     NodeStatus,
     Ping,
     Recall,
@@ -104,10 +103,6 @@ class SentBatches:
 
 
 CANCELLED = WireError("cancelled", "the response was cancelled")
-
-
-def counted(status: NodeStatus) -> NodeCounters:
-    return status.counters or NodeCounters()
 
 
 class Node:
@@ -196,7 +191,7 @@ def test_a_cancelled_request_frees_its_blocks_and_says_nothing(node: Node) -> No
     node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
     node.outgoing.batches.get(timeout=PATIENCE_S)
     node.service.receive(Cancel(reply_to=ROUTER, request_ids=["r", "never heard of"]))
-    status = node.outgoing.status_where(lambda s: counted(s).requests_finished.get("abort") == 1)
+    status = node.outgoing.status_where(lambda s: s.totals.requests_finished.get("abort") == 1)
     assert status.free_blocks == status.total_blocks
     assert status.running == 0
 
@@ -255,7 +250,7 @@ def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
         while not gate.wait(0.01):
             node.service.receive(Ping(reply_to="tcp://watcher:1"))
             status = node.service.status()
-            if counted(status).requests_finished:
+            if status.totals.requests_finished:
                 gate.set()
         assert status.free_blocks == status.total_blocks
         assert node.outgoing.forgotten == [ROUTER], "a connection to it is left"
@@ -472,7 +467,7 @@ def test_a_request_that_the_model_fails_ends_alone_and_is_counted(node: Node) ->
     node.submit("good")
     assert node.outgoing.until_finished("good")[-1].finish is FinishReason.LENGTH
     node.service.receive(Ping(reply_to=ROUTER))
-    status = node.outgoing.status_where(lambda status: counted(status).model_errors == 1)
+    status = node.outgoing.status_where(lambda status: status.totals.model_errors == 1)
     assert status.state is NodeState.READY
 
 
@@ -542,7 +537,7 @@ def test_a_pin_ends_while_the_node_sleeps() -> None:
         made.submit(prompt=200, job_id="j")
         made.service.receive(Ping(reply_to=ROUTER))
         made.outgoing.until_finished("r")
-        status = made.outgoing.status_where(lambda s: counted(s).pins_ended == {"time": 1})
+        status = made.outgoing.status_where(lambda s: s.totals.pins_ended == {"time": 1})
         assert (status.pinned_requests, status.free_blocks) == (0, status.total_blocks)
     finally:
         made.service.stop()
