@@ -37,8 +37,8 @@ from tandem.wire.errors import Cancelled, InternalError, InvalidRequest, TandemE
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"resp_[0-9a-f]{48}")
-# How many events are made at once from kept tokens before the event loop goes on.
 CANCELLED = "the response was cancelled"
+# How many events are made at once from kept tokens before the event loop goes on.
 TURN_EVENTS = 64
 
 
