@@ -19,7 +19,8 @@ from tandem.simulator.profile_client import ProfiledRequest
 from tandem.wire.nodes import Role
 
 FEWEST_STEPS = 16  # that make a figure
-FIT_TURNS = 20
+FIT_TURNS = 60
+NEAR = 0.01  # Errors below this weigh like this one where medians are fitted.
 # How far off the costs of a node that computes alone may be, as the machine may have become faster or slower since they were measured. It
 # matters where hardly any step is alone in the traffic.
 COSTS_OFF = 0.1
@@ -80,7 +81,7 @@ def in_traffic(costs: CostModel, asked: Sequence[ProfiledRequest]) -> CostModel:
             for step in reading
             if step.reads and step.is_known
         ],
-        has_fixed_part=True,
+        reads=True,
     )
     writes_alone, writes_times, _ = _fit(
         [
@@ -93,7 +94,7 @@ def in_traffic(costs: CostModel, asked: Sequence[ProfiledRequest]) -> CostModel:
             # Without a request in both, the node may have rested in between.
             if step.is_known and not step.reads and step.chunks.keys() & following.chunks.keys()
         ],
-        has_fixed_part=False,
+        reads=False,
     )
     return msgspec.structs.replace(
         costs,
@@ -127,13 +128,15 @@ def _alone_s(costs: CostModel, step: _Step) -> float:
     )
 
 
-def _fit(steps: Sequence[_Taken], *, has_fixed_part: bool) -> tuple[float, float, float]:
+def _fit(steps: Sequence[_Taken], *, reads: bool) -> tuple[float, float, float]:
     """Returns how many times as long as by the costs a step takes while the other node rests; how many times as long as that while the other
-    node computes; and how many seconds more it takes then, however short it is.
+    node computes; and how many seconds more it takes then, however short it is (only a step that `reads`).
 
-    Fits the mean of the steps' seconds, each step's error relative to its length: a regression with gamma errors, solved by scoring. Most steps
-    are only partly beside one of the other node, and all count: those that are wholly beside others are the short ones, and those beside
-    many answers."""
+    Fits each step's error relative to its length, by scoring. Most steps are only partly beside one of the other node, and all count:
+    those that are wholly beside others are the short ones, and those beside many answers. Of steps that write it fits the mean (gamma
+    errors): what a client waits for a token is a mean of steps, with the few long ones. Of steps that read it fits the median (absolute
+    errors): most prompts are one step, and half of them wait no longer than the median. It stays the same when the machine is slow for
+    some seconds of the traffic, by which the mean is a few percent too high for other traffic."""
     if len(steps) < FEWEST_STEPS:
         return 1.0, 1.0, 0.0
     are_beside = sum(step.beside > 0 for step in steps) >= FEWEST_STEPS
@@ -147,12 +150,12 @@ def _fit(steps: Sequence[_Taken], *, has_fixed_part: bool) -> tuple[float, float
         speed = 1.0 - share * (1.0 - 1.0 / slowdown)
         errors = seconds * speed / (by_costs * np.exp(alone)) - 1.0
         slope = share / slowdown**2 / speed
-        costs_weigh = np.std(errors) / COSTS_OFF
-        rows = np.vstack(
-            [np.array([np.ones_like(slope), slope, slope / by_costs]).T, [costs_weigh, 0.0, 0.0]]
-        )
-        wanted = np.append(errors, -alone * costs_weigh)
-        free = np.array([True, are_beside, are_beside and has_fixed_part])
+        weights = 1.0 / np.maximum(np.abs(errors), NEAR) if reads else np.ones_like(errors)
+        costs_weigh = np.mean(weights * errors**2) / COSTS_OFF**2
+        scale = np.sqrt(np.append(weights, costs_weigh))
+        rows = np.vstack([np.array([np.ones_like(slope), slope, slope / by_costs]).T, [1.0, 0.0, 0.0]])
+        rows, wanted = rows * scale[:, None], np.append(errors, -alone) * scale
+        free = np.array([True, are_beside, are_beside and reads])
         while True:
             change = np.zeros(3)
             change[free] = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]

@@ -39,7 +39,7 @@ FEWEST_TOKENS = 32  # the fewest prompt tokens in a step with prompts and decode
 BESIDE = 128  # prompt tokens of an answer that is decoded while other prompts are computed
 # Traffic in which both nodes compute at once: tokens of prompts and answers, requests for each repeat, and the share of the time in which
 # the busier node computes.
-TRAFFIC_PROMPTS, TRAFFIC_ANSWER, TRAFFIC_REQUESTS, TRAFFIC_LOAD = (128, 256, 512, 1024), 64, 24, 0.6
+TRAFFIC_PROMPTS, TRAFFIC_ANSWER, TRAFFIC_REQUESTS, TRAFFIC_LOAD = (64, 128, 256, 512, 1024), 64, 40, 0.6
 
 Say = Callable[[str, float], None]
 """Called with what is being measured, and the share of the whole profile that is done."""

@@ -29,9 +29,11 @@ def served(
     busy: float = 1.0,
     every_s: float = 0.1,
     noise: float = 0.0,
+    slow: float = 0.0,
 ) -> list[ProfiledRequest]:
     """A prefill node reads prompts with pauses in between. Meanwhile a decode node writes batches of answers: one begins `every_s`, and is
-    written for this share of the time. `noise`: how much longer or shorter a step takes than it should, as a share."""
+    written for this share of the time. `noise`: how much longer or shorter a step takes than it should, as a share. `slow`: the share of the
+    prompts that take half as long again."""
     rng = random.Random(2)
     reading: list[Span] = []
     requests: list[ProfiledRequest] = []
@@ -39,7 +41,8 @@ def served(
     for number, length in enumerate(lengths):
         alone = ALONE.step_s([(length, 0)])
         slowdown = beside.prefill + beside.prefill_step_s / alone
-        end = gone_on(now, alone * math.exp(rng.gauss(0.0, noise)), slowdown, busy, every_s)
+        work = alone * math.exp(rng.gauss(0.0, noise)) * (1.5 if rng.random() < slow else 1.0)
+        end = gone_on(now, work, slowdown, busy, every_s)
         spans = [Span(phase, now, end, length, 0) for phase in (TracePhase.STEP, TracePhase.PREFILL)]
         reading.append(spans[0])
         requests.append(a_request(f"read-{number}", length, "prefill", spans))
@@ -110,9 +113,12 @@ def test_what_shared_machines_cost_is_found(batch: int, busy: float) -> None:
 
 
 @pytest.mark.parametrize("busy", [0.6, 1.0])
-def test_it_is_found_on_a_machine_that_is_now_faster_and_now_slower(busy: float) -> None:
+@pytest.mark.parametrize(("noise", "slow"), [(0.1, 0.0), (0.03, 0.2)])
+def test_it_is_found_on_a_machine_that_is_now_faster_and_now_slower(
+    busy: float, noise: float, slow: float
+) -> None:
     true = BesideCost(1.2, 0.005, 1.15)
-    found = in_traffic(ALONE, served(true, a_mix(30), 2, busy, noise=0.1))
+    found = in_traffic(ALONE, served(true, a_mix(30), 2, busy, noise=noise, slow=slow))
     for length in (128, 256, 512, 1024):
         alone = ALONE.step_s([(length, 0)])
         expected = alone * true.of(Role.PREFILL, alone)
