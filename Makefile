@@ -47,10 +47,6 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 # A changed pyproject.toml needs a new installation.
 INSTALLED := $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-16)
 
-# Python keeps the modules that it compiled, even where the environment forbids it: the tests start hundreds of processes, and each would
-# compile all modules again.
-unexport PYTHONDONTWRITEBYTECODE
-
 SERVE_FLAGS = $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)') $(if $(PREFILL),--prefill '$(PREFILL)') \
 	$(if $(DECODE),--decode '$(DECODE)') $(if $(AGGREGATED),--aggregated '$(AGGREGATED)') $(ARGS)
 
