@@ -112,8 +112,7 @@ def validate(options: argparse.Namespace) -> dict[str, Any]:
         for rate, prompt, answer in LOADS[: options.loads]
     ]
     tokenizer = find_model_here(options.model, lambda what, share: None)
-    # Prompts that no node has in its cache
-    seeds = iter(range(random.randrange(1 << 30), 1 << 31))
+    costs = read_costs(options.costs) if options.costs is not None else None
     rows: list[dict[str, Any]] = [{"load": load} for load in loads]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -122,7 +121,8 @@ def validate(options: argparse.Namespace) -> dict[str, Any]:
             write_trace(load, number, traces[number])
 
         def play(number: int, run: str) -> None:
-            found = medians(real_run(options.url, traces[number], next(seeds), folder, tokenizer))
+            seed = random.randrange(1 << 31)  # so that no node has the prompts in its cache
+            found = medians(real_run(options.url, traces[number], seed, folder, tokenizer))
             rows[number][run] = found
             # Printed at once, so that a run that is cut off has reported what it found.
             said = ", ".join(f"{value:.1f}" for value in found)
@@ -130,7 +130,7 @@ def validate(options: argparse.Namespace) -> dict[str, Any]:
 
         for number in range(len(loads)):
             play(number, "first")
-        costs = read_costs(options.costs) if options.costs is not None else measured(options.url)
+        costs = costs or measured(options.url)
         for number in reversed(range(len(loads))):
             play(number, "second")
         for row, trace in zip(rows, traces, strict=True):
@@ -147,7 +147,7 @@ def measured(url: str) -> CostModel:
         def say(what: str, share: float) -> None:
             nonlocal said
             shown.update(f"measures the costs, {share:.0%}: {what}")
-            # For a log, which shows no status
+            # A log file does not show the status line, so each tenth of the way is printed as well.
             if 10 * share >= said:
                 console.print(f"{share:.0%} of the costs is measured")
                 said += 1
