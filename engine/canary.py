@@ -55,7 +55,7 @@ class Canary:
         self._runner = runner
         self._findings = findings
         self._request_id = request.request_id
-        self._peer = request.transfer.peer.node_id if request.transfer is not None else "a connector"
+        self._peer = request.transfer.peer if request.transfer is not None else None
         self._prompt = request.prompt_token_ids
         self._cache_salt = request.cache_salt
         self.lora = request.lora
@@ -150,12 +150,13 @@ class Canary:
         self._findings.checked += 1
         if not wrong:
             return
-        self._findings.wrong[self._peer] += len(wrong)
-        self._scheduler.uncache(there for _, there in pairs)
+        sender = self._peer.node_id if self._peer is not None else "a connector"
+        self._findings.wrong[sender] += len(wrong)
+        self._scheduler.convict(self._peer)
         logger.error(
             "the KV of %s, received from %s, is wrong in %d of %d blocks: computed here again it differs by up to %.2g of a block's "
-            "norm, where %.2g is rounding. Its blocks are not used for other requests. Compare the two nodes' weights, devices and links.",
-            self._request_id, self._peer, len(wrong), len(pairs), max(wrong.values()), allowed,
+            "norm, where %.2g is rounding. Nothing cached here so far is used again. Compare the two nodes' weights, devices and links.",
+            self._request_id, sender, len(wrong), len(pairs), max(wrong.values()), allowed,
         )  # fmt: skip
 
     def _difference(self, own: int, there: int) -> float:

@@ -94,6 +94,7 @@ class Request:
         "embeds",
         "eos_token_ids",
         "images",
+        "is_distrusted",
         "is_last_step",
         "job_id",
         "length_limit",
@@ -189,6 +190,9 @@ class Request:
         # `limit` sets these two when a scheduler accepts the request.
         self.length_limit = self.num_prompt_tokens + sampling.max_tokens
         self.stop_token_ids: frozenset[int] = frozenset()
+        # The KV in its blocks is of an earlier generation of the cache (`Lifecycle.begin_generation`): the request may finish, and
+        # nothing of it is cached or stored. Blocks that it gets later, for all its tokens, are right again.
+        self.is_distrusted = False
         # Up to this many tokens, the cache manager has nothing to allocate or to cache for the request.
         self.allocation_horizon = 0
 

@@ -77,6 +77,7 @@ from tandem.kvtransfer.memory import LayerShare as LayerShare
 from tandem.kvtransfer.memory import flat_bytes as flat_bytes
 from tandem.kvtransfer.memory import longest_word as longest_word
 from tandem.wire.kv_events import KVEvent
+from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers, KVTransferParams, TierStatus, WaitHistogram
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
@@ -112,6 +113,11 @@ class TransferRequest(Protocol):
 
     @property
     def cache_peers(self) -> CachePeers | None: ...
+
+    @property
+    def is_distrusted(self) -> bool:
+        """True if its KV is of an earlier generation of the cache: store none of it."""
+        ...
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
@@ -226,6 +232,8 @@ class ConnectorOutput(msgspec.Struct):
     ended_reads: list[int] = msgspec.field(default_factory=list)  # *Reads* in the module's docstring
     # Requests of a producer whose consumer no longer wants their KV: the engine need not compute the rest.
     unwanted_sending: set[str] = msgspec.field(default_factory=set)
+    # KV that was copied or received from a peer may be wrong: why. The engine begins a new generation of its cache.
+    distrusted: str = ""
     # For the connector's own scheduler half, which may add consequences to this output.
     worker_metadata: WorkerMetadata | None = None
 
@@ -239,6 +247,7 @@ class ConnectorOutput(msgspec.Struct):
             or self.released_blocks
             or self.ended_reads
             or self.unwanted_sending
+            or self.distrusted
         )
 
 
@@ -362,6 +371,9 @@ class SchedulerConnector(abc.ABC):
     def take_events(self) -> Iterable[KVEvent]:
         """Returns which blocks appeared in the connector's tiers and vanished from them since the last call."""
         return ()
+
+    def found_wrong(self, peer: PeerAddress) -> None:
+        """KV that came from this peer is wrong, though it arrived as it was sent. Counts against the peer, and tells it."""
 
     def reset_cache(self) -> None:
         """From now on load no KV that was kept so far, nor any that is being stored or loaded now."""

@@ -31,6 +31,7 @@ from tandem.kvtransfer.offload.worker_half import create_tiers
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.kv_events import KVEvent
+from tandem.wire.nodes import PeerAddress
 from tandem.wire.tracing import TransferTrace
 
 
@@ -126,6 +127,7 @@ class MultiScheduler(SchedulerConnector):
     def _add(self, output: ConnectorOutput, index: int, of_part: ConnectorOutput) -> None:
         output.invalid_block_ids |= of_part.invalid_block_ids
         output.unwanted_sending |= of_part.unwanted_sending
+        output.distrusted = output.distrusted or of_part.distrusted
         output.ended_reads += of_part.ended_reads
         output.released_blocks |= self._not_postponed(of_part.released_blocks)
         for request_id in of_part.finished_sending:
@@ -187,6 +189,10 @@ class MultiScheduler(SchedulerConnector):
 
     def take_events(self) -> Iterable[KVEvent]:
         return [event for part in self._parts for event in part.take_events()]
+
+    def found_wrong(self, peer: PeerAddress) -> None:
+        for part in self._parts:
+            part.found_wrong(peer)
 
     def reset_cache(self) -> None:
         for part in self._parts:

@@ -109,12 +109,16 @@ class CacheMemory(msgspec.Struct, frozen=True):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """Who sends a message, to which incarnation. Every message on this channel has one."""
+    """Who sends a message, to which incarnation. Every message on this channel has one.
+
+    `generation` is that of the sender's cache. Once it is higher than when a peer got KV from the sender, that KV may be
+    wrong. (Before version 0.2 nodes named none: they stay at 0.)"""
 
     sender_id: str
     sender_epoch: int
     receiver_epoch: int
     reply_to: str
+    generation: int = 0
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -156,11 +160,14 @@ class DestinationRegistered(msgspec.Struct, frozen=True, tag="registered"):
 
 
 class RenewLease(msgspec.Struct, frozen=True, tag="renew"):
-    """Renews the leases of these transfers. Without transfers it only asks for a fresh stamp."""
+    """Renews the leases of these transfers. Without transfers it only asks for a fresh stamp, or for a sign of the
+    producer and its cache's generation."""
 
     envelope: Envelope
     stamp: int
     transfer_ids: list[str]
+    # How many of this producer's handoffs the consumer has found to be wrong when it computed them again.
+    found_wrong: int = 0
 
 
 class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed"):
@@ -173,6 +180,7 @@ class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed"):
     unknown: list[str]
     waiting: list[str] = []
     tokens_per_s: float | None = None  # the producer's rate for prompt tokens; None: unknown
+    found_wrong: int = 0  # as the consumer's newest RenewLease that said so
 
 
 class KVArrived(msgspec.Struct, frozen=True, tag="arrived"):

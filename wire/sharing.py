@@ -12,7 +12,8 @@
        │
        │ ◀──────────────────── ChunksStored ─ │   to a mirror: new chunks, which it asks for, and chunks that it
        │                                      │   may forget
-       │ ◀─────────────────── TierForgotten ─ │   everything that was copied from here may be wrong
+       │ ◀─────────────────── TierForgotten ─ │   everything that was copied from here may be wrong: the envelope
+       │                                      │   names the new generation of the owner's cache
 
 The reader counts the lease from its question, on its own clock, so for the reader the lease ends first. Chunks that
 have arrived by then are right; the reader does not use later ones. Any message may be lost, doubled or late. The

@@ -133,10 +133,10 @@ class GroupManager(abc.ABC):
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Caches the blocks that the first `num_tokens` tokens fill. Drafts are not hashed, so a block with one is not cached before
-        the draft is accepted."""
+        the draft is accepted. Nothing of a distrusted request is cached."""
         full = num_tokens // self.block_size
         cached = self._num_cached[request.request_id]
-        if full <= cached:
+        if full <= cached or request.is_distrusted:
             return
         hashes, per_block = request.block_hashes, self._hashes_per_block
         full = min(full, len(hashes) // per_block)

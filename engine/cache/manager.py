@@ -251,6 +251,7 @@ class KVCacheManager:
         if coordinator.num_blocks_needed(num_slots, hits, computed) > self.pool.num_free:
             return None
         coordinator.adopt(request_id, hits, computed)
+        request.is_distrusted = False
         blocks = coordinator.grow(request_id, num_slots)
         # Blocks that the connector loads into are not zeroed, not even one that it fills in part: zeroing could overwrite what
         # it has written.

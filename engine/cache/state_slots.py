@@ -157,8 +157,11 @@ class StateManager(GroupManager):
 
     def keep_checkpoint(self, request: Request, num_tokens: int) -> list[int]:
         """Plans a copy of the request's states after its first `num_tokens` tokens, which its blocks hold until the planned step
-        computes on. Returns the checkpoint's blocks; none when it exists already, or when too few blocks are free."""
+        computes on. Returns the checkpoint's blocks; none when it exists already, when too few blocks are free, or when the request
+        is distrusted."""
         pool = self._pool
+        if request.is_distrusted:
+            return []
         block_hash = request.block_hashes[self.num_hashes(num_tokens) - 1]
         if self._lookup(block_hash) is not None or pool.num_free < self._count:
             return []
@@ -172,9 +175,9 @@ class StateManager(GroupManager):
 
     def copy_states(self, request: Request) -> list[int]:
         """Like `keep_checkpoint`, for a connector only: the copy is not cached, and its blocks are free again when the step is booked,
-        unless the connector still reads them. Returns no blocks when too few are free."""
+        unless the connector still reads them. Returns no blocks when too few are free, or when the request is distrusted."""
         pool = self._pool
-        if pool.num_free < self._count:
+        if request.is_distrusted or pool.num_free < self._count:
             return []
         blocks = pool.take(self._count)
         self._copies += zip(self.tables[request.request_id], blocks, strict=True)

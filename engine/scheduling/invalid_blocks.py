@@ -22,7 +22,7 @@ class InvalidBlocks:
         state = self._state
         bad = set(block_ids)
         affected = self._affected(bad)
-        state.forget_blocks(bad)
+        self._lifecycle.begin_generation()
         updates: list[TokenChunk] = []
         # The request admitted last goes first. Each goes to the front of the line, so they end up in the old order.
         for request in reversed(state.running):

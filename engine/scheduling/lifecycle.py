@@ -215,7 +215,8 @@ class Lifecycle:
     def _let_go(self, request: Request) -> None:
         """Frees the blocks of an ended request, or pins them for its job's next turn."""
         state, pins = self._state, self._state.pins
-        if pins is None or request.job_id is None or request.status not in ANSWERED:
+        pinnable = pins is not None and request.status in ANSWERED and not request.is_distrusted
+        if pins is None or request.job_id is None or not pinnable:
             state.cache.free(request)
             return
         if pins.has(request.job_id):
@@ -225,6 +226,22 @@ class Lifecycle:
             state.totals.pins_made += 1
         else:
             state.cache.free(request)
+
+    def begin_generation(self) -> None:
+        """KV that is here may be wrong, and so may all KV that was computed from it; a block's hash cannot tell which that is. So
+        the cache begins a new generation. Nothing of the old one is found again: not in the prefix cache, not in the
+        connector's tiers, not where peers have copied it. Requests that have blocks may finish with them, but nothing of theirs
+        is cached or stored. Pinned turns lose their blocks."""
+        state = self._state
+        for job_id in list(state.pins.by_job) if state.pins is not None else ():
+            self.unpin(job_id, "reset")
+        for request in (*state.requests.values(), *state.held.values()):
+            request.is_distrusted = True
+        state.cache.reset_prefix_cache()
+        state.totals.cache_generation += 1
+        state.settled = False
+        if state.connector is not None:
+            state.connector.reset_cache()
 
     def _meet_pin(self, pins: Pins, request: Request) -> None:
         continues = pins.arrived(request)

@@ -4,16 +4,20 @@ connector's events: loads that arrived or failed, sends that ended, and blocks t
 
 from __future__ import annotations
 
+import logging
+
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.invalid_blocks import InvalidBlocks
 from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.state import SchedulerState, leave_steps
-from tandem.kvtransfer.base import NULL_BLOCK_ID, ConnectorOutput, Handoff, LoadFailure
+from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.errors import InternalError, InvalidImage, InvalidLogits, TandemError, TransferError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason, RepetitionDetection
+
+logger = logging.getLogger(__name__)
 
 _RUNNING = RequestStatus.RUNNING
 
@@ -128,9 +132,8 @@ class ModelResults:
         state = self._state
         if isinstance(error, InvalidLogits | InvalidImage):
             state.totals.model_errors += isinstance(error, InvalidLogits)
-            # The cause may lie in the request's KV, so no other request may begin from its blocks.
-            tables = state.cache.block_ids(request.request_id)
-            state.forget_blocks({block for table in tables for block in table if block != NULL_BLOCK_ID})
+            # The cause may lie in the request's KV, and in blocks that it found in the cache.
+            self._lifecycle.begin_generation()
             # `end` asks the connector about its blocks, which must not count as computed.
             leave_steps(state, request)
             request.num_computed_tokens = 0
@@ -200,6 +203,12 @@ class TransferResults:
         state = self._state
         state.settled = False
         updates: list[TokenChunk] = []
+        if output.distrusted:
+            logger.error(
+                "the cache begins a new generation, and nothing cached so far is used again: %s",
+                output.distrusted,
+            )
+            self._lifecycle.begin_generation()
         if output.invalid_block_ids:
             updates += self._invalid_blocks.handle(output.invalid_block_ids)
         for request_id, handoff in output.finished_recving.items():

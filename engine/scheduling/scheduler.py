@@ -45,6 +45,7 @@ from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import KVEvent
+from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import TokenChunk
 
 __all__ = ["PauseState", "Scheduler"]
@@ -420,10 +421,12 @@ class Scheduler:
         """Returns the cached blocks of the request's longest cached prefix, per group, and how many tokens they hold."""
         return self._state.cache.find_prefix(request)
 
-    def uncache(self, blocks: Iterable[int]) -> None:
-        """Removes blocks whose content is wrong from the prefix cache, and resets the connector's cache, which may hold copies
-        of them."""
-        self._state.forget_blocks(blocks)
+    def convict(self, peer: PeerAddress | None) -> None:
+        """KV from this peer is wrong; from a tier if None. Begins a new generation of the cache, counts against the peer, and tells
+        it."""
+        self._lifecycle.begin_generation()
+        if self._state.connector is not None and peer is not None:
+            self._state.connector.found_wrong(peer)
 
     def holds_blocks_of(self, request_id: str) -> bool:
         """Whether the request has ended while a connector still needs its blocks."""
@@ -451,15 +454,8 @@ class Scheduler:
         self._state.settled = False
 
     def reset_prefix_cache(self) -> None:
-        """Empties the prefix cache and the connector's tiers, so that no later request begins from KV that is cached now. Running
-        requests keep their blocks; pinned turns lose theirs."""
-        pins = self._state.pins
-        for job_id in list(pins.by_job) if pins is not None else ():
-            self._lifecycle.unpin(job_id, "reset")
-        self._state.cache.reset_prefix_cache()
-        self._state.settled = False
-        if self._state.connector is not None:
-            self._state.connector.reset_cache()
+        """Begins a new generation of the cache, here and where peers have copied from it."""
+        self._lifecycle.begin_generation()
 
     def tell_cache_events(self) -> None:
         """Records KV events from now on, for `take_cache_events`. Call it before the first request."""

@@ -19,7 +19,7 @@ import bisect
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -70,6 +70,7 @@ class Totals(ResidencyTotals):
     pins_met: int = 0  # pinned turns whose next turn came in time and continued them
     pins_ended: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
     model_errors: int = 0  # requests that failed because their logits were not finite
+    cache_generation: int = 0  # how often everything cached was given up, because some of it may be wrong
 
     def step_of(self, num_tokens: int, steps: int = 1) -> None:
         self.step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += steps
@@ -178,13 +179,6 @@ class SchedulerState:
     preempted_req_ids: set[str] = dataclasses.field(default_factory=set)
     # The last step did nothing, and nothing has happened since that would let the next one do more.
     settled: bool = False
-
-    def forget_blocks(self, blocks: Iterable[int]) -> None:
-        """The content of these blocks is wrong, so no request may begin from it again. The connector's cache may hold copies of
-        it, and blocks computed from it, so it is emptied."""
-        self.cache.uncache(blocks)
-        if self.connector is not None:
-            self.connector.reset_cache()
 
     def owners(self) -> Iterator[Request]:
         """Unfinished requests that have blocks: those that run, those that load their KV, and those in line that kept it."""

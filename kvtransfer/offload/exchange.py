@@ -25,10 +25,11 @@ from tandem.kvtransfer.protocol.checksums import ChecksumSample, pack, unpack
 from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, POLL_MIN_S, SideChannel
 from tandem.kvtransfer.protocol.side import Clock, Identity, PeerKey
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport
+from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, Envelope
 from tandem.wire.nodes import PeerAddress
-from tandem.wire.sharing import ChunksFound, SharingMessage
+from tandem.wire.sharing import AskChunks, ChunksFound, SharingMessage
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,10 @@ class _Stop:
     pass
 
 
+# The number of a question that asks for no chunks, only for a sign of the peer.
+NO_FETCH = -1
+
+
 def compared_chunks(number: int, chunks: int, every: int) -> list[int]:
     """Returns the chunks that carry a checksum. Both nodes choose the same ones, and the next answer has others."""
     return ChecksumSample(every, number % every if every else 0, chunks - 1).between(0, chunks)
@@ -127,6 +132,9 @@ class Exchange:
         self._me = Identity(node_id, epoch, self._channel.endpoint)
         self._thread = threading.Thread(target=self._run, name="kv-exchange", daemon=True)
         self.memory: CacheMemory | None = None
+        # Peers that are asked every few seconds for a sign of their cache's generation.
+        self.sources: Sequence[PeerAddress] = ()
+        self._ask_at = 0.0
         self._rows: npt.NDArray[np.uint8] | None = None
 
     @property
@@ -142,6 +150,10 @@ class Exchange:
         self.memory = self._transport.register(memory)
         self._rows = flat_bytes(memory.tensor).numpy().reshape(-1, self.memory.block_bytes)
         self._thread.start()
+
+    def begin_generation(self) -> None:
+        """Messages name a new generation of our cache from now on."""
+        self._me.generation += 1
 
     def envelope(self, receiver_epoch: int) -> Envelope:
         return self._me.envelope(receiver_epoch)
@@ -180,7 +192,7 @@ class Exchange:
             poll_s = POLL_MIN_S
             while True:
                 try:
-                    posted = self._posted.get(timeout=poll_s if self._open else None)
+                    posted = self._posted.get(timeout=poll_s if self._open else ASK_S)
                 except queue.Empty:
                     poll_s = min(2 * poll_s, POLL_MAX_S)
                 else:
@@ -194,10 +206,19 @@ class Exchange:
                         self._open.sort(key=lambda progress: not progress.reading.urgent)
                 self._poll()
                 self._post()
+                self._ask_sources()
         except BaseException as error:
             logger.exception("the thread that reads other nodes' tiers died")
             self._failure = error
             self._wake()
+
+    def _ask_sources(self) -> None:
+        now = self._clock()
+        if now < self._ask_at:
+            return
+        self._ask_at = now + ASK_S
+        for peer in self.sources:
+            self.send(peer, AskChunks(self.envelope(peer.epoch), NO_FETCH, "", [], knows_memory=True))
 
     def _poll(self) -> None:
         for handle, progress in list(self._handles.items()):

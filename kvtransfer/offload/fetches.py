@@ -45,6 +45,7 @@ class KnownPeer:
     bytes_per_s: Rate
     answers_per_s: Rate
     memory: CacheMemory | None = None
+    generation: int = 0  # the latest of its cache that we have heard of
     # Keys that a mirror asked for before they were ready, and how often. It asks again with the next stored chunks.
     missed: dict[Key, int] = dataclasses.field(default_factory=dict)
 
@@ -89,6 +90,7 @@ class Fetch:
     asked_at: float
     for_mirror: bool
     checksum_every: int = 0
+    generation: int = 0  # of the peer's cache when it answered
     requests: set[str] = dataclasses.field(default_factory=set)  # those that wait for the fetch
     is_reading: bool = False
     question: PrefixQuestion | None = None  # asked before the chunks are

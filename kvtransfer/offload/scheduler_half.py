@@ -334,6 +334,8 @@ class TierScheduler(SchedulerConnector):
         """Offers these parts to the tier, and returns the copies; None if the tier has no room, because copies use
         all of it. `reads`: the plan whose `reads` names blocks that the request may give up before they are copied.
         `passing`: the answer has come to this block; it needs these parts no more once it is well beyond it."""
+        if entry.request.is_distrusted:
+            return []
         factor = self._factor
         keys = parts[0].keys if len(parts) == 1 else [key for part in parts for key in part.keys]
         room = self._tier.manager.prepare_store(keys)
@@ -387,6 +389,7 @@ class TierScheduler(SchedulerConnector):
             raise InternalError(f"metadata of another connector: {type(ended).__name__}")
         if sharing is not None:
             sharing.tell_mirrors()
+            output.distrusted = output.distrusted or sharing.distrusted
 
     def _end_job(self, number: int, right: bool, output: ConnectorOutput) -> None:
         job = self._jobs.pop(number)

@@ -20,7 +20,13 @@ from collections.abc import Callable, Sequence
 
 from tandem.kvtransfer.base import TransferRequest
 from tandem.kvtransfer.config import ChecksumPolicy
-from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Exchange, RemoteRead, RemoteReadEnded
+from tandem.kvtransfer.offload.exchange import (
+    NO_FETCH,
+    ChecksummedAnswer,
+    Exchange,
+    RemoteRead,
+    RemoteReadEnded,
+)
 from tandem.kvtransfer.offload.fetches import Fetch, KnownPeer, PrefixQuestion, Rate, which_of
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key
@@ -28,6 +34,7 @@ from tandem.kvtransfer.offload.prefixes import Prefixes
 from tandem.kvtransfer.protocol.checksums import every_of
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import BoundedMemory, PeerKey, Recorder, key_of
+from tandem.kvtransfer.sources import KVSources
 from tandem.wire.handoff import CacheMemory, Envelope
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.sharing import (
@@ -97,7 +104,9 @@ class TierSharing:
         self._leases: OrderedDict[tuple[PeerKey, int], _Lease] = OrderedDict()  # the first to end comes first
         self._peers: OrderedDict[PeerKey, KnownPeer] = OrderedDict()
         self._readers: OrderedDict[PeerKey, PeerAddress] = OrderedDict()  # peers that have copied from here
-        self._copied_from: set[PeerKey] = set()
+        self._sources = KVSources()
+        # Why everything that is cached here is distrusted, until the engine has begun a new generation for it.
+        self._distrusted = ""
         # For each mirror: keys stored, and gone.
         self._news: dict[PeerAddress, tuple[list[Key], list[Key]]] = {}
         self._computing = Rate(clock)  # prompt tokens
@@ -261,6 +270,7 @@ class TierSharing:
             if isinstance(event, RemoteReadEnded):
                 self._end_reading(event)
             elif event.envelope.receiver_epoch == self._exchange.epoch:
+                self._hear(event.envelope)
                 match event:
                     case AskChunks():
                         self._answer(event)
@@ -275,7 +285,7 @@ class TierSharing:
                     case ChunksStored():
                         self._copy(event)
                     case TierForgotten():
-                        self._forget_copies(key_of(event.envelope))
+                        pass  # its envelope has said all
         now = self._clock()
         while self._leases and next(iter(self._leases.values())).until <= now:
             self._let_go(next(iter(self._leases)))
@@ -292,7 +302,7 @@ class TierSharing:
         lease = key_of(ask.envelope), ask.number
         slots: list[int] = []
         which: list[int] | None = None
-        if ask.layout == self._layout and lease not in self._leases:
+        if ask.layout == self._layout and lease not in self._leases and not self._distrusted:
             if ask.skips:
                 which = [i for i, wanted in enumerate(ask.keys) if self._manager.lookup((wanted,))]
                 keys = [ask.keys[i] for i in which]
@@ -349,6 +359,8 @@ class TierSharing:
             self._manager.complete_load(ended.slots)
 
     def _read(self, found: ChunksFound) -> None:
+        if found.number == NO_FETCH:
+            return
         key, fetch = key_of(found.envelope), self._fetches.get(found.number)
         is_open = fetch is not None and fetch.question is not None and fetch.question.is_open
         if fetch is None or fetch.is_reading or is_open or key != (fetch.peer.node_id, fetch.peer.epoch):
@@ -367,6 +379,7 @@ class TierSharing:
             return
         peer.answers_per_s.observe(1, self._clock() - fetch.asked_at)
         fetch.is_reading = True
+        fetch.generation = found.envelope.generation
         until = fetch.asked_at + LEASE_S * (1 - SAFETY)
         here, there = self._places(fetch.room.slots), self._places(slots)
         self._exchange.read(
@@ -411,15 +424,17 @@ class TierSharing:
     def _end_reading(self, ended: RemoteReadEnded) -> None:
         fetch = self._fetches[ended.number]
         key = PeerKey(fetch.peer.node_id, fetch.peer.epoch)
-        self._manager.complete_store(fetch.room, written=ended.right)
+        right = ended.right and fetch.generation >= self._peer(key).generation
+        self._manager.complete_store(fetch.room, written=right)
         self._tell_read(fetch.peer, ended.number)
         self.recorder.checked(ended.checked)
         if ended.wrong:
             self._doubt(fetch.peer.node_id, ended.wrong)
-        if ended.right:
+        if right:
             num_bytes = len(fetch.room.keys) * self._chunk_bytes
             self._peer(key).bytes_per_s.observe(num_bytes, ended.seconds)
-            self._copied_from.add(key)
+            self._sources.took(fetch.peer, fetch.generation)
+            self._exchange.sources = self._sources.peers
             if fetch.for_mirror:
                 self.mirrored_bytes += num_bytes
             else:
@@ -478,18 +493,29 @@ class TierSharing:
     # ── what must be forgotten ──
 
     def forget_all(self) -> None:
-        """Forgets everything, and tells peers to forget what they have copied from here."""
+        """Forgets everything, and tells peers that what they have copied from here is of an earlier generation."""
         self._manager.reset()
-        self._copied_from.clear()
+        self._exchange.begin_generation()
+        self._sources.clear()
+        self._exchange.sources = ()
+        self._distrusted = ""
         readers, self._readers = self._readers, OrderedDict()
         for reader in readers.values():
             self._exchange.send(reader, TierForgotten(self._exchange.envelope(reader.epoch)))
 
-    def _forget_copies(self, owner: PeerKey) -> None:
-        """Forgets all if some was copied from `owner`. Else two nodes would make each other forget for ever."""
-        is_read = any(owner == (fetch.peer.node_id, fetch.peer.epoch) for fetch in self._fetches.values())
-        if is_read or owner in self._copied_from:
-            self.forget_all()
+    def _hear(self, envelope: Envelope) -> None:
+        """Learns the generation of a peer's cache. If KV of an earlier one is here, all that is here may be computed from it. If none
+        is, nothing needs to be forgotten: else two nodes would make each other forget for ever."""
+        key = key_of(envelope)
+        if (peer := self._peers.get(key)) is not None:
+            peer.generation = max(peer.generation, envelope.generation)
+        if self._sources.is_outdated(key, envelope.generation):
+            self._distrusted = f"{key.node_id} distrusts its own cache, from which blocks were copied"
+
+    @property
+    def distrusted(self) -> str:
+        """Why the engine must begin a new generation of its cache; empty if it need not."""
+        return self._distrusted
 
     def close(self) -> None:
         self._exchange.close()

@@ -80,6 +80,16 @@ class AbandonSend(msgspec.Struct, frozen=True):
     kept: bool
 
 
+class BeginGeneration(msgspec.Struct, frozen=True):
+    """Everything in our cache may be wrong, and so may what is being sent and what peers have received."""
+
+
+class FoundWrong(msgspec.Struct, frozen=True):
+    """Consumer: KV that this producer handed over is wrong, though it arrived as it was sent."""
+
+    peer: PeerAddress
+
+
 class PreemptedRequests(msgspec.Struct, frozen=True):
     """Producer: from `at` on, the blocks of these requests may hold something else."""
 
@@ -123,6 +133,8 @@ Command = (
     | ExtendSend
     | FinishSend
     | AbandonSend
+    | BeginGeneration
+    | FoundWrong
     | PreemptedRequests
     | LayersComputed
     | ComputedTokens

@@ -18,12 +18,23 @@ from tandem.kvtransfer.protocol.incoming import (
 from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks, Registrar
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.side import Answers, LinkPace, NodeSide, Outcome, Patience, PeerKey, key_of
+from tandem.kvtransfer.protocol.side import (
+    Answers,
+    BoundedMemory,
+    LinkPace,
+    NodeSide,
+    Outcome,
+    Patience,
+    PeerKey,
+    key_of,
+)
 from tandem.kvtransfer.protocol.transport import Activity, Direction
+from tandem.kvtransfer.sources import ASK_S, KVSources
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
+    Envelope,
     HandoffAccepted,
     HandoffNotice,
     KVArrived,
@@ -31,12 +42,16 @@ from tandem.wire.handoff import (
     ProcessIdentity,
     Refusal,
     RefusalCode,
+    RenewLease,
     TransferClosed,
     TransferPace,
     Welcome,
 )
+from tandem.wire.nodes import PeerAddress
 
 logger = logging.getLogger(__name__)
+
+MOST_ACCUSED = 16  # producers are told again and again, until they confirm, that KV of theirs was wrong
 
 
 class Consumer:
@@ -47,12 +62,21 @@ class Consumer:
         finished: Callable[[str, Handoff], None],
         failed: Callable[[str, LoadFailure], None],
         released: Callable[[frozenset[int]], None],
+        distrusted: Callable[[str], None],
         has_ended: Callable[[ProcessIdentity], bool],
     ) -> None:
         me, settings, send, clock = side.me, side.settings, side.send, side.clock
         self._side = side
         self._answers = Answers(me, send, side.recorder)
         self._ticked_at = clock()
+        self._distrusted = distrusted
+        self._sources = KVSources()
+        self._asked_sources_at = clock()
+        # Producers that have not confirmed yet that KV of theirs was found wrong, and how often it was.
+        self._accused: dict[PeerKey, tuple[PeerAddress, int]] = {}
+        self._found_wrong: BoundedMemory[int] = BoundedMemory(
+            settings.max_remembered, settings.keep_link_s, clock
+        )
         self._links = ProducerLinks(side)
         self._declined = DeclinedTransfers(me, settings, send, clock)
         self._incoming = IncomingTransfers(
@@ -122,6 +146,44 @@ class Consumer:
     def computes_at(self, command: commands.ComputesAt) -> None:
         self._tokens_per_s = command.tokens_per_s
 
+    def begin_generation(self) -> None:
+        self._sources.clear()
+
+    def found_wrong(self, peer: PeerAddress) -> None:
+        """What this producer handed over was computed wrongly. It counts as bytes that arrived wrong do."""
+        key = PeerKey(peer.node_id, peer.epoch)
+        times = (self._found_wrong.get(f"{key.epoch}/{key.node_id}") or 0) + 1
+        self._found_wrong.add(f"{key.epoch}/{key.node_id}", times)
+        self._accused[key] = peer, times
+        self._side.recorder.wrong_kv(peer.node_id)
+        self._links.found_wrong(key)
+        self._ask(peer)
+
+    # ── generations of caches ──
+
+    def hear_generation(self, envelope: Envelope) -> None:
+        key = key_of(envelope)
+        if self._sources.is_outdated(key, envelope.generation):
+            self._sources.clear()  # the engine gives up everything
+            self._distrusted(f"{key.node_id} distrusts its own cache, from which KV was received")
+
+    def _ask_sources(self) -> None:
+        """Asks every node that KV has come from for a sign, so that we hear of a new generation of its cache."""
+        now = self._side.clock()
+        if now < self._asked_sources_at + ASK_S:
+            return
+        self._asked_sources_at = now
+        accused = [peer for peer, _ in self._accused.values()][-MOST_ACCUSED:]
+        for peer in dict.fromkeys([*self._sources.peers, *accused]):
+            self._ask(peer)
+
+    def _ask(self, peer: PeerAddress) -> None:
+        key = PeerKey(peer.node_id, peer.epoch)
+        _, times = self._accused.get(key, (peer, 0))
+        link = self._links.get(key)
+        stamp = link.stamp if link is not None else 0
+        self._side.send(peer.endpoint, RenewLease(self._side.me.envelope(peer.epoch), stamp, [], times))
+
     # ── messages of producers ──
 
     def on_welcome(self, message: Welcome) -> None:
@@ -170,6 +232,9 @@ class Consumer:
             return
         link.take_stamp(message.stamp, self._side.clock())
         link.tokens_per_s = message.tokens_per_s
+        _, times = self._accused.get(link.key, (None, 0))
+        if times and message.found_wrong >= times:
+            del self._accused[link.key]
         for transfer_id in message.waiting:
             if (receiving := self._mine(transfer_id, link.key)) is not None:
                 receiving.deadline = self._side.clock() + self._side.settings.timeout_s
@@ -191,6 +256,9 @@ class Consumer:
         if receiving.outcome is Outcome.CORRUPTED:
             return  # nothing more of this transfer is trusted
         if message.start <= receiving.num_arrived < message.count <= len(receiving.order):
+            self._sources.took(
+                receiving.command.peer, message.envelope.generation
+            )  # used even if the rest fails
             self._verify(receiving, message.start, message.count, message.checksums)
 
     def _verify(self, receiving: IncomingTransfer, start: int, count: int, packed: bytes) -> bool:
@@ -239,7 +307,11 @@ class Consumer:
                 self._refuse_mismatch(receiving, problem)
         elif self._verify(receiving, 0, len(receiving.order), message.checksums):
             self._incoming.accept(receiving)
-            self._incoming.finish(receiving, message)
+            self._finish(receiving, message)
+
+    def _finish(self, receiving: IncomingTransfer, notice: HandoffNotice) -> None:
+        self._sources.took(receiving.command.peer, notice.envelope.generation)
+        self._incoming.finish(receiving, notice)
 
     def _difference(self, receiving: IncomingTransfer, notice: HandoffNotice) -> str | None:
         geometry = self._side.geometry
@@ -279,7 +351,7 @@ class Consumer:
             and receiving.notice is not None
         ):
             if self._verify(receiving, 0, len(receiving.order), receiving.notice.checksums):
-                self._incoming.finish(receiving, receiving.notice)
+                self._finish(receiving, receiving.notice)
         else:
             self._incoming.end(receiving, Outcome.CLOSED_BY_PEER, f"closed by the producer: {message.reason}")
 
@@ -403,6 +475,7 @@ class Consumer:
         # In a longer interval the process may have been stopped for a part of it.
         ran_s = min(since, settings.margin_s / 4)
         self._declined.tick()
+        self._ask_sources()
         for link in self._links:
             self._registrar.tick(link)
         if self._pulling is not None:

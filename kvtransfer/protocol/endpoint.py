@@ -2,7 +2,7 @@
 goes through that thread; it alone touches the transport and the protocol's state. `SideChannel` is the address at
 which nodes send messages to nodes, about transfers and about tiers.
 
-The thread sleeps until something arrives. While transfers are open, it looks at deadlines every
+The thread sleeps until something arrives, or until it has to ask a peer for a sign. While transfers are open, it looks at deadlines every
 `ProtocolSettings.tick_s`. While handles are in flight, it polls them at intervals that grow from POLL_MIN_S to
 POLL_MAX_S.
 """
@@ -27,6 +27,7 @@ from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Answers, Clock, NodeSide
 from tandem.kvtransfer.protocol.transport import Activity
+from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.errors import InternalError, NodeLost
 from tandem.wire.handoff import (
     CancelTransfer,
@@ -149,6 +150,7 @@ class Outcomes(msgspec.Struct, frozen=True):
     unwanted_sending: Callable[[str], None]
     finished_recving: Callable[[str, Handoff], None]
     failed_recving: Callable[[str, LoadFailure], None]
+    distrusted: Callable[[str], None]  # everything in our cache, and why
     released_blocks: Callable[[frozenset[int]], None]
 
 
@@ -170,13 +172,17 @@ class TransferEndpoint:
         self._listener = listener
         self._has_ended = has_ended
         self.producer = Producer(
-            side, finished_sending=outcomes.finished_sending, unwanted=outcomes.unwanted_sending
+            side,
+            finished_sending=outcomes.finished_sending,
+            unwanted=outcomes.unwanted_sending,
+            distrusted=outcomes.distrusted,
         )
         self.consumer = Consumer(
             side,
             finished=outcomes.finished_recving,
             failed=outcomes.failed_recving,
             released=outcomes.released_blocks,
+            distrusted=outcomes.distrusted,
             has_ended=has_ended,
         )
 
@@ -184,6 +190,7 @@ class TransferEndpoint:
         if message.envelope.receiver_epoch != self._side.me.epoch:
             self._refuse_epoch(message)
             return
+        self.consumer.hear_generation(message.envelope)
         match message:
             case Hello():
                 self.producer.on_hello(message)
@@ -235,6 +242,12 @@ class TransferEndpoint:
                 self.producer.finish(command)
             case commands.AbandonSend():
                 self.producer.abandon(command)
+            case commands.BeginGeneration():
+                self._side.me.generation += 1
+                self.consumer.begin_generation()
+                self.producer.begin_generation()
+            case commands.FoundWrong():
+                self.consumer.found_wrong(command.peer)
             case commands.BeginReceive():
                 self.consumer.begin(command)
             case commands.CancelReceive():
@@ -326,7 +339,7 @@ class ProtocolLoop:
                 timeout = 0.0
                 poll_s = POLL_MIN_S
             else:
-                timeout = None if endpoint.is_idle else max(0.0, next_tick - self._clock())
+                timeout = ASK_S if endpoint.is_idle else max(0.0, next_tick - self._clock())
                 poll_s = POLL_MIN_S
             if not self._take(endpoint, timeout):
                 break

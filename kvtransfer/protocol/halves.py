@@ -30,6 +30,7 @@ from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
     AnnounceSend,
+    BeginGeneration,
     BeginReceive,
     BlockTable,
     CancelReceive,
@@ -40,6 +41,7 @@ from tandem.kvtransfer.protocol.commands import (
     ExtendSend,
     Fence,
     FinishSend,
+    FoundWrong,
     LayersComputed,
     PlanSend,
     PreemptedRequests,
@@ -51,6 +53,7 @@ from tandem.kvtransfer.protocol.settings import ProtocolOptions, ProtocolSetting
 from tandem.kvtransfer.protocol.side import ComputeRate, Identity, NodeSide, Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.wire.errors import InternalError
+from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tandem.wire.tracing import TransferTrace
 
@@ -247,6 +250,12 @@ class SchedulerHalf(SchedulerConnector):
         self._commands.append(AbandonSend(request.request_id, entry.transfer.transfer_id, kept=entry.begun))
         return entry.begun
 
+    def found_wrong(self, peer: PeerAddress) -> None:
+        self._commands.append(FoundWrong(peer))
+
+    def reset_cache(self) -> None:
+        self._commands.append(BeginGeneration())
+
     def has_pending_work(self) -> bool:
         return bool(self._commands)
 
@@ -335,6 +344,7 @@ class WorkerHalf(WorkerConnector):
                 self._unwanted_sending,
                 self._finished_recving,
                 self._failed_recving,
+                self._distrust,
                 self._released_blocks,
             ),
         )
@@ -402,6 +412,11 @@ class WorkerHalf(WorkerConnector):
     def _failed_recving(self, request_id: str, failure: LoadFailure) -> None:
         with self._lock:
             self._output.failed_recving[request_id] = failure
+        self._context.wake()
+
+    def _distrust(self, reason: str) -> None:
+        with self._lock:
+            self._output.distrusted = reason
         self._context.wake()
 
     def _released_blocks(self, blocks: frozenset[int]) -> None:

@@ -12,7 +12,15 @@ from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks, LeaseS
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
 from tandem.kvtransfer.protocol.pushing import Progress, PushLoop, Writer
 from tandem.kvtransfer.protocol.sending import DestinationBlocks, OutgoingTransfer, SendPhase
-from tandem.kvtransfer.protocol.side import Answers, NodeSide, Outcome, PeerKey, TransferEnd, key_of
+from tandem.kvtransfer.protocol.side import (
+    Answers,
+    BoundedMemory,
+    NodeSide,
+    Outcome,
+    PeerKey,
+    TransferEnd,
+    key_of,
+)
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.handoff import (
     CancelTransfer,
@@ -31,7 +39,12 @@ logger = logging.getLogger(__name__)
 
 class Producer:
     def __init__(
-        self, side: NodeSide, *, finished_sending: Callable[[str], None], unwanted: Callable[[str], None]
+        self,
+        side: NodeSide,
+        *,
+        finished_sending: Callable[[str], None],
+        unwanted: Callable[[str], None],
+        distrusted: Callable[[str], None],
     ) -> None:
         """`unwanted` is called with a request that has not ended, when its transfer is no longer wanted."""
         geometry, settings, clock, recorder = side.geometry, side.settings, side.clock, side.recorder
@@ -40,6 +53,11 @@ class Producer:
         self._writes = side.direction is Direction.PUSH
         self._finished_sending = finished_sending
         self._unwanted = unwanted
+        self._distrusted = distrusted
+        # How often each consumer has found KV from here to be wrong.
+        self._found_wrong: BoundedMemory[int] = BoundedMemory(
+            settings.max_remembered, settings.keep_link_s, clock
+        )
         self._links = ConsumerLinks(
             geometry,
             side.transport if self._writes else None,
@@ -156,6 +174,17 @@ class Producer:
             sending.num_kept = count_blocks(sending.source.block_ids)
         self._outgoing.close(sending, Outcome.ABORTED, reason)
 
+    def begin_generation(self) -> None:
+        """What is being sent is of the generation that has ended, so no consumer may use it. Consumers also learn that what they have
+        is of an earlier one."""
+        for sending in list(self._ledger):
+            if sending.source is not None:
+                self._void(sending)
+        for link in self._links:
+            envelope = self._side.me.envelope(link.key.epoch)
+            news = LeaseRenewed(envelope, self._stamps.issue(), [], [], self._tokens_per_s)
+            self._side.send(link.endpoint, news)
+
     # ── messages of consumers ──
 
     def on_hello(self, message: Hello) -> None:
@@ -253,6 +282,11 @@ class Producer:
 
     def on_renew(self, message: RenewLease) -> None:
         key = key_of(message.envelope)
+        found_wrong = self._found_wrong.get(f"{key.epoch}/{key.node_id}") or 0
+        if message.found_wrong > found_wrong:
+            found_wrong = message.found_wrong
+            self._found_wrong.add(f"{key.epoch}/{key.node_id}", found_wrong)
+            self._distrusted(f"{key.node_id} computed KV from here again, and it was wrong")
         if self._links.hear(key) is None:
             self._answers.refuse(
                 message.envelope, "", RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node"
@@ -281,6 +315,7 @@ class Producer:
                 unknown,
                 waiting,
                 self._tokens_per_s,
+                found_wrong,
             ),
         )
 

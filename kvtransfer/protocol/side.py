@@ -45,10 +45,12 @@ def key_of(envelope: Envelope) -> PeerKey:
     return PeerKey(envelope.sender_id, envelope.sender_epoch)
 
 
-class Identity(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Identity:
     node_id: str
     epoch: int
     endpoint: str
+    generation: int = 0  # of this node's cache
 
     def envelope(self, receiver_epoch: int) -> Envelope:
         return Envelope(
@@ -56,6 +58,7 @@ class Identity(NamedTuple):
             sender_epoch=self.epoch,
             receiver_epoch=receiver_epoch,
             reply_to=self.endpoint,
+            generation=self.generation,
         )
 
 

@@ -318,6 +318,7 @@ class Node:
         self.sends: dict[str, Send] = {}
         self.receives: dict[str, Receive] = {}
         self.unwanted: list[str] = []  # requests that the engine need not continue
+        self.distrusted: list[str] = []  # why the engine should begin a new generation of its cache
         self.frozen = False
         self.line: deque[Callable[[], None]] = deque()  # work that the device has been given and has not done
         self.num_given = 0
@@ -361,7 +362,14 @@ class Node:
             side,
             listener=world.listener_at,
             has_ended=lambda process: process in world.ended,
-            outcomes=Outcomes(self._sent, self.unwanted.append, self._received, self._failed, self._released),
+            outcomes=Outcomes(
+                self._sent,
+                self.unwanted.append,
+                self._received,
+                self._failed,
+                self.distrusted.append,
+                self._released,
+            ),
         )
 
     def clock(self) -> float:

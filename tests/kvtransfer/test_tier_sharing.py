@@ -61,6 +61,10 @@ class FakeExchange:
         self.memory = CacheMemory(b"", "DRAM", 0, 0, world.slots, CHUNK_BYTES)
         self.events: list[Event] = []
         self.envelope = self._me.envelope
+        self.sources: Sequence[PeerAddress] = ()
+
+    def begin_generation(self) -> None:
+        self._me.generation += 1
 
     def send(self, peer: PeerAddress, message: SharingMessage) -> None:
         self._world.mail.append((peer.node_id, message))
@@ -104,6 +108,11 @@ class FakeNode:
             mirror=True,
             clock=lambda: world.now,
         )
+
+    def turn(self) -> None:
+        self.sharing.turn()
+        if self.sharing.distrusted:  # the engine begins a new generation of the whole cache
+            self.sharing.forget_all()
 
     @property
     def address(self) -> PeerAddress:
@@ -149,7 +158,7 @@ class World:
     def deliver(self, index: int = 0) -> None:
         name, message = self.mail.pop(index)
         self.nodes[name].exchange.events.append(message)
-        self.nodes[name].sharing.turn()
+        self.nodes[name].turn()
 
     def end_read(self, index: int = 0, *, fails: bool = False, wrong: str = "") -> None:
         node, reading, seen = self.reads.pop(index)
@@ -160,7 +169,7 @@ class World:
         for slot, content in zip(reading.here, seen or [b"?"] * len(reading.here), strict=True):
             node.content[slot] = content or b"?"
         node.exchange.events.append(RemoteReadEnded(reading.number, right, 0.1, 0, wrong))
-        node.sharing.turn()
+        node.turn()
 
     def settle(self) -> None:
         while self.mail or self.reads:
@@ -270,7 +279,7 @@ def test_what_arrives_after_the_lease_is_not_used() -> None:
     world.deliver()
     world.deliver()
     world.now += LEASE_S
-    a.sharing.turn()
+    a.turn()
     a.store(keys(12, "q"))  # takes the slots
     world.settle()
     assert b.manager.lookup(keys(5)) == 0
@@ -408,7 +417,7 @@ def run(number: int) -> int:
     for _ in range(2):
         world.now += LEASE_S
         for each in world.nodes.values():
-            each.sharing.turn()
+            each.turn()
         world.settle()
     for each in world.nodes.values():
         each.check()
