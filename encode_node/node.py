@@ -33,7 +33,7 @@ from tandem.wire.errors import (
     TandemError,
     Unavailable,
 )
-from tandem.wire.images import digest_of_image
+from tandem.wire.images import digest_of_image, rows_name
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import (
@@ -340,7 +340,8 @@ class EncodeNode:
         if digest != question.digest:
             raise InvalidRequest("the image's digest is not the one in the question")
         names = [f"{digest}/{part.part}" for part in question.parts]
-        found = {name: rows for name in names if (rows := self._cache.find(name)) is not None}
+        cached_as = {name: rows_name(name, question.salt) for name in names}
+        found = {name: rows for name in names if (rows := self._cache.find(cached_as[name])) is not None}
         self._found += sum(rows.count for rows in found.values())
         missing = [
             EncoderInput(name, question.file, part.part, part.length, part.columns)
@@ -351,7 +352,7 @@ class EncodeNode:
             self._steps += 1
             for one, rows in zip(missing, self._encode(missing), strict=True):
                 self._made += rows.count
-                self._cache.keep(one.identifier, rows)
+                self._cache.keep(cached_as[one.identifier], rows)
                 found[one.identifier] = rows
         for name, part in zip(names, question.parts, strict=True):
             if found[name].count != part.length:

@@ -12,7 +12,7 @@ from tandem.wire.encoding import MOST_BYTES, EncodedRows, checksum
 
 
 class RowsCache:
-    """Rows by the identifier of their part, which names its content. The least recently used rows make room for new ones."""
+    """Rows by the name of their part, which stands for its content and the cache salt of the request. The least recently used rows make room for new ones."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity` is in rows, each of which is one token of a prompt."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tandem.engine.cache.hashing import BlockHasher
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.images import MediaFeature
+from tandem.wire.images import MediaFeature, salted
 from tandem.wire.pooling import Pooling, PoolingKind
 from tandem.wire.requests import CachePeers, KVTransferParams
 from tandem.wire.sampling import FinishReason, SamplingParams
@@ -93,6 +93,7 @@ class Request:
         "drafting",
         "embeds",
         "eos_token_ids",
+        "image_parts",
         "images",
         "is_distrusted",
         "is_last_step",
@@ -100,6 +101,7 @@ class Request:
         "length_limit",
         "lora",
         "lost_load",
+        "makes_up_load",
         "media",
         "needs_its_last_token",
         "num_cached_tokens",
@@ -154,6 +156,8 @@ class Request:
         self.lora = lora
         self.media = media  # parts of the prompt's images, or runs of its `embeds`, in the prompt's order
         self.images = images  # the image files that `media` describes parts of
+        # `media` under the names of their rows; empty without images.
+        self.image_parts = salted(media, cache_salt) if embeds is None else ()
         self.embeds = embeds  # replace the embeddings of the whole prompt
         self.transfer = transfer
         self.cache_peers = cache_peers
@@ -176,6 +180,9 @@ class Request:
         self.num_external_tokens = 0  # tokens whose KV the connector promised to load
         # A load under way has failed for the tokens after these; None while nothing of it has failed.
         self.valid_load_tokens: int | None = None
+        # What failed was the input of a request whose blocks this one found: it computes the rest, whatever
+        # `transfer.on_failure` says of loads.
+        self.makes_up_load = False
         # Prompt tokens that the prefix cache or a tier had when the request was first admitted; -1 before that.
         self.num_cached_tokens = -1
         self.queue_seconds = 0.0  # from arrival to first admission
@@ -216,6 +223,14 @@ class Request:
     @property
     def has_images(self) -> bool:
         return bool(self.media) and self.embeds is None
+
+    @property
+    def own_input_begins(self) -> int | None:
+        """The first token whose KV depends on more than tokens: on an adapter, an image, or rows. The hashes of all blocks from
+        there on name that input. None if there is none."""
+        if self.lora is not None:
+            return 0
+        return self.media[0].offset if self.media else None
 
     @property
     def room_wanted(self) -> int:

@@ -57,7 +57,7 @@ request took, before it has run; nor about one that was preempted too often.
 **What a cache must forget.** `reset_cache` means that a connector must forget all KV that it keeps: new weights came,
 or a block's content turned out wrong, and a hash cannot tell which other blocks were computed from that one. A block
 hash names the tokens up to the block's end and everything else that decides its KV (adapter, media, salt), but not the
-model. So a cache that outlives its process, or that several processes share, must file blocks under the model's content
+model. `forget_after` says the same of the blocks of one request, whose hashes name the input that is at fault. So a cache that outlives its process, or that several processes share, must file blocks under the model's content
 and the blocks' layout as well, and all its nodes must have the same `cache.hash_seed`.
 """
 
@@ -76,6 +76,7 @@ from tandem.kvtransfer.memory import KVCacheMemory as KVCacheMemory
 from tandem.kvtransfer.memory import LayerShare as LayerShare
 from tandem.kvtransfer.memory import flat_bytes as flat_bytes
 from tandem.kvtransfer.memory import longest_word as longest_word
+from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers, KVTransferParams, TierStatus, WaitHistogram
@@ -104,6 +105,11 @@ class TransferRequest(Protocol):
     def cache_salt(self) -> str | None: ...
     @property
     def lora(self) -> str | None: ...
+    @property
+    def media(self) -> Sequence[MediaFeature]:
+        """The placeholders among the tokens, in order: parts of images, or rows in place of embeddings."""
+        ...
+
     @property
     def transfer(self) -> KVTransferParams | None: ...
     @property
@@ -374,6 +380,11 @@ class SchedulerConnector(abc.ABC):
 
     def found_wrong(self, peer: PeerAddress) -> None:
         """KV that came from this peer is wrong, though it arrived as it was sent. Counts against the peer, and tells it."""
+
+    def forget_after(self, request: TransferRequest, num_tokens: int) -> None:
+        """The KV of all but the request's first `num_tokens` tokens is wrong, or may be. It will be computed again or never. Load
+        none of it that was kept, for any request, and let no peer use what was sent of it. The request may have ended;
+        ignore one that is not known."""
 
     def reset_cache(self) -> None:
         """From now on load no KV that was kept so far, nor any that is being stored or loaded now."""

@@ -12,7 +12,9 @@ so this file shares nothing with those sockets, not even ZMQ's I/O thread.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -23,7 +25,7 @@ import msgspec
 import zmq
 
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.kv_events import KVEvent, KVEventBatch
+from tandem.wire.kv_events import SALT, BlockStored, KVEvent, KVEventBatch
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class KVEventPublisher:
         self._topic = topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
         self._kept: deque[bytes] = deque(maxlen=kept)
+        self._salt_key = os.urandom(32)
         self._number = 0  # the next message's
         self._lock = threading.Lock()
         self._closed = False
@@ -79,12 +82,29 @@ class KVEventPublisher:
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Never blocks. A slow subscriber loses the messages that do not fit into its queue, and sees the gap in the
         numbers."""
-        message = self._encoder.encode(KVEventBatch(time.time(), list(events)))
+        shown = [self._without_salt(event) for event in events]
+        message = self._encoder.encode(KVEventBatch(time.time(), shown))
         with self._lock:
             number = self._number
             self._number += 1
             self._kept.append(message)
         self._socket.send_multipart((self._topic, number.to_bytes(8, "big"), message), zmq.NOBLOCK)
+
+    def _without_salt(self, event: KVEvent) -> KVEvent:
+        """Replaces salts by digests, because a salt is all that keeps others from a prefix. The key is this process's own, so nobody
+        can try salts out, and equal salts have equal digests for as long as it lives."""
+        if not isinstance(event, BlockStored) or not event.extra_keys:
+            return event
+        if not any(key.startswith(SALT) for keys in event.extra_keys if keys for key in keys):
+            return event
+        shown = [keys and tuple(map(self._shown, keys)) for keys in event.extra_keys]
+        return msgspec.structs.replace(event, extra_keys=shown)
+
+    def _shown(self, key: str) -> str:
+        if not key.startswith(SALT):
+            return key
+        salt = key.removeprefix(SALT).encode("utf-8", "surrogatepass")
+        return SALT + hashlib.blake2b(salt, digest_size=16, key=self._salt_key).hexdigest()
 
     def _answer(self) -> None:
         poller = zmq.Poller()

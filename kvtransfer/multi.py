@@ -194,6 +194,10 @@ class MultiScheduler(SchedulerConnector):
         for part in self._parts:
             part.found_wrong(peer)
 
+    def forget_after(self, request: TransferRequest, num_tokens: int) -> None:
+        for part in self._parts:
+            part.forget_after(request, num_tokens)
+
     def reset_cache(self) -> None:
         for part in self._parts:
             part.reset_cache()

@@ -42,6 +42,7 @@ class _Question:
     due: float
     lengths: dict[str, int]  # how many rows each incomplete part has, by identifier
     pieces: dict[str, list[bytes]]  # the rows of these parts that have arrived
+    names: dict[str, str]  # each part's name here, which contains the salt
 
 
 class EncoderDesk:
@@ -76,17 +77,29 @@ class EncoderDesk:
     # --- the step thread
 
     def ask_for(
-        self, parts: Iterable[MediaFeature], encoders: Sequence[PeerAddress], images: Sequence[bytes]
+        self,
+        parts: Iterable[MediaFeature],
+        encoders: Sequence[PeerAddress],
+        images: Sequence[bytes],
+        salt: str | None = None,
     ) -> None:
-        """Asks for parts of a request's images; `encoders[i]` is asked for the parts of `images[i]`."""
+        """Asks for parts of a request's images; `encoders[i]` is asked for the parts of `images[i]`. The parts have the names of
+        their rows, which contain the request's `salt`."""
         wanted: defaultdict[int, list[MediaFeature]] = defaultdict(list)
         for part in parts:
             wanted[part.image].append(part)
         for image, of_image in wanted.items():
             digest = of_image[0].identifier.rpartition("/")[0]
-            self.ask(encoders[image], digest, images[image], of_image)
+            self.ask(encoders[image], digest, images[image], of_image, salt)
 
-    def ask(self, encoder: PeerAddress, digest: str, file: bytes, parts: Sequence[MediaFeature]) -> None:
+    def ask(
+        self,
+        encoder: PeerAddress,
+        digest: str,
+        file: bytes,
+        parts: Sequence[MediaFeature],
+        salt: str | None = None,
+    ) -> None:
         """Asks one encoder node for parts of one image. Each part gets exactly one RowsCame, by the deadline."""
         now = self._clock()
         question = secrets.randbits(62)
@@ -96,8 +109,9 @@ class EncoderDesk:
                 self._questions[question] = _Question(
                     encoder,
                     now + self._patience_s,
-                    {part.identifier: part.length for part in parts},
-                    {part.identifier: [] for part in parts},
+                    {f"{digest}/{part.part}": part.length for part in parts},
+                    {f"{digest}/{part.part}": [] for part in parts},
+                    {f"{digest}/{part.part}": part.identifier for part in parts},
                 )
                 self._next_look = self._next_look or now + LOOK_S
         if is_left_out:
@@ -113,6 +127,7 @@ class EncoderDesk:
             file,
             wanted,
             self._patience_s,
+            salt,
         )
         try:
             self._outbox.send(encoder.endpoint, message)
@@ -168,7 +183,7 @@ class EncoderDesk:
             if why in ("late", "gone"):
                 self._left_out[encoder.node_id, encoder.epoch] = self._clock() + LEFT_OUT_S
         logger.warning("encoder node %s: no rows came (%s): encoding here", encoder.node_id, why)
-        self._fall_back(list(question.lengths), why)
+        self._fall_back([question.names[each] for each in question.lengths], why)
 
     def _fall_back(self, identifiers: Sequence[str], why: str) -> None:
         self.fallbacks[why] += 1
@@ -195,7 +210,7 @@ class EncoderDesk:
         if not is_right:
             self._end(message.question, "wrong")
         elif whole is not None:
-            self._deliver(RowsCame(message.identifier, whole))
+            self._deliver(RowsCame(question.names[message.identifier], whole))
 
     def _take(self, question: _Question, message: EncodedRows) -> bool:
         """Keeps the rows if they are this model's and the next rows of a part in question; returns False if they are not."""

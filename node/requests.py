@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from tandem.engine.cache.hashing import BlockHasher
 from tandem.engine.model.runner import ModelInfo
@@ -26,7 +27,8 @@ from tandem.wire.sampling import FinishReason, SamplingParams
 if TYPE_CHECKING:
     from tandem.engine.model.lora.slots import AdapterSlots
 
-_INFINITE_BFLOAT16 = 0x7F80  # the exponent bits of a bfloat16 that is infinite or NaN
+# Numbers of this size and above are rounded to infinity in a type: half a step beyond its largest number.
+_INFINITE_FROM = {"bfloat16": 2.0**128 - 2.0**119, "float16": 65520.0}
 _SPARE_DEADLINES = 100
 
 
@@ -88,7 +90,7 @@ def check_submit(
         )
     _check_pooling(submit, info)
     if submit.embeds is not None:
-        _check_embeds(submit, submit.embeds, info.embed_size)
+        _check_embeds(submit, submit.embeds, info)
     elif submit.media or submit.images:
         _check_images(submit, info)
 
@@ -148,8 +150,9 @@ def _check_images(submit: Submit, info: ModelInfo) -> None:
             raise InvalidRequest("the prompt's placeholders are not where its images are said to be")
 
 
-def _check_embeds(submit: Submit, embeds: PromptEmbeds, size: int) -> None:
+def _check_embeds(submit: Submit, embeds: PromptEmbeds, info: ModelInfo) -> None:
     """Rows of a wrong size, or with NaN, would fail the step, or poison the cached blocks that later prompts find by these rows' hash."""
+    size = info.embed_size
     if not size:
         raise InvalidRequest(
             "prompt_embeds: this model takes tokens alone: it reads them again beside their embeddings, or runs on several ranks",
@@ -163,17 +166,21 @@ def _check_embeds(submit: Submit, embeds: PromptEmbeds, size: int) -> None:
         )
     if submit.prompt_token_ids != [PLACEHOLDER] * embeds.count or submit.media != embeds.features():
         raise InvalidRequest("prompt_embeds: the prompt is not what its rows are called", "prompt_embeds")
-    if not _are_numbers(embeds):
+    if not (np.abs(numbers := _numbers_of(embeds)) < np.inf).all():
         raise InvalidRequest(
             "prompt_embeds: some of its numbers are infinite, or none (NaN)", "prompt_embeds"
         )
+    if not (np.abs(numbers) < _INFINITE_FROM.get(info.dtype, np.inf)).all():
+        raise InvalidRequest(
+            f"prompt_embeds: some of its numbers are infinite in {info.dtype}, in which this model computes",
+            "prompt_embeds",
+        )
 
 
-def _are_numbers(embeds: PromptEmbeds) -> bool:
-    if embeds.dtype == "bfloat16":
-        bits = np.frombuffer(embeds.data, "<u2")
-        return not bool(((bits & _INFINITE_BFLOAT16) == _INFINITE_BFLOAT16).any())
-    return bool(np.isfinite(np.frombuffer(embeds.data, "<f4" if embeds.dtype == "float32" else "<f2")).all())
+def _numbers_of(embeds: PromptEmbeds) -> npt.NDArray[np.float32]:
+    if embeds.dtype == "bfloat16":  # the upper half of a float32
+        return (np.frombuffer(embeds.data, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(embeds.data, "<f4" if embeds.dtype == "float32" else "<f2").astype("<f4")
 
 
 def keeps_here(submit: Submit) -> bool:

@@ -21,6 +21,7 @@ import msgspec
 from tandem.wire.errors import NodeLost
 from tandem.wire.kv_events import (
     DEVICE_MEDIUM,
+    SALT,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -251,7 +252,7 @@ class NamedBlocks:
 
 def _salt(keys: Sequence[ExtraKeys | None]) -> str | None:
     first = keys[0] if keys else None
-    return next((key.removeprefix("salt:") for key in first or () if key.startswith("salt:")), None)
+    return next((key.removeprefix(SALT) for key in first or () if key.startswith(SALT)), None)
 
 
 def _media_of(keys: ExtraKeys | None) -> list[str]:

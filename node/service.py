@@ -406,7 +406,7 @@ class NodeService:
         self._live.begin(submit, now)
         if submit.encoders and self._encoders is not None:
             parts = self._engine.scheduler.expect_rows(submit.request_id)
-            self._encoders.ask_for(parts, submit.encoders, submit.images)
+            self._encoders.ask_for(parts, submit.encoders, submit.images, submit.cache_salt)
         logger.debug("%s: taken, %d tokens", submit.request_id, request.num_tokens)
         self._quiet.clear()
         if submit.trace:

@@ -3,7 +3,8 @@
     Encode ──▶ the encoder node looks into its cache, or runs its vision tower
     ◀── EncodedRows, one or several for each part, or EncodingRefused
 
-Rows are a function of the image's content and the model's. The question and the answer name both, and the receiver
+Rows are a function of the image's content and the model's. They are cached under the request's salt, too, which changes
+nothing but who finds them. The question and the answer name both, and the receiver
 checks a checksum, so rows of another model, of another image or of an earlier question are never used. The asking
 node keeps a deadline and then encodes the image itself, so nothing here is sent twice.
 """
@@ -37,6 +38,7 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     file: bytes
     parts: list[WantedPart]
     timeout_s: float
+    salt: str | None = None  # the request's cache salt: the encoder node keeps rows apart by it
 
 
 class EncodedRows(msgspec.Struct, frozen=True, tag="rows"):

@@ -244,6 +244,7 @@ class TransferClosed(msgspec.Struct, frozen=True, tag="closed"):
     transfer_id: str
     reason: str
     handed_over: bool = False  # pull: the acceptance came while the blocks were still held
+    is_void: bool = False  # KV of the request turned out wrong: what KVArrived told of is of no use
 
 
 class RefusalCode(enum.StrEnum):

@@ -215,6 +215,23 @@ def media_features(
     return None if token_id in token_ids[at:] else features
 
 
+def rows_name(identifier: str, salt: str | None) -> str:
+    """Returns the name under which the rows of a part are cached. It contains the cache salt, so no tenant can find out by
+    timing whether another has sent the same image. The salt itself cannot be read from it."""
+    if salt is None:
+        return identifier
+    return (
+        f"{identifier}@{hashlib.blake2b(salt.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+    )
+
+
+def salted(media: Sequence[MediaFeature], salt: str | None) -> Sequence[MediaFeature]:
+    """Returns the parts with `rows_name` as their identifiers."""
+    if salt is None:
+        return media
+    return [msgspec.structs.replace(part, identifier=rows_name(part.identifier, salt)) for part in media]
+
+
 def digest_of_image(file: bytes) -> str:
     return hashlib.sha256(file).hexdigest()[:40]
 

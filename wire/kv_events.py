@@ -11,6 +11,8 @@ import msgspec
 DEVICE_MEDIUM = "GPU"
 
 ExtraKeys = tuple[str, ...]
+# An extra key that begins like this is a cache salt. Outside the node it is a digest of the salt.
+SALT = "salt:"
 
 
 class BlockStored(

@@ -1,7 +1,7 @@
-"""Which parts of images the runner has rows for, by their content, and which requests need them.
+"""Which parts of images the runner has rows for, by their content and the cache salt, and which requests need them.
 
 A running request holds the parts that a step's tokens need until these tokens are computed. A part that no request holds stays
-for other requests with the same image, until its room is needed; the least recently used goes first. Between two steps a
+for other requests with the same image and salt, until its room is needed; the least recently used goes first. Between two steps a
 request holds only a part that its computed tokens end in the middle of, so requests never wait for each other in a circle.
 
 A step encodes a limited number of image tokens. A larger part is encoded in a step without others.
@@ -47,6 +47,7 @@ class _Coming:
 class _Entry:
     length: int
     holders: set[str] = dataclasses.field(default_factory=set)
+    is_void: bool = False  # dropped once it has no holder
 
 
 class EncoderCache:
@@ -221,6 +222,22 @@ class EncoderCache:
         if not entry.holders:
             self._held -= entry.length
             self._unheld[identifier] = None
+            if entry.is_void:
+                self.drop([identifier])
+
+    def drop(self, identifiers: Iterable[str]) -> None:
+        """The runner has no rows of these parts, because they could not be made: the next request that needs one has it encoded
+        again. A part that requests still hold is dropped when they have ended."""
+        for identifier in identifiers:
+            entry = self._entries.get(identifier)
+            if entry is None or identifier in self._begun:
+                continue
+            if entry.holders:
+                entry.is_void = True
+                continue
+            del self._unheld[identifier]
+            self._used -= self._entries.pop(identifier).length
+            self._forgotten.append(identifier)
 
     def take_step(self) -> tuple[list[EncoderInput], list[str]]:
         """Returns the parts that the runner adds in this step, and those that it drops before."""
@@ -251,15 +268,17 @@ class EncoderCache:
 def _entered(request: Request) -> set[str]:
     """The part that the request's computed tokens end in the middle of; an empty set if there is none."""
     computed = request.num_computed_tokens
-    return {each.identifier for each in request.media if each.offset < computed < each.offset + each.length}
+    return {
+        each.identifier for each in request.image_parts if each.offset < computed < each.offset + each.length
+    }
 
 
 def _features(request: Request, start: int, num_new: int) -> Iterator[MediaFeature]:
     """The parts that the `num_new` tokens from `start` on touch, in order."""
-    last = request.media[-1]
+    last = request.image_parts[-1]
     if last.offset + last.length <= start:
         return  # a fast exit for every token of the answer
-    for feature in request.media:
+    for feature in request.image_parts:
         if feature.offset >= start + num_new:
             return
         if feature.offset + feature.length > start:

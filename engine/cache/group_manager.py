@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -188,6 +188,11 @@ class GroupManager(abc.ABC):
             for block in self.cached_blocks_from(request_id, num_tokens):
                 self._pool.uncache(block)
             self._num_cached[request_id] = valid
+
+    def forget_named(self, hashes: Iterable[bytes]) -> None:
+        """Uncaches all blocks that are registered under these hashes of the chain, whichever requests computed them."""
+        for block_hash in hashes:
+            self._pool.uncache_named(self.index, block_hash)
 
     def quarantine(self, request_id: str, blocks: frozenset[int]) -> None:
         """Cuts the table off before the first of `blocks`. Those in `blocks` go into quarantine; the others that were cut off are

@@ -189,6 +189,7 @@ class KVCacheManager:
         hidden states need those of the token before the first new one, so it must be computed."""
         self.pool = BlockPool(num_blocks, len(groups), caching=caching)
         self.coordinator = make_coordinator(groups, self.pool)
+        self.hash_block_size = hash_block_size(groups)
         self._num_lookahead = num_lookahead_tokens
         self._gives_up_last_block = gives_up_last_block
         self._max_new_tokens = max_new_tokens + num_lookahead_tokens
@@ -357,6 +358,13 @@ class KVCacheManager:
         """Removes these blocks from the prefix cache."""
         for block in blocks:
             self.pool.uncache(block)
+
+    def forget_names(self, request: Request, num_tokens: int) -> None:
+        """Uncaches every block whose name, the hash of its content, is that of a block of this request with a token after its first
+        `num_tokens`. Other requests may have computed such blocks, too."""
+        names = request.block_hashes[num_tokens // self.hash_block_size :]
+        for manager in self.coordinator.managers:
+            manager.forget_named(names)
 
     def cached_blocks_from(self, request: Request, num_tokens: int) -> list[int]:
         """Returns the request's cached blocks that hold tokens after its first `num_tokens`."""

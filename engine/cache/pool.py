@@ -383,6 +383,12 @@ class BlockPool:
             if self.events is not None:
                 self.events.removed(self._group_of[block], block_hash)
 
+    def uncache_named(self, group: int, block_hash: bytes) -> None:
+        """Removes every block with this content from the prefix cache."""
+        there = self._cached[group].get(block_hash)
+        for block in list(there) if isinstance(there, dict) else () if there is None else (there,):
+            self.uncache(block)
+
     def lookup(self, group: int, block_hash: bytes) -> int | None:
         there = self._cached[group].get(block_hash)
         return next(iter(there)) if isinstance(there, dict) else there

@@ -16,7 +16,7 @@ A request that is rewound to an earlier token begins again, maybe from a checkpo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tandem.engine.cache.group_manager import GroupManager, KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
@@ -209,6 +209,9 @@ class StateManager(GroupManager):
     def forget_after(self, request_id: str, num_tokens: int) -> None:
         for block in self.cached_blocks_from(request_id, num_tokens):
             self._pool.uncache(block)
+
+    def forget_named(self, hashes: Iterable[bytes]) -> None:
+        super().forget_named(name for block_hash in hashes for name in self._names(block_hash))
 
     def free(self, request_id: str) -> None:
         super().free(request_id)

@@ -239,6 +239,7 @@ class AdmissionPhase:
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = prefix.num_hit_tokens
         request.valid_load_tokens = None
+        request.makes_up_load = False
         self._note_prefix(request, prefix)
         self._tell_connector(request, prefix)
         step.moved = step.begins_loads = True

@@ -1,4 +1,5 @@
-"""Handles blocks whose load failed after requests had begun to use them."""
+"""Undoes what requests computed from wrong KV: from blocks whose load failed after requests had begun to use them, and from an
+input that failed."""
 
 from __future__ import annotations
 
@@ -23,17 +24,55 @@ class InvalidBlocks:
         bad = set(block_ids)
         affected = self._affected(bad)
         self._lifecycle.begin_generation()
+        state.totals.loads_failed += len(affected.keys() - state.waiting.blocked.keys())
+        return self._undo(affected, state.load_failure_policy)
+
+    def forget_input(self, request: Request, first: int) -> set[str]:
+        """The request fails because of its own input, which token `first` is the first to read. Everything that names this input
+        is forgotten, here and in the connector, and nothing else. Every other request that has such KV is rewound, because it
+        may have found it in the cache; returns their ids. They compute it again, and fail or not on their own.
+
+        A block's hash contains the hashes before it. So whoever shares a block, or has computed something from a shared one,
+        has the same hash at the input's first block."""
+        state = self._state
+        place = first // state.cache.hash_block_size
+        affected: dict[str, int] = {}
+        state.cache.forget_names(request, first)
+        self._tell_connector(request, first)
+        if place < len(request.block_hashes):
+            name = request.block_hashes[place]
+            for other in (*state.owners(), *state.held.values()):
+                hashes = other.block_hashes
+                if other is request or place >= len(hashes) or hashes[place] != name:
+                    continue
+                if other.num_computed_tokens <= first:
+                    continue
+                state.cache.forget_names(other, first)
+                self._tell_connector(other, first)
+                if not other.is_finished:
+                    other.makes_up_load = True
+                    affected[other.request_id] = first
+        self._undo(affected, LoadFailurePolicy.RECOMPUTE)
+        return set(affected)
+
+    def _tell_connector(self, request: Request, valid: int) -> None:
+        if self._state.connector is not None:
+            self._state.connector.forget_after(request, valid)
+
+    def _undo(self, affected: dict[str, int], policy: LoadFailurePolicy) -> list[TokenChunk]:
+        """Rewinds these requests to their first wrong token, or ends them if that is the policy."""
+        state = self._state
         updates: list[TokenChunk] = []
         # The request admitted last goes first. Each goes to the front of the line, so they end up in the old order.
         for request in reversed(state.running):
             if request.request_id in affected:
                 valid = min(affected[request.request_id], request.num_computed_tokens)
-                updates += self._interrupt(request, valid)
+                updates += self._interrupt(request, valid, policy)
         state.running = [request for request in state.running if request.status is RequestStatus.RUNNING]
         for request in list(state.waiting.holders.values()):
             # Requests that were interrupted above are among the holders, and are rewound already.
             if affected.get(request.request_id, request.num_computed_tokens) < request.num_computed_tokens:
-                updates += self._rewind_waiting(request, affected[request.request_id])
+                updates += self._rewind_waiting(request, affected[request.request_id], policy)
         for _, request in state.waiting.blocked.values():
             if request.request_id in affected:
                 valid = affected[request.request_id]
@@ -56,18 +95,15 @@ class InvalidBlocks:
                     bad.update(state.cache.cached_blocks_from(request, token))
         return affected
 
-    def _interrupt(self, request: Request, valid: int) -> list[TokenChunk]:
-        state = self._state
-        state.totals.loads_failed += 1
-        if state.load_failure_policy is LoadFailurePolicy.FAIL:
+    def _interrupt(self, request: Request, valid: int, policy: LoadFailurePolicy) -> list[TokenChunk]:
+        if policy is LoadFailurePolicy.FAIL:
             return [self._fail(request, valid)]
         self._lifecycle.interrupt(request, valid)
         return []
 
-    def _rewind_waiting(self, request: Request, valid: int) -> list[TokenChunk]:
+    def _rewind_waiting(self, request: Request, valid: int, policy: LoadFailurePolicy) -> list[TokenChunk]:
         state = self._state
-        state.totals.loads_failed += 1
-        if state.load_failure_policy is LoadFailurePolicy.FAIL:
+        if policy is LoadFailurePolicy.FAIL:
             update = self._fail(request, valid)
             state.waiting.remove(request)
             return [update]

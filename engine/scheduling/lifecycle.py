@@ -107,7 +107,7 @@ class Lifecycle:
         if state.encoded is None or request is None or not request.has_images:
             return []
         _, num_cached = state.cache.find_prefix(request)
-        wanted = [each for each in request.media if each.offset + each.length > num_cached]
+        wanted = [each for each in request.image_parts if each.offset + each.length > num_cached]
         return state.encoded.expect(request_id, wanted)
 
     def rows_came(self, identifier: str, rows: PromptEmbeds | None) -> None:

@@ -13,7 +13,15 @@ from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.state import SchedulerState, leave_steps
 from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
 from tandem.kvtransfer.config import LoadFailurePolicy
-from tandem.wire.errors import InternalError, InvalidImage, InvalidLogits, TandemError, TransferError
+from tandem.wire.errors import (
+    InternalError,
+    InvalidImage,
+    InvalidLogits,
+    RequestError,
+    TandemError,
+    TransferError,
+    Unavailable,
+)
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason, RepetitionDetection
 
@@ -28,6 +36,7 @@ class ModelResults:
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
+        self._invalid_blocks = InvalidBlocks(state, lifecycle)
 
     def apply(self, step: SchedulerOutput, output: ModelOutput) -> list[TokenChunk]:
         """Returns the chunks to send. Requests that ended or were interrupted since the step was planned are skipped: what the
@@ -36,7 +45,7 @@ class ModelResults:
         requests, void, drafts = state.requests, step.void_req_ids, step.spec_token_ids
         logprobs, prompt_logprobs = output.logprobs, output.prompt_logprobs
         updates = [
-            self._fail(request, error)
+            self._fail(request, error, void)
             for request_id, error in output.errors.items()
             if request_id not in void and (request := requests.get(request_id)) is not None
         ]
@@ -96,6 +105,7 @@ class ModelResults:
             # the prompt and sample no token.
             if (
                 request_id not in output.sampled_token_ids
+                and request_id not in void
                 and (request := requests.get(request_id)) is not None
             ):
                 updates.append(
@@ -128,17 +138,30 @@ class ModelResults:
             if self._state.judge is not None:
                 self._state.judge.settled(request, num_drafts, num_accepted)
 
-    def _fail(self, request: Request, error: TandemError) -> TokenChunk:
-        state = self._state
-        if isinstance(error, InvalidLogits | InvalidImage):
-            state.totals.model_errors += isinstance(error, InvalidLogits)
-            # The cause may lie in the request's KV, and in blocks that it found in the cache.
-            self._lifecycle.begin_generation()
-            # `end` asks the connector about its blocks, which must not count as computed.
-            leave_steps(state, request)
-            request.num_computed_tokens = 0
+    def _fail(self, request: Request, error: TandemError, void: set[str]) -> TokenChunk:
+        """Adds to `void` the requests that are rewound with this one."""
+        if isinstance(error, InvalidLogits | InvalidImage | Unavailable):
+            self._state.totals.model_errors += isinstance(error, InvalidLogits)
+            self._distrust(request, void)
         self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
+        if self._state.encoded is not None and request.has_images and not isinstance(error, RequestError):
+            # The next request with these images tries to encode them again.
+            self._state.encoded.drop(part.identifier for part in request.image_parts)
         return failure_of(request, error)
+
+    def _distrust(self, request: Request, void: set[str]) -> None:
+        """No request may begin from what this one has computed. `end` asks the connector about its blocks, and wrong ones must not
+        count as computed."""
+        state, own_input = self._state, request.own_input_begins
+        leave_steps(state, request)
+        if own_input is not None:
+            # What the request brought explains the error, so nothing else is in doubt.
+            request.num_computed_tokens = min(request.num_computed_tokens, own_input)
+            void |= self._invalid_blocks.forget_input(request, own_input)
+        else:
+            # The cause may lie in the request's KV, and in blocks that it found in the cache.
+            request.num_computed_tokens = 0
+            self._lifecycle.begin_generation()
 
     def _end(self, request: Request, status: RequestStatus, update: TokenChunk) -> None:
         self._lifecycle.end(request, status)
@@ -293,7 +316,11 @@ class TransferResults:
         """Why the received KV cannot be what was asked for; None if it can. The connector has verified it, but wrong KV would give
         a wrong answer, so the scheduler checks again."""
         if request.valid_load_tokens is not None:
-            return LoadFailure("some of its blocks did not arrive whole", request.valid_load_tokens)
+            return LoadFailure(
+                "some of its blocks did not arrive whole",
+                request.valid_load_tokens,
+                cached=request.makes_up_load,
+            )
         promised = request.num_computed_tokens + request.num_external_tokens
         if handoff.num_tokens != promised:
             return LoadFailure(f"KV for {handoff.num_tokens} tokens came where {promised} were asked for")

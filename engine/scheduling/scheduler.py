@@ -324,7 +324,7 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             lora=request.lora,
             pooling=request.pooling,
-            media=request.media if request.has_images else (),
+            media=request.image_parts,
             embeds=request.embeds,
         )
 

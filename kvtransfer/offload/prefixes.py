@@ -115,6 +115,16 @@ class Prefixes:
                 keys += self.state_keys(request, chunk + 1)
         return keys
 
+    def keys_after(self, request: TransferRequest, num_tokens: int) -> list[Key]:
+        """Returns all keys under which a tier may have KV of the request's tokens after the first `num_tokens`."""
+        first = num_tokens // self.block_size
+        first_chunk, chunks = first // self._factor, len(request.block_hashes) // self._factor
+        keys = [key for group in self._of_tokens for key in self.keys(request, group, first_chunk, chunks)]
+        if self._states:
+            for end in range(first + 1, len(request.block_hashes) + 1):
+                keys += self.state_keys(request, end)
+        return keys
+
     def state_keys(self, request: TransferRequest, end: int) -> list[Key]:
         """Returns the keys of all groups' states after the request's first `end` blocks."""
         return [

@@ -463,6 +463,18 @@ class TierScheduler(SchedulerConnector):
             else:
                 yield BlockRemoved(hashes, medium, group_idx)
 
+    def forget_after(self, request: TransferRequest, num_tokens: int) -> None:
+        keys = self._prefixes.keys_after(request, num_tokens)
+        self._tier.manager.forget(keys)
+        if self._tier.sharing is not None:
+            self._tier.sharing.stored(request, (), keys)
+        gone = set(keys)
+        for job in self._jobs.values():
+            if isinstance(job, _Load):
+                job.void = job.void or not gone.isdisjoint(job.keys)
+            else:
+                job.offered = [key for key in job.offered if key not in gone]
+
     def reset_cache(self) -> None:
         self._resets += 1
         if self._tier.sharing is not None:

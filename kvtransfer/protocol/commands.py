@@ -90,6 +90,12 @@ class FoundWrong(msgspec.Struct, frozen=True):
     peer: PeerAddress
 
 
+class VoidSend(msgspec.Struct, frozen=True):
+    """Producer: KV of this request turned out wrong. Its transfer ends, and nothing that has arrived may be used."""
+
+    request_id: str
+
+
 class PreemptedRequests(msgspec.Struct, frozen=True):
     """Producer: from `at` on, the blocks of these requests may hold something else."""
 
@@ -135,6 +141,7 @@ Command = (
     | AbandonSend
     | BeginGeneration
     | FoundWrong
+    | VoidSend
     | PreemptedRequests
     | LayersComputed
     | ComputedTokens

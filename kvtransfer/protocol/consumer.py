@@ -345,6 +345,8 @@ class Consumer:
         receiving = self._mine(message.transfer_id, key)
         if receiving is None:
             return
+        if message.is_void:
+            receiving.num_arrived = 0
         if (
             message.handed_over
             and receiving.stage is ReceivePhase.CONFIRMING

@@ -248,6 +248,8 @@ class TransferEndpoint:
                 self.producer.begin_generation()
             case commands.FoundWrong():
                 self.consumer.found_wrong(command.peer)
+            case commands.VoidSend():
+                self.producer.void(command)
             case commands.BeginReceive():
                 self.consumer.begin(command)
             case commands.CancelReceive():

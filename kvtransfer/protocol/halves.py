@@ -46,6 +46,7 @@ from tandem.kvtransfer.protocol.commands import (
     PlanSend,
     PreemptedRequests,
     StepCommands,
+    VoidSend,
 )
 from tandem.kvtransfer.protocol.endpoint import Outcomes, ProtocolLoop, SideChannel, TransferEndpoint
 from tandem.kvtransfer.protocol.processes import has_ended, this_process
@@ -53,6 +54,7 @@ from tandem.kvtransfer.protocol.settings import ProtocolOptions, ProtocolSetting
 from tandem.kvtransfer.protocol.side import ComputeRate, Identity, NodeSide, Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.wire.errors import InternalError
+from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tandem.wire.tracing import TransferTrace
@@ -76,16 +78,28 @@ class _Entry:
     overran: bool = False
 
 
-def token_hash(token_ids: Sequence[int], cache_salt: str | None, lora: str | None) -> bytes:
-    """What both nodes must agree on before one's KV becomes the other's: the same tokens under the same model.
+def token_hash(
+    token_ids: Sequence[int],
+    cache_salt: str | None,
+    lora: str | None,
+    media: Sequence[MediaFeature] = (),
+) -> bytes:
+    """What both nodes must agree on before one's KV becomes the other's: the same tokens under the same model, and the same
+    images, or rows, where placeholders stand for them.
 
-    Over all tokens, independent of block size, so that nodes with different blocks can compare.
+    Over all tokens, independent of block size, so that nodes with different blocks can compare. Without media it is what it was
+    before media counted. A node from then refuses a handoff with media, and the decode node computes the prompt.
     """
     digest = hashlib.sha256(np.asarray(token_ids, dtype="<i4").tobytes())
     for part in (cache_salt, lora):
         encoded = b"" if part is None else part.encode()
         digest.update(b"\0" if part is None else b"\1")
         digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    for each in media:
+        encoded = each.identifier.encode()
+        for number in (len(encoded), each.offset, each.length):
+            digest.update(number.to_bytes(8, "little"))
         digest.update(encoded)
     return digest.digest()
 
@@ -111,7 +125,7 @@ class SchedulerHalf(SchedulerConnector):
             self._entries[request.request_id] = _Entry(
                 transfer=request.transfer,
                 num_tokens=request.num_tokens,
-                token_hash=token_hash(request.all_token_ids, request.cache_salt, request.lora),
+                token_hash=token_hash(request.all_token_ids, request.cache_salt, request.lora, request.media),
             )
             if request.transfer.role is TransferRole.PRODUCE:
                 self._commands.append(AnnounceSend(request.request_id, request.transfer.transfer_id))
@@ -255,6 +269,13 @@ class SchedulerHalf(SchedulerConnector):
 
     def reset_cache(self) -> None:
         self._commands.append(BeginGeneration())
+
+    def forget_after(self, request: TransferRequest, num_tokens: int) -> None:
+        """What a producer has sent of the request, or is about to send, is wrong. Its blocks stay its own until the protocol lets go
+        of them."""
+        transfer = request.transfer
+        if transfer is not None and transfer.role is TransferRole.PRODUCE:
+            self._commands.append(VoidSend(request.request_id))
 
     def has_pending_work(self) -> bool:
         return bool(self._commands)

@@ -249,7 +249,7 @@ class OutgoingTransfers:
         """Tells the consumer which grains have arrived for good, if there are new ones and the last message is not too
         recent. A transfer that is soon over sends no such message."""
         destination, first = sending.destination, sending.first_posted_at
-        if destination is None or first is None or not self._writes:
+        if destination is None or first is None or not self._writes or sending.is_void:
             return
         now = self._side.clock()
         if not at_once and now < max(first, sending.told_at) + self._side.settings.progress_s:
@@ -282,7 +282,7 @@ class OutgoingTransfers:
         sending.phase = SendPhase.CLOSED
         self._side.recorder.ended(sending.trace(self._side.clock()))
         handed_over = sending.outcome is Outcome.SENT
-        self._ledger.ended(sending.transfer_id, TransferEnd(sending.reason, handed_over))
+        self._ledger.ended(sending.transfer_id, TransferEnd(sending.reason, handed_over, sending.is_void))
         destination = sending.destination
         if destination is None or self._links.has_ended(destination.consumer):
             return
@@ -291,7 +291,10 @@ class OutgoingTransfers:
             self._side.send(
                 destination.endpoint,
                 TransferClosed(
-                    self._side.me.envelope(destination.consumer.epoch), sending.transfer_id, sending.reason
+                    self._side.me.envelope(destination.consumer.epoch),
+                    sending.transfer_id,
+                    sending.reason,
+                    is_void=sending.is_void,
                 ),
             )
 

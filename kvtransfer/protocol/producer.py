@@ -185,6 +185,16 @@ class Producer:
             news = LeaseRenewed(envelope, self._stamps.issue(), [], [], self._tokens_per_s)
             self._side.send(link.endpoint, news)
 
+    def void(self, command: commands.VoidSend) -> None:
+        """A transfer that its consumer has accepted is over, and known here no more."""
+        sending = self._ledger.of_request(command.request_id)
+        if sending is not None:
+            self._void(sending)
+
+    def _void(self, sending: OutgoingTransfer) -> None:
+        sending.is_void = True
+        self._outgoing.close(sending, Outcome.ABORTED, "its KV may be wrong")
+
     # ── messages of consumers ──
 
     def on_hello(self, message: Hello) -> None:

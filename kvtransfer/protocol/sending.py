@@ -161,6 +161,7 @@ class OutgoingTransfer:
         self.destination: DestinationBlocks | None = None
         self.source: SourceBlocks | None = None
         self.request_ended = False  # no further command will name the request
+        self.is_void = False  # nothing that has arrived may be used
         self.kept = False  # the engine keeps the blocks until `finished_sending`
         self.paired_at: float | None = None  # when source and destination were found to belong together
         self.num_kept = 0  # blocks that `finished_sending` frees

@@ -403,6 +403,7 @@ class TransferEnd(msgspec.Struct, frozen=True):
 
     reason: str
     handed_over: bool = False
+    is_void: bool = False
 
 
 class Answers:
@@ -421,7 +422,11 @@ class Answers:
         self.say(
             question,
             TransferClosed(
-                self.back_to(question), transfer_id, ending.reason, handed_over=ending.handed_over
+                self.back_to(question),
+                transfer_id,
+                ending.reason,
+                handed_over=ending.handed_over,
+                is_void=ending.is_void,
             ),
         )
 

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tandem.engine.config import AsyncScheduling, Reserve, SchedulerConfig
+from tandem.engine.model.vision import tower
 from tandem.engine.request import RequestStatus
-from tandem.kvtransfer.config import TransferConfig
+from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.images import MediaFeature
@@ -33,6 +34,7 @@ from tests.engine.model.tiny_vision import (
 from tests.integration.one_engine import OneEngine, hand_over
 from tests.more import more
 from tests.pictures import picture
+from tests.waiting import until
 
 NEW_TOKENS = 6
 ONE, OTHER, WIDE = picture(1), picture(2), picture(3, 70, 20, "JPEG")
@@ -305,12 +307,74 @@ def test_a_file_that_is_no_image_ends_its_request_and_no_other(lab: ImageLab) ->
         assert errors == {"broken": "invalid_image"}
         assert answers["text"] == lab.answers["text"]
         engine.engine.scheduler.check_integrity()
-        # Nothing of what was computed without the image is found by a prompt that names the same one.
+        # A prompt that names the same image finds what was computed before it, and nothing of what was computed without it.
         cached = engine.engine.scheduler.stats().prompt_tokens_cached
         engine.add("same", tokens, NEW_TOKENS, None, media=media, images=[b"no image"])
         while engine.engine.scheduler.has_unfinished_requests():
             engine.engine.step()
-        assert engine.engine.scheduler.stats().prompt_tokens_cached == cached
+        found = engine.engine.scheduler.stats().prompt_tokens_cached - cached
+        assert found == media[0].offset // 4 * 4
+    finally:
+        engine.engine.shutdown()
+
+
+def test_an_image_that_cannot_be_encoded_just_now_fails_one_request_and_is_tried_again(
+    lab: ImageLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three equal prompts come in one step, so the last two begin from blocks of the first one, which fails."""
+    engine = lab.start(caching=True)
+    opened = tower.open_image
+    failures = [MemoryError("none left"), OSError(24, "too many open files")]
+
+    def open_image(file: bytes) -> Any:
+        if failures:
+            raise failures.pop(0)
+        return opened(file)
+
+    monkeypatch.setattr(tower, "open_image", open_image)
+    try:
+        for request_id in ("a", "b", "c"):
+            add(engine, lab, "one", request_id)
+        answers: dict[str, list[int]] = {}
+        errors: dict[str, str] = {}
+        while engine.engine.scheduler.has_unfinished_requests():
+            for update in engine.engine.step().updates:
+                if update.error is not None:
+                    errors[update.request_id] = update.error.code
+                answers.setdefault(update.request_id, []).extend(update.token_ids)
+            engine.engine.scheduler.check_integrity()
+        assert not failures
+        assert sorted(errors.values()) == ["unavailable"] * 2
+        (survivor,) = {"a", "b", "c"} - errors.keys()
+        assert answers[survivor] == lab.answers["one"]
+        add(engine, lab, "one", "later")
+        assert run_all(engine, 1) == {"later": lab.answers["one"]}
+    finally:
+        engine.engine.shutdown()
+
+
+def test_a_failing_image_costs_no_other_request_its_tier(lab: ImageLab) -> None:
+    engine = OneEngine.start(
+        lab.path,
+        "n",
+        4,
+        TransferConfig(connector="nixl"),
+        scheduler=SchedulerConfig(max_num_batched_tokens=64, max_encoder_tokens=16),
+        memory_bytes=4 << 20,
+        prefix_caching=True,
+        encoder_tokens=64,
+        tiers=[TierConfig(cpu=1 << 20)],
+    )
+    try:
+        add(engine, lab, "text")
+        run_all(engine, 1)
+        until(lambda: engine.engine.step() is not None and engine.stats().tiers[0].used_bytes > 0)
+        before = engine.stats().tiers[0].used_bytes
+        tokens, media, _ = lab.prompt("one")
+        engine.add("broken", tokens, NEW_TOKENS, None, media=media, images=[b"no image"])
+        while engine.engine.scheduler.has_unfinished_requests():
+            engine.engine.step()
+        assert engine.stats().tiers[0].used_bytes >= before
     finally:
         engine.engine.shutdown()
 

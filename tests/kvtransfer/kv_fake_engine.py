@@ -20,6 +20,7 @@ import torch
 from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, Handoff, KVCacheMemory, TransferStats
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.registry import find_connector
+from tandem.wire.images import MediaFeature
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.idling import idle_share
 
@@ -46,6 +47,7 @@ class FakeRequest:
     cached_tokens: int = 0
     cache_salt: str | None = None
     lora: str | None = None
+    media: Sequence[MediaFeature] = ()
     num_computed_tokens: int = 0
     state: State = State.WAITING
     blocks: list[int] = dataclasses.field(default_factory=list)

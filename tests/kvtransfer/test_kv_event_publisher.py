@@ -110,7 +110,8 @@ def test_a_subscriber_reads_every_event_and_its_number(publisher: KVEventPublish
         assert [type(event).__name__ for event in batch.events] == [type(event).__name__ for event in EVENTS]
         first, second, removed, in_tier, from_tier, _ = batch.events
         assert (first.block_hashes, first.token_ids, first.medium) == ([b"a", b"b"], [1, 2, 3, 4], "GPU")
-        assert [each and tuple(each) for each in first.extra_keys] == [("salt:s",), None]
+        (of_salt,), none = first.extra_keys
+        assert (of_salt[:5], len(of_salt), none) == ("salt:", 37, None)
         assert (second.parent_block_hash, second.lora_name, second.group_idx) == (b"b", "x", 1)
         assert (removed.block_hashes, removed.group_idx) == ([b"c"], 1)
         assert (in_tier.medium, from_tier.medium) == ("CPU", "CPU")
@@ -165,3 +166,34 @@ def test_it_needs_a_prefix_cache_and_a_replay_something_to_ask_for() -> None:
         CacheConfig(prefix_caching=False, events=EventsConfig(endpoint="tcp://127.0.0.1:5557"))
     with pytest.raises(ConfigurationError, match=r"needs cache\.events\.endpoint"):
         EventsConfig(replay_endpoint="tcp://127.0.0.1:5557")
+
+
+def test_a_salt_is_published_as_a_digest_that_only_this_process_can_make() -> None:
+    def published(*salts: str) -> list[str]:
+        publisher = KVEventPublisher(
+            f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}", "kv", 9
+        )
+        context = zmq.Context()
+        asker = context.socket(zmq.DEALER)
+        asker.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
+        asker.connect(publisher.replay_endpoint)
+        try:
+            for salt in salts:
+                keys = (f"salt:{salt}", "media:x/0:3")
+                publisher.publish([BlockStored([b"a"], None, [1, 2], 2, extra_keys=[keys])])
+            asker.send_multipart((b"", (0).to_bytes(8, "big")))
+            found = []
+            while message := asker.recv_multipart()[2]:
+                assert not any(salt.encode() in message for salt in salts)
+                keys = msgspec.msgpack.decode(message)[1][0][8][0]
+                assert keys[1] == "media:x/0:3"
+                found.append(keys[0])
+            return found
+        finally:
+            asker.close(0)
+            context.term()
+            publisher.close()
+
+    one, other, again = published("tenant-a", "tenant-b", "tenant-a")
+    assert one == again != other
+    assert published("tenant-a") != [one]

@@ -19,6 +19,7 @@ from tandem.kvtransfer.protocol.commands import (
     DeclineTransfer,
     FinishSend,
     PreemptedRequests,
+    VoidSend,
 )
 from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.kvtransfer.protocol.transport import Direction
@@ -531,6 +532,21 @@ def test_a_failed_transfer_says_what_is_right_all_the_same(pair: Pair) -> None:
     pair.world.settle(1.0)
     assert receive.failed is not None
     assert receive.failed.valid_tokens == 12
+
+
+def test_nothing_is_right_of_a_prompt_whose_kv_turned_out_wrong(push: Pair) -> None:
+    """Its first blocks had arrived and were told of before that was known."""
+    receive, send = push.receive(), push.send()
+    push.world.deliver_all()
+    push.producer.compute(send, 16)
+    push.world.settle(5.0)
+    assert not receive.finished
+    push.producer.endpoint.execute(VoidSend("r1"))
+    push.producer.abandon_send(send)
+    push.world.settle(1.0)
+    assert receive.failed is not None
+    assert receive.failed.valid_tokens == 0
+    assert push.nothing_is_left()
 
 
 # ── leases ──

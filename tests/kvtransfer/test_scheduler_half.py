@@ -16,8 +16,11 @@ from tandem.kvtransfer.protocol.commands import (
     FinishSend,
     PlanSend,
     StepCommands,
+    VoidSend,
 )
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, token_hash
+from tandem.wire.embeds import PromptEmbeds
+from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress
 
 PEER = PeerAddress("peer", 9, "tcp://peer")
@@ -100,6 +103,38 @@ def test_a_request_that_moves_here_with_output_hashes_all_that_it_has() -> None:
 def test_the_hash_knows_the_salt_and_the_adapter() -> None:
     hashes = {token_hash(TOKENS, salt, lora) for salt in (None, "", "a") for lora in (None, "", "a")}
     assert len(hashes) == 9
+
+
+def test_the_hash_knows_which_images_or_rows_stand_behind_the_placeholders() -> None:
+    def one(*media: MediaFeature) -> bytes:
+        return token_hash(TOKENS, "a", None, media)
+
+    image, other, later = MediaFeature("x/0", 2, 3), MediaFeature("y/0", 2, 3), MediaFeature("x/0", 3, 3)
+    assert len({one(), one(image), one(other), one(later), one(image, other)}) == 5
+    rows = [PromptEmbeds("float32", 1, bytes([value] * 4 * len(TOKENS))).features() for value in (1, 2)]
+    assert one(*rows[0]) != one(*rows[1])
+    assert one() == token_hash(TOKENS, "a", None), "nodes that know of no media agree about text"
+
+
+def test_both_nodes_hash_what_the_request_brings() -> None:
+    half = SchedulerHalf(4)
+    request = FakeRequest("r", list(TOKENS), produce("t", PEER), media=[MediaFeature("x/0", 2, 3)])
+    half.on_new_request(request)
+    half.update_state_after_alloc(request, [[1, 2, 3]], 0)
+    plan = planned(half).before_forward[-1]
+    assert isinstance(plan, PlanSend)
+    assert plan.token_hash == token_hash(TOKENS, None, None, request.media) != HASH
+
+
+def test_a_producer_calls_off_what_turned_out_wrong() -> None:
+    half = SchedulerHalf(4)
+    request = added(half)
+    half.update_state_after_alloc(request, [[5, 6, 7]], 0)
+    planned(half, FakeStep({"r": 10}))
+    half.forget_after(request, 4)
+    assert planned(half).before_forward == [VoidSend("r")]
+    half.forget_after(FakeRequest("other", list(TOKENS), None), 0)
+    assert planned(half).before_forward == []
 
 
 def test_a_producers_request_that_ends_early_is_kept_only_if_its_blocks_are_known() -> None:

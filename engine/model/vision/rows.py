@@ -2,7 +2,8 @@
 a request brought.
 
 The scheduler decides which parts are encoded and which are dropped (`engine.cache.encoder_cache`), by the parts' identifiers, so that equal
-images are encoded once. For a part that could not be encoded the error is kept, and each request that needs the part ends with it.
+images are encoded once. For a part that could not be encoded the error is kept until the scheduler drops the part, and each request that needs
+it ends with that error.
 """
 
 from __future__ import annotations

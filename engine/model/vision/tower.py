@@ -18,7 +18,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.model.source import ModelSource
-from tandem.wire.errors import ConfigurationError, InvalidImage, TandemError
+from tandem.wire.errors import ConfigurationError, InvalidImage, TandemError, Unavailable
 from tandem.wire.images import (
     GriddedImages,
     ImageRules,
@@ -122,8 +122,14 @@ class _ProcessedImages:
                     found |= zip(some, map(_expected, self._rows(pixels, wanted), wanted), strict=True)
             except TandemError as error:
                 found |= dict.fromkeys(places, error)
+            except MemoryError as error:
+                found |= dict.fromkeys(places, _passing(error))
             # Pillow and the processor may raise these for a file that a router could read.
-            except (OSError, ValueError, SyntaxError, MemoryError) as error:
+            except (OSError, ValueError, SyntaxError) as error:
+                # Pillow's own errors about a file have no number; those of the machine do.
+                if isinstance(error, OSError) and error.errno is not None:
+                    found |= dict.fromkeys(places, _passing(error))
+                    continue
                 refusal = InvalidImage(f"an image cannot be read: {type(error).__name__}: {error}")
                 found |= dict.fromkeys(places, refusal)
         return [found[place] for place in range(len(inputs))]
@@ -132,6 +138,11 @@ class _ProcessedImages:
         if self._last is None or self._last[0] != file:
             self._last = file, self._processor(images=[upright_rgb(open_image(file))], return_tensors="pt")
         return self._last[1]
+
+
+def _passing(error: Exception) -> Unavailable:
+    """The image is not at fault: the same one may be encoded the next time."""
+    return Unavailable(f"an image could not be encoded just now: {type(error).__name__}: {error}")
 
 
 def _expected(rows: torch.Tensor, wanted: EncoderInput) -> torch.Tensor:

@@ -214,3 +214,41 @@ def test_so_many_rows_may_be_on_their_way_as_the_cache_has_room_for() -> None:
     assert [part.identifier for part in cache.expect("many", many.media)] == ["d", "c"]
     cache.forget("many")
     assert [part.identifier for part in cache.expect("other", made("other", "b").media)] == ["b"]
+
+
+def test_an_image_is_reused_under_its_salt_alone() -> None:
+    cache, runner = EncoderCache(CAPACITY, PER_STEP), FakeRunner()
+    encoded = []
+    for number, salt in enumerate(["x", "y", "x", None]):
+        request = Request(
+            str(number),
+            [0] * 9,
+            SamplingParams(),
+            media=[MediaFeature("a/0", 2, 3)],
+            images=[b"file"],
+            cache_salt=salt,
+        )
+        cache.begin_step(PER_STEP)
+        cache.take(request, 0, 9)
+        encoded.append(runner.step(cache))
+        cache.release(request.request_id)
+    assert encoded == [3, 3, 0, 3]
+    assert not any("x" in name or "y" in name for name in runner.kept), "no name has the salt itself"
+
+
+def test_a_part_that_could_not_be_made_is_made_again_once_no_request_holds_it() -> None:
+    cache, runner = EncoderCache(CAPACITY, PER_STEP), FakeRunner()
+    first, second = made("first", "b"), made("second", "b")
+    for request in (first, second):
+        cache.take(request, 0, 3)
+        request.num_computed_tokens = 3  # in the middle of the part
+    runner.step(cache)
+    cache.release("first")
+    cache.drop(["b"])
+    cache.check_integrity({"second": second})
+    cache.release("second")
+    cache.check_integrity({})
+    third = made("third", "b")
+    cache.begin_step(PER_STEP)
+    cache.take(third, 0, 7)
+    assert runner.step(cache) == LENGTHS["b"]

@@ -87,6 +87,12 @@ class FakeConnector(SchedulerConnector):
             return self.on_finished(request)
         return request.request_id in self.keeps
 
+    def forget_after(self, request: TransferRequest, num_tokens: int) -> None:
+        self.calls.append(("forget", request.request_id, num_tokens))
+
+    def reset_cache(self) -> None:
+        self.calls.append(("reset",))
+
     def has_pending_work(self) -> bool:
         return self.pending
 
@@ -161,7 +167,7 @@ class Driver:
             **fields,  # type: ignore[arg-type]
         )
         self.model.salts[request_id] = (request.cache_salt, request.lora)
-        self.model.media[request_id] = request.media
+        self.model.media[request_id] = request.image_parts
         self.scheduler.add_request(request)
         self.outputs[request_id] = request.output_token_ids
         return request

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.request import RequestStatus
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.kvtransfer.base import ConnectorOutput
 from tandem.kvtransfer.config import LoadFailurePolicy
-from tandem.wire.sampling import FinishReason
-from tests.engine.scheduling.driving import BLOCK, FULL, Driver, FakeConnector, received, sliding
+from tandem.wire.errors import InvalidImage, InvalidLogits, TandemError, Unavailable
+from tandem.wire.images import MediaFeature
+from tandem.wire.requests import TokenChunk
+from tandem.wire.sampling import FinishReason, SamplingParams
+from tests.engine.scheduling.driving import (
+    BLOCK,
+    FULL,
+    Driver,
+    FakeConnector,
+    consume,
+    produce,
+    received,
+    sliding,
+)
 from tests.engine.scheduling.model import alone
 
 
@@ -171,3 +184,136 @@ def test_a_window_that_has_moved_on_is_computed_from_the_start(window):
     assert a.num_computed_tokens == (0 if window == 5 else 4)
     driver.run()
     assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
+
+
+# --- an input that fails
+
+TEXT = list(range(500, 506))
+IMAGE = [MediaFeature("x/0", len(TEXT), 6)]
+PROMPT = [*TEXT, *[7] * 6, *range(600, 610)]
+
+
+def asking(driver: Driver, request_id: str, prompt: list[int] = PROMPT, **fields: object) -> Request:
+    return driver.add(request_id, prompt, max_tokens=4, media=IMAGE, images=[b"file"], **fields)
+
+
+def fail(driver: Driver, step: SchedulerOutput, request_id: str, error: TandemError) -> list[TokenChunk]:
+    output = driver.model.execute(step)
+    output.sampled_token_ids.pop(request_id, None)
+    output.errors[request_id] = error
+    return driver.book(step, output)
+
+
+def found(driver: Driver, prompt: list[int] = PROMPT) -> int:
+    """How many tokens of the prompt with the image another request would find."""
+    request = Request(
+        "asks",
+        prompt,
+        SamplingParams(),
+        media=IMAGE,
+        images=[b"file"],
+        block_hasher=driver.scheduler.block_hasher,
+    )
+    return driver.scheduler.find_prefix(request)[1]
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidImage("broken"), Unavailable("not now"), InvalidLogits("no number")]
+)
+def test_who_shares_the_blocks_of_an_input_that_fails_computes_them_again(error: TandemError) -> None:
+    connector = FakeConnector()
+    driver = Driver(connector=connector, encoder_tokens=64)
+    other = driver.add("other", 12, max_tokens=8)
+    driver.step()
+    asking(driver, "a")
+    b = asking(driver, "b")
+    c = asking(driver, "c", [*PROMPT[:16], 1, 2, 3, 4, 5])  # the same blocks at first
+    step = driver.schedule()
+    assert b.num_cached_tokens == 20
+    assert c.num_cached_tokens == 16, "the others found its blocks in the very step that computes them"
+    updates = fail(driver, step, "a", error)
+    assert {update.request_id for update in updates} == {"a", "other"}, "what was read from it is not used"
+    assert (b.num_computed_tokens, c.num_computed_tokens) == (len(TEXT), len(TEXT))
+    assert found(driver) == BLOCK, "the text before the image is still found"
+    assert driver.scheduler.find_prefix(other)[1] == 12, "and so is what others have cached"
+    assert {call for call in connector.calls if call[0] in ("forget", "reset")} == {
+        ("forget", request_id, len(TEXT)) for request_id in "abc"
+    }
+    driver.run()
+    assert driver.outputs["b"] == alone(PROMPT, 4)
+    assert driver.outputs["c"] == alone(c.prompt_token_ids, 4)
+    assert found(driver) == 20
+
+
+def test_the_requests_of_a_step_that_was_planned_ahead_are_rewound_too() -> None:
+    driver = Driver(encoder_tokens=64)
+    asking(driver, "a")
+    first = driver.schedule()
+    assert driver.scheduler.leave_open(first)
+    b = asking(driver, "b")
+    second = driver.schedule()
+    assert second.num_scheduled_tokens["b"] == 2
+    updates = fail(driver, first, "a", InvalidImage("broken"))
+    assert [update.request_id for update in updates] == ["a"]
+    assert b.num_computed_tokens == len(TEXT)
+    assert driver.finish(second) == []
+    driver.run()
+    assert driver.outputs["b"] == alone(PROMPT, 4)
+
+
+@pytest.mark.parametrize("policy", list(LoadFailurePolicy))
+def test_a_request_that_waits_for_kv_behind_such_blocks_computes_it_whatever_the_policy(
+    policy: LoadFailurePolicy,
+) -> None:
+    connector = FakeConnector()
+    driver = Driver(connector=connector, encoder_tokens=64, on_failure=policy)
+    asking(driver, "a")
+    connector.offers["w"] = (2, True)
+    w = asking(driver, "w")
+    step = driver.schedule()
+    assert w.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    fail(driver, step, "a", InvalidImage("broken"))
+    assert w.num_computed_tokens == len(TEXT)
+    driver.step(received("w", 9, len(PROMPT)))
+    driver.run()
+    assert driver.outputs["w"] == alone(PROMPT, 4)
+
+
+def test_what_is_being_sent_of_such_blocks_is_called_wrong() -> None:
+    connector = FakeConnector()
+    connector.keeps.add("sent")
+    driver = Driver(connector=connector, encoder_tokens=64)
+    driver.add("sent", PROMPT, max_tokens=1, media=IMAGE, images=[b"file"], transfer=produce())
+    driver.step()
+    assert driver.scheduler.holds_blocks_of("sent")
+    asking(driver, "a")
+    fail(driver, driver.schedule(), "a", InvalidLogits("no number"))
+    assert connector.asked("forget", "sent") == [(len(TEXT),)]
+
+
+def test_every_copy_of_what_such_an_input_made_is_forgotten() -> None:
+    """Two requests received the same KV at the same time, so each name has two blocks."""
+    connector = FakeConnector()
+    driver = Driver(connector=connector, encoder_tokens=64)
+    for request_id in ("a", "b"):
+        connector.offers[request_id] = (len(PROMPT), True)
+        asking(driver, request_id, transfer=consume(request_id))
+    driver.step()
+    for request_id in ("a", "b"):
+        driver.arrive(driver.scheduler.requests[request_id], 0, len(PROMPT))
+    news = received("a", alone(PROMPT, 1)[0], len(PROMPT))
+    news.finished_recving |= received("b", alone(PROMPT, 1)[0], len(PROMPT)).finished_recving
+    driver.step(news)
+    driver.abort("b")
+    assert found(driver) == 20
+    fail(driver, driver.schedule(), "a", InvalidLogits("no number"))
+    assert found(driver) == BLOCK
+
+
+def test_without_an_input_of_its_own_nothing_explains_the_error() -> None:
+    connector = FakeConnector()
+    driver = Driver(connector=connector)
+    driver.add("a", 12)
+    fail(driver, driver.schedule(), "a", InvalidLogits("no number"))
+    assert ("reset",) in connector.calls
+    assert not connector.asked("forget", "a")
