@@ -91,8 +91,8 @@ class KVEventPublisher:
         self._socket.send_multipart((self._topic, number.to_bytes(8, "big"), message), zmq.NOBLOCK)
 
     def _without_salt(self, event: KVEvent) -> KVEvent:
-        """Replaces salts by digests, because a salt is all that keeps others from a prefix. The key is this process's own, so nobody
-        can try salts out, and equal salts have equal digests for as long as it lives."""
+        """Replaces salts by digests, because a salt is all that keeps others from a prefix. The key is this process's own, so no
+        subscriber can try salts out, and equal salts have equal digests for as long as it lives."""
         if not isinstance(event, BlockStored) or not event.extra_keys:
             return event
         if not any(key.startswith(SALT) for keys in event.extra_keys if keys for key in keys):

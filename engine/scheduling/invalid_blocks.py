@@ -32,8 +32,8 @@ class InvalidBlocks:
         is forgotten, here and in the connector, and nothing else. Every other request that has such KV is rewound, because it
         may have found it in the cache; returns their ids. They compute it again, and fail or not on their own.
 
-        A block's hash contains the hashes before it. So whoever shares a block, or has computed something from a shared one,
-        has the same hash at the input's first block."""
+        A block's hash contains the hashes before it. So a request that shares a block, or has computed something from a shared
+        one, has the same hash at the input's first block."""
         state = self._state
         place = first // state.cache.hash_block_size
         affected: dict[str, int] = {}

@@ -91,6 +91,7 @@ class Served:
         encoder: PeerAddress | None,
         transfer: KVTransferParams | None = None,
         images: list[bytes] | None = None,
+        salt: str | None = None,
     ) -> None:
         tokens, media, files = prompt_of(PROMPTS[name], self.family)
         self.channel.receive(
@@ -101,6 +102,7 @@ class Served:
                 SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True),
                 timeout_s=PATIENCE_S,
                 transfer=transfer,
+                cache_salt=salt,
                 media=media,
                 images=images or files,
                 encoders=[encoder] * len(files) if encoder is not None else [],
@@ -207,6 +209,21 @@ def test_an_image_is_encoded_once_for_all_nodes_that_read_prompts(house: House) 
         until(lambda reader=reader: reader.counter("encoder_tokens_received") == tokens)  # type: ignore[misc]
         assert reader.counter("encoder_tokens") == 0
         assert reader.node.status().counters.encoder_fallbacks == {}
+
+
+def test_rows_are_kept_apart_by_the_cache_salt_everywhere(house: House) -> None:
+    encoder, where = house.encoder()
+    reader, other = (house.serve(DecodeRules(Role.AGGREGATED)) for _ in range(2))
+    tokens = sum(part.length for part in prompt_of(PROMPTS["one"])[1])
+    for count, (node, salt) in enumerate([(reader, "a"), (reader, "b"), (other, "a"), (reader, "a")]):
+        request_id = f"r{count}"
+        node.submit(request_id, "one", where, salt=salt)
+        assert node.answers(request_id) == {request_id: house.expected["one"]}
+    until(lambda: encoder.status().counters.requests_finished.get("sent", 0) == 3)
+    counters = encoder.status().counters
+    assert counters.encoder_tokens == 2 * tokens, "once for each salt"
+    assert counters.encoder_tokens_reused == tokens, "the other node's request had a salt that was met before"
+    until(lambda: reader.counter("encoder_tokens_received") == 2 * tokens)
 
 
 def test_rows_for_several_layers_come_from_an_encoder_node(tmp_path: Path) -> None:

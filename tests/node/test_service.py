@@ -18,6 +18,7 @@ from tandem.engine.model.lora.folder import Adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.lora.rows import StepRows
 from tandem.engine.model.lora.slots import AdapterSlots
+from tandem.engine.model.vision.rows import rows_of
 from tandem.engine.structured.grammars import Grammars
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
@@ -686,6 +687,35 @@ def test_a_node_takes_a_routers_word_for_no_row(embeds: PromptEmbeds, fields: di
         assert chunk.error is not None
         assert chunk.error.code == "invalid_request"
         assert why in chunk.error.message
+    finally:
+        node.service.stop()
+
+
+@pytest.mark.parametrize(
+    ("computes_in", "number", "sent", "fits"),
+    [
+        ("bfloat16", 3.4e38, "float32", False),
+        ("bfloat16", -3.4e38, "float32", False),
+        ("bfloat16", 3.38e38, "float32", True),
+        ("float16", 65520.0, "float32", False),
+        ("float16", 1e20, "bfloat16", False),
+        ("float16", 65519.0, "float32", True),
+        ("float32", 3.4e38, "float32", True),
+    ],
+)
+def test_rows_are_judged_in_the_type_that_the_model_computes_in(
+    computes_in: str, number: float, sent: str, fits: bool
+) -> None:
+    node = Node(DecodeRules(Role.DECODE))
+    node.runner.info = msgspec.structs.replace(node.runner.info, embed_size=2, dtype=computes_in)
+    embeds = rows_with(number, sent)
+    cast = rows_of(embeds).to(getattr(torch, computes_in))
+    assert bool(cast.isfinite().all()) == fits
+    try:
+        node.submit(prompt_token_ids=[0] * 18, media=embeds.features(), embeds=embeds)
+        error = node.outgoing.until_finished("r")[-1].error
+        assert (error is None) == fits
+        assert error is None or f"infinite in {computes_in}" in error.message
     finally:
         node.service.stop()
 

@@ -292,9 +292,7 @@ def test_wrong_kv_is_never_loaded_again() -> None:
     assert world.loaded == 0
 
 
-def test_a_request_whose_logits_are_no_numbers_leaves_nothing_in_the_tier() -> None:
-    world = TierWorld()
-    request_id = world.ask(PROMPT, 5)
+def fail_in_next_step(world: TierWorld, request_id: str) -> None:
     step = world.scheduler.schedule()
     worker = world.engine.worker
     assert worker is not None
@@ -307,8 +305,26 @@ def test_a_request_whose_logits_are_no_numbers_leaves_nothing_in_the_tier() -> N
     output.errors[request_id] = InvalidLogits("no number")
     world.driver.book(step, output, worker.get_finished(set()))
     world.aborted.add(request_id)
+
+
+def test_a_request_whose_logits_are_no_numbers_leaves_nothing_in_the_tier() -> None:
+    world = TierWorld()
+    fail_in_next_step(world, world.ask(PROMPT, 5))
     world.finish()
     assert world.managers[0].used == 0
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, sliding(7))])
+def test_what_an_adapter_explains_is_forgotten_and_nothing_else(groups: tuple[KVCacheGroup, ...]) -> None:
+    world = TierWorld(groups=groups)
+    answer = world.run(PROMPT, 3 * BLOCK)
+    others = world.managers[0].used
+    fail_in_next_step(world, world.ask(PROMPT, 5, lora="law"))
+    world.finish()
+    assert world.managers[0].used == others > 0
+    push_out(world)
+    world.run([*PROMPT, *answer, 5])
+    assert world.loaded > 0
 
 
 @pytest.mark.parametrize("policy", list(LoadFailurePolicy))
