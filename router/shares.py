@@ -11,7 +11,7 @@ class Shares:
     large as `alone`, whatever others hold, if it is free. Where `alone` is at most half of the limit, no
     single owner can keep another's first holding out.
 
-    The owner "" is everybody where there are no keys. It may hold everything.
+    The owner "" stands for all clients where there are no keys. It may hold everything.
     """
 
     def __init__(self, limit: int, alone: int) -> None:

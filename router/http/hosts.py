@@ -47,7 +47,7 @@ class OwnHosts:
             self._known.add(host)
 
     def _is_own(self, name: str) -> bool:
-        # Sites have names of several parts. An address is nobody's name.
+        # Sites have names of several parts. An address is no site's name.
         return "." not in name or name.endswith(_PRIVATE) or name in self._names or _is_address(name)
 
 

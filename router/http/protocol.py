@@ -76,7 +76,7 @@ class HttpConnection(asyncio.Protocol):
         self._read_paused = False
         self._writable: asyncio.Future[None] | None = None
         self._on_lost: Callable[[], None] | None = None
-        self._has_key = False  # whether a request showed a key
+        self._owner = ""  # the key of its last request
         self._heard = False  # whether the client has sent anything at all
         self._closing = False
         self._lingers = False
@@ -125,12 +125,12 @@ class HttpConnection(asyncio.Protocol):
         self._read()
 
     def _note_idle(self) -> None:
-        self.server.idle.add(self, has_key=self._has_key)
+        self.server.idle.add(self, self._owner)
 
     def enter(self, owner: str) -> None:
         """The request in progress is this key's. Raises Overloaded when the key has its share of connections
         with requests already. `leave` ends it."""
-        self._has_key = True
+        self._owner = owner
         busy = self.server.busy
         if not busy.fits(owner, 1):
             raise Overloaded(

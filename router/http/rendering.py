@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-# Prometheus asks every few seconds at most, so nobody who scrapes gets the same answer twice.
+# Prometheus asks every few seconds at most, so no scraper gets the same answer twice.
 SERVES_S = 0.5
 
 

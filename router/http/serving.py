@@ -275,8 +275,8 @@ class HttpServer:
         self.limits = limits_that_fit(config.limits)
         self.timeouts = config.timeouts
         self.connections: set[HttpConnection] = set()
-        self.idle: IdleConnections[HttpConnection] = IdleConnections()
         self.busy = Shares(self.limits.connections, alone=1)
+        self.idle: IdleConnections[HttpConnection] = IdleConnections(self.busy)
         self.tasks: set[asyncio.Task[None]] = set()
         self.stopping = False
         self._on_cut = on_cut

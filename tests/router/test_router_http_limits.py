@@ -197,6 +197,27 @@ def test_a_key_has_no_more_than_its_share_of_connections_with_requests(keyed: Ru
         assert all(is_open(connection) for connection in held)
 
 
+def test_a_key_whose_requests_are_refused_does_not_keep_the_rest_of_the_connections(
+    keyed: RunningRouter,
+) -> None:
+    begun = post(b" ", authorization="Bearer secret-a", content_length="5000")
+    with ExitStack() as stack:
+        new = stack.enter_context(closing(connect(keyed)))  # a client that has not sent its header yet
+        keyed.wait_for(lambda: keyed.connections() == 1, "it is there")
+        for index in range(12):
+            connection = stack.enter_context(closing(connect(keyed)))
+            connection.sendall(begun)
+            if index < 3:
+                keyed.wait_for(
+                    lambda n=index: keyed.server._http.busy.held == n + 1,  # type: ignore[union-attr]
+                    "it is being read",
+                )
+            else:
+                assert read_answer(connection)[0] == 503
+        new.sendall(models("secret-b"))
+        assert read_answer(new)[0] == 200
+
+
 def test_when_all_connections_have_requests_a_new_one_is_refused(router: RunningRouter) -> None:
     router.client.close()
     router.wait_for(lambda: router.connections() == 0, "no connections")
