@@ -188,7 +188,7 @@ def wait_for_crowd(name: str, url: str, tokens: int) -> None:
 
 def measure_attacks(seconds: float, only: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    limits = Limits(inflight_per_node=4096, connections=CONNECTIONS)
+    limits = Limits(connections=CONNECTIONS)
     keys = (ApiKey("greedy", GREEDY), ApiKey("other", OTHER))
     most_mib = (limits.body_bytes_at_once + limits.kept_bytes + limits.responses_bytes) / 2**20
     for name in ("", *(name for name in ATTACKS if only in name)):

@@ -23,7 +23,7 @@ import msgspec
 
 from tandem.router.dispatch import Generation, SequenceSpec
 from tandem.router.formats.pieces import Text
-from tandem.router.http.body import KeptShare, answer_size, inputs_size
+from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
 from tandem.router.http.errors import BodyTooLarge, Forbidden, body_of
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
@@ -158,12 +158,20 @@ class _Session:
     async def _take(self, text: str) -> None:
         event_id: str | None = None
         try:
-            value = parse_object(text.encode(), self._services.config.limits)
+            value = await self._parsed(text)
             given = value.get("event_id")
             event_id = given if isinstance(given, str) else None
             await self._act(value)
         except TandemError as error:
             await self._tell_error(error, event_id)
+
+    async def _parsed(self, text: str) -> dict[str, Any]:
+        """Like a body's: a large event is parsed in a thread, one at a time."""
+        limits = self._services.config.limits
+        if len(text) <= INLINE_BYTES:
+            return parse_object(text.encode(), limits)
+        async with self._services.bodies.parsing:
+            return await asyncio.to_thread(lambda: parse_object(text.encode(), limits))
 
     async def _tell_error(self, error: TandemError, event_id: str | None) -> None:
         body = msgspec.json.decode(body_of(error))["error"]
@@ -217,7 +225,12 @@ class _Session:
             self._instructions = session.instructions
         if session.max_output_tokens is not None:
             self._most_tokens = None if session.max_output_tokens == "inf" else session.max_output_tokens
-        await self._socket.send(self.event("session.updated", session=self.shown()))
+        session_now = self.shown()
+        if len(self._instructions or "") <= INLINE_BYTES:
+            updated = self.event("session.updated", session=session_now)
+        else:  # encoding it takes as long as parsing it
+            updated = await asyncio.to_thread(self.event, "session.updated", session=session_now)
+        await self._socket.send(updated)
 
     async def _add(self, item_id: str, role: str, text: str) -> None:
         self._conversation.add(item_id, role, text)

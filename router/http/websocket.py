@@ -18,6 +18,7 @@ from tandem.wire.errors import InvalidRequest, Overloaded, RequestError
 
 GOING_AWAY, UNSUPPORTED, SILENT, TOO_BIG, TRY_LATER = 1001, 1003, 1008, 1009, 1013
 
+FRAME_CHARACTERS = 64 << 10
 # A close frame has room for 123 bytes.
 LONGEST_REASON = 120
 
@@ -38,7 +39,7 @@ class Memory(Protocol):
 
 
 class WebSocket:
-    """A WebSocket with one reading task. Several tasks may write, because a message is one write."""
+    """A WebSocket with one reading task. Several tasks may write, one message at a time."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class WebSocket:
         self._kept = 0  # counted in memory for the parts
         self._messages: list[tuple[str, int]] = []  # each with what is counted for it
         self._taken = 0  # counted for the message that was returned last
+        self._sending = asyncio.Lock()
         self._ended = False
         self.stopped = False  # stopped by the router
         # an answer is being made, so the client need not send anything
@@ -154,8 +156,17 @@ class WebSocket:
                 continue
 
     async def send(self, text: bytes) -> None:
-        if not self._ended or self.stopped:
-            await self._write(TextMessage(data=text.decode()))
+        """Sends a message; a large one in frames, between which the event loop goes on."""
+        if self._ended and not self.stopped:
+            return
+        data = text.decode()
+        async with self._sending:
+            for at in range(0, len(data), FRAME_CHARACTERS):
+                last = at + FRAME_CHARACTERS >= len(data)
+                piece = data[at : at + FRAME_CHARACTERS]
+                await self._write(TextMessage(data=piece, message_finished=last))
+                if not last:
+                    await asyncio.sleep(0)
 
     async def close(self, code: int, reason: str) -> None:
         if not self._ended:

@@ -164,6 +164,12 @@ def test_events_that_are_refused_say_why(client: RealtimeClient, event: dict[str
     assert client.hear("session.updated")["session"]["instructions"] == "be brief"
 
 
+def test_large_events_come_and_go_whole(client: RealtimeClient) -> None:
+    text = "äb" * 200_000
+    client.say("session.update", session={"instructions": text})
+    assert client.hear("session.updated")["session"]["instructions"] == text
+
+
 def test_what_is_no_upgrade_is_told_so(router: RunningRouter) -> None:
     assert router.client.get("/v1/realtime").status_code == 426
 
