@@ -22,8 +22,9 @@
     checksums        what checksums add to a handover, also over a link of some rate (transfer_link)
     slow_link        how long requests wait for their KV when a link becomes slow
     router, router_crowds, router_worst, router_peers
-                     the router alone; with clients that misbehave; with the largest requests; compared with other routers
-                     (router_engines, router_load, router_relay)
+                     the router alone; with clients that misbehave; with the largest requests, and with the worst
+                     that one key can do; compared with other routers
+                     (router_attacks, router_engines, router_load, router_relay)
     recompute        many long prompts at once in a running cluster: what is computed twice
     policies         routing policies in a simulator
     simulation       the simulator compared with real runs, with a thousand nodes, and with the autoscaler

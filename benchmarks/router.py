@@ -23,7 +23,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -240,10 +240,16 @@ def running_engines(step_s: float) -> Iterator[Engines]:
 
 
 @contextmanager
-def running_router(nodes: Engines, profile: str | None) -> Iterator[tuple[str, Any]]:
+def running_router(
+    nodes: Engines,
+    profile: str | None,
+    settings: dict[str, Any] | None = None,
+    special: Sequence[str] = (),
+) -> Iterator[tuple[str, Any]]:
+    """`settings`: the router's, besides those of all benchmarks. `special`: the tokenizer's special tokens."""
     with tempfile.TemporaryDirectory() as folder:
-        make_tokenizer(folder)
-        with child(serve_router, folder, list(nodes), profile) as pipe:
+        make_tokenizer(folder, special)
+        with child(serve_router, folder, list(nodes), profile, "", settings or {}) as pipe:
             info: RouterInfo = pipe.recv()
             url, nodes.router_inbox = info.url, info.inbox_endpoint
             nodes.admit(key_of(info.inbox_endpoint))
@@ -286,37 +292,45 @@ def child(work: Any, *arguments: Any) -> Iterator[Connection]:
             process.terminate()
 
 
-def make_tokenizer(folder: str) -> None:
+def make_tokenizer(folder: str, special: Sequence[str] = ()) -> None:
     """Writes a tokenizer of bytes only. Encoding with it costs about what any byte-level model's tokenizer costs, within a factor."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special))
     backend.save(str(Path(folder) / "tokenizer.json"))
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     Path(folder, "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
 def serve_router(
-    pipe: Connection, folder: str, nodes: list[NodeInfo], profile: str | None, door: str = ""
+    pipe: Connection,
+    folder: str,
+    nodes: list[NodeInfo],
+    profile: str | None,
+    door: str = "",
+    settings: dict[str, Any] | None = None,
 ) -> None:
     if profile is None:
-        uvloop.run(_serve_router(pipe, folder, nodes, door))
+        uvloop.run(_serve_router(pipe, folder, nodes, door, settings or {}))
         return
     import cProfile
 
     profiler = cProfile.Profile()
-    profiler.runcall(uvloop.run, _serve_router(pipe, folder, nodes))
+    profiler.runcall(uvloop.run, _serve_router(pipe, folder, nodes, door, settings or {}))
     profiler.dump_stats(profile)
 
 
-async def _serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo], door: str = "") -> None:
+async def _serve_router(
+    pipe: Connection, folder: str, nodes: list[NodeInfo], door: str, settings: dict[str, Any]
+) -> None:
     config = RouterConfig(
         tokenizer_path=folder,
         model_name=MODEL,
         port=0,
         local_prefill=LocalPrefill.NEVER,
-        limits=Limits(inflight_per_node=4096),
+        **{"limits": Limits(inflight_per_node=4096), **settings},
     )
     host = RouterHost(msgspec.msgpack.encode(config))
     info = msgspec.msgpack.decode(await host.start(door), type=RouterInfo)

@@ -102,7 +102,7 @@ async def read(url: str, tokens: int) -> list[float]:
 
 
 async def ask(
-    url: str, tokens: int, *, receive_buffer: int | None = None, **fields: Any
+    url: str, tokens: int, *, receive_buffer: int | None = None, key: str = "", **fields: Any
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     parts = urlsplit(url)
     connection = socket.socket()
@@ -113,8 +113,9 @@ async def ask(
     reader, writer = await asyncio.open_connection(sock=connection, limit=receive_buffer or 65536)
     body = {"model": "instant", "prompt": PROMPT, "max_tokens": tokens, "stream": True, **fields}
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+    head += f"authorization: Bearer {key}\r\n" if key else ""
+    writer.write(head.encode() + b"\r\n" + data)
     await writer.drain()
     return reader, writer
 

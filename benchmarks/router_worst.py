@@ -1,11 +1,16 @@
 """What other clients notice of the largest requests that are allowed: the gaps between the tokens of their streams.
 
     python -m benchmarks.router_worst [--tokens 1500] [--holds] [--json FILE]
+    python -m benchmarks.router_worst --attacks [--seconds 10] [--json FILE]
 
 32 streams of 20 ms per token are read as they come. In turn they run with: 128 plain requests; one request for 128 choices of as many tokens with
 20 alternatives each, whole and as a stream, to either endpoint; bodies of the largest size that are expensive to parse. The limit: the gap at the
 99th percentile is at most 50 ms above the one with the plain requests. The clients of the large requests are a process of their own, so that
 their time is not counted as the router's.
+
+With --attacks, one key or a stranger does the worst that limits allow (`router_attacks`), for so many seconds each, beside another key's
+streams and small requests. The limits: the gap at the 99th percentile is at most 50 ms above a quiet run's, every small request of the other
+key is answered, and the router takes no more memory than its limits say together.
 
 With --holds the router runs in this process, and the figures are the CPU times of single turns of its event loop. They show what the router
 itself adds to others' gaps, even on a busy machine.
@@ -31,10 +36,21 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.router import PROMPT, child, make_tokenizer, running_engines, running_router, until_ready
+from benchmarks.router_attacks import (
+    ATTACKS,
+    CONNECTIONS,
+    GREEDY,
+    OTHER,
+    SPECIAL,
+    attack_for,
+    connected,
+    head,
+    read_answer,
+)
 from benchmarks.router_crowds import ask
 from benchmarks.router_engines import MODEL, Engines
 from tandem.loadgen.metrics import percentile
-from tandem.router.config import Limits, LocalPrefill, RouterConfig
+from tandem.router.config import ApiKey, Limits, LocalPrefill, RouterConfig
 from tandem.router.hosting import RouterHost
 from tandem.wire.nodes import RouterInfo
 from tandem.wire.sockets import public_key
@@ -58,7 +74,15 @@ def main() -> int:
     )
     parser.add_argument("--json", metavar="FILE", help="a file for the figures")
     parser.add_argument("--holds", action="store_true", help="CPU time of the event loop's turns, not gaps")
+    parser.add_argument("--attacks", action="store_true", help="one key, or a stranger, against another key")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
     options = parser.parse_args()
+    if options.attacks:
+        attacked = measure_attacks(options.seconds, options.only or "")
+        if options.json:
+            Path(options.json).write_text(json.dumps(attacked, indent=1) + "\n")
+        show_attacks(attacked)
+        return 0 if all(row["held"] for row in attacked) else 1
     if options.holds:
         holds = measure_holds(options.tokens, options.only or "")
         if options.json:
@@ -162,8 +186,110 @@ def wait_for_crowd(name: str, url: str, tokens: int) -> None:
         pipe.recv()
 
 
-async def read(url: str, found: list[float]) -> None:
-    reader, writer = await ask(url, 1_000_000)
+def measure_attacks(seconds: float, only: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    limits = Limits(connections=CONNECTIONS)
+    keys = (ApiKey("greedy", GREEDY), ApiKey("other", OTHER))
+    most_mib = (limits.body_bytes_at_once + limits.kept_bytes + limits.responses_bytes) / 2**20
+    for name in ("", *(name for name in ATTACKS if only in name)):
+        # A router of its own for each: what one attack leaves behind is not the next one's.
+        with (
+            running_engines(step_s=STEP_S) as nodes,
+            running_router(nodes, None, {"limits": limits, "api_keys": keys}, [SPECIAL]) as (url, probe),
+        ):
+            before = probe("memory")
+            found, statuses, peak = asyncio.run(attacked_by(url, name, seconds, probe))
+        found.sort()
+        p99 = percentile(found, 99) * 1000
+        above = p99 - (rows[0]["gap_ms_p99"] if rows else p99)
+        refused = sum(status != 200 for status in statuses)
+        memory_mib = (peak - before) / 2**20
+        rows.append(
+            {
+                "attack": name or "none",
+                "gap_ms_p50": percentile(found, 50) * 1000,
+                "gap_ms_p99": p99,
+                "gap_ms_max": found[-1] * 1000,
+                "above_quiet_ms": above,
+                "asked": len(statuses),
+                "refused": refused,
+                "memory_mib": memory_mib,
+                "held": bool(statuses) and not refused and above <= BAR_MS and memory_mib <= most_mib,
+            }
+        )
+    return rows
+
+
+async def attacked_by(
+    url: str, name: str, seconds: float, probe: Callable[[str], float]
+) -> tuple[list[float], list[int], float]:
+    """Returns the other key's gaps, the statuses of its small requests (0: none came), and the most memory."""
+    found: list[float] = []
+    statuses: list[int] = []
+    peak = 0.0
+    streams = [asyncio.create_task(read(url, found, OTHER)) for _ in range(STREAMS)]
+    await asyncio.sleep(10 * STEP_S)
+    found.clear()
+    with child(attack_process, name, url, seconds) as pipe:
+        while not pipe.poll():
+            statuses.append(await ask_once(url))
+            peak = max(peak, await asyncio.to_thread(probe, "memory"))
+            await asyncio.sleep(0.1)
+    broken = sum(task.done() for task in streams)
+    statuses += [0] * broken
+    for task in streams:
+        task.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    return found, statuses, peak
+
+
+async def ask_once(url: str) -> int:
+    """Asks for two tokens on a new connection, as the other key."""
+    data = json.dumps(completion(2)).encode()
+    try:
+        async with asyncio.timeout(30), connected(url) as (reader, writer):
+            writer.write(head("POST", "/v1/completions", len(data), OTHER) + data)
+            return await read_answer(reader)
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        return 0
+
+
+def attack_process(pipe: Connection, name: str, url: str, seconds: float) -> None:
+    asyncio.run(attack_for(url, name, seconds) if name else asyncio.sleep(seconds))
+    pipe.send("done")
+
+
+def show_attacks(rows: list[dict[str, Any]]) -> None:
+    table = Table(
+        title="Another key's streams and requests, beside one key or a stranger", title_justify="left"
+    )
+    for name in (
+        "beside",
+        "gap ms p50",
+        "p99",
+        "longest",
+        "p99 above quiet",
+        "refused",
+        "memory MiB",
+        "held",
+    ):
+        table.add_column(name, justify="left" if name == "beside" else "right")
+    for row in rows:
+        table.add_row(
+            row["attack"],
+            f"{row['gap_ms_p50']:.1f}",
+            f"{row['gap_ms_p99']:.1f}",
+            f"{row['gap_ms_max']:.0f}",
+            f"{row['above_quiet_ms']:+.1f}",
+            f"{row['refused']} of {row['asked']}",
+            f"{row['memory_mib']:+.0f}",
+            "yes" if row["held"] else "NO",
+        )
+    Console().print(table)
+
+
+async def read(url: str, found: list[float], key: str = "") -> None:
+    reader, writer = await ask(url, 1_000_000, key=key)
     try:
         await reader.readuntil(b"\r\n\r\n")
         last = time.perf_counter()
@@ -186,8 +312,8 @@ async def exchange(url: str, path: str, body: dict[str, object] | bytes, wanted:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
+    start = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+    writer.write(start.encode() + data)
     status = await reader.readline()
     if wanted not in status:
         raise RuntimeError(f"the router answered {status!r}: {await reader.read(2000)!r}")

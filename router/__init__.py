@@ -4,6 +4,7 @@ Floor 2: it imports wire and no other package of ours. It knows neither engine n
 
     config      the router's configuration
     keys        which tenant a request belongs to, and what is left of its quotas
+    shares      how much of what all keys need one key may hold
     http/       the HTTP server and application: routes, limits, keys, error bodies, server-sent events
     openai/     the OpenAI API: its request types, their checks, and the answers
     responses/  OpenAI's Responses API, and the answers that the router keeps for it

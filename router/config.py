@@ -106,14 +106,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         AtLeastOne,
         about(
             "bytes of all bodies that are being received, parsed or tokenized; at least `body_bytes`. Parsed, a body takes "
-            "several times its bytes"
+            "several times its bytes. Each key has a [share](api.md#how-many-at-once)"
         ),
     ] = 256 << 20
     kept_bytes: Annotated[
         AtLeastOne,
         about(
             "bytes that all requests keep until their end: tokens, log-probabilities, unread parts of answers. A request that "
-            "exceeds it alone is refused, others get 503 while there is no room"
+            "exceeds it alone is refused, others get 503 while there is no room. Each key has a share"
         ),
     ] = 1 << 30
     responses_bytes: Annotated[
@@ -143,7 +143,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     json_containers: Annotated[AtLeastOne, about("objects and arrays in a body")] = 100_000
     json_items: Annotated[AtLeastOne, about("items in those; a token id is one")] = 1_000_000
     json_members: Annotated[AtLeastOne, about("names in a body's objects")] = 100_000
-    connections: Annotated[AtLeastOne, about("connections open at once")] = 4096
+    connections: Annotated[
+        AtLeastOne, about("connections open at once; beyond it, the longest idle gives way")
+    ] = 4096
     prompts_per_request: Annotated[AtLeastOne, about("prompts in one request")] = 128
     inputs_per_request: Annotated[AtLeastOne, about("texts in one request for vectors or scores")] = 1024
     choices_per_request: Annotated[AtLeastOne, about("prompts times `n` or `best_of`")] = 128
@@ -179,7 +181,7 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about("a client of /v1/realtime that is silent for this long is pinged, and has as long to answer"),
     ] = 20.0
     realtime_idle: Annotated[
-        Seconds, about("a client of /v1/realtime that sends no event for this long is cut off")
+        Seconds, about("a client of /v1/realtime that sends no whole event for this long is cut off")
     ] = 300.0
     failover_wait: Annotated[Seconds, about("for a node to appear when the last one was lost")] = 10.0
 

@@ -217,7 +217,7 @@ class RouterServer:
             keys=keys,
             metrics=metrics,
             supervisor=supervisor,
-            bodies=BodyBudget(config.limits.body_bytes_at_once, metrics.refusals.labels(reason="bodies").inc),
+            bodies=BodyBudget(config.limits, metrics.refusals.labels(reason="bodies").inc),
             kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
             traces=traces,
             responses=ResponseStore(config.limits.responses_bytes),

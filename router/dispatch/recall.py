@@ -18,6 +18,7 @@ from tandem.router.dispatch.life import LeftBehind
 from tandem.router.dispatch.placement import SequenceSpec
 from tandem.router.links import Links
 from tandem.router.pool import NodePool
+from tandem.router.shares import Shares
 from tandem.wire.errors import Cancelled, InternalError, NodeLost, Overloaded, TandemError
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import KeepAnswer, Recalled, TokenChunk
@@ -28,7 +29,8 @@ LOOKS = 3
 BETWEEN_LOOKS_S = 0.5
 
 
-# How many ids are looked for at once. Each costs one message to every node, and a client can make ids up.
+# How many ids are looked for at once; each key has a share of them (`shares`). Each costs one message to
+# every node, and a client can make ids up.
 MOST_QUESTIONS = 64
 
 
@@ -41,7 +43,8 @@ class FoundAnswer(msgspec.Struct, frozen=True):
 
 
 class _Question:
-    def __init__(self, unanswered: set[tuple[str, int]]) -> None:
+    def __init__(self, unanswered: set[tuple[str, int]], owner: str) -> None:
+        self.owner = owner  # who asked first
         self.unanswered = unanswered
         self.best: FoundAnswer | None = None
         self.answered = asyncio.Event()
@@ -51,8 +54,9 @@ class FollowedAnswer:
     """A background answer, read like a request's lives: one sequence, whose tokens come from the node that
     keeps it."""
 
-    def __init__(self, recalls: Recalls, found: FoundAnswer, spec: SequenceSpec) -> None:
+    def __init__(self, recalls: Recalls, found: FoundAnswer, spec: SequenceSpec, owner: str) -> None:
         self.spec = spec
+        self._owner = owner
         self.ledger = TokenLedger(wants_logprobs=False)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.cached_tokens: int | None = None
@@ -129,7 +133,7 @@ class FollowedAnswer:
             return
         if self._looks > 1:
             await asyncio.sleep(BETWEEN_LOOKS_S)
-        found = await self._recalls.find(self.found.keep.answer_id)
+        found = await self._recalls.find(self.found.keep.answer_id, self._owner)
         if found is not None and (not found.broken or self._looks == LOOKS):
             self._lost = None
             self.found = found
@@ -161,21 +165,26 @@ class Recalls:
         self._links = links
         self._pool = pool
         self._questions: dict[str, _Question] = {}
+        self._shares = Shares(MOST_QUESTIONS, alone=1)
         self._followed: dict[str, FollowedAnswer] = {}
 
-    async def find(self, answer_id: str) -> FoundAnswer | None:
+    async def find(self, answer_id: str, owner: str) -> FoundAnswer | None:
         """Asks every node for the answer and returns the best reply, or None. A node replies between two
         steps. The search waits no longer than `heartbeat.silence`. Raises Overloaded when too many ids are
-        looked for at once."""
+        looked for at once, or too many of this owner."""
         question = self._questions.get(answer_id)
         if question is None:
-            if len(self._questions) >= MOST_QUESTIONS:
-                raise Overloaded(f"{MOST_QUESTIONS} responses are being looked for; send this again later")
+            if not self._shares.fits(owner, 1):
+                whose = "this key's part of" if self._shares.held < MOST_QUESTIONS else "all"
+                raise Overloaded(
+                    f"responses are being looked for that take up {whose} {MOST_QUESTIONS} places; send this again later"
+                )
             nodes = [member.info for member in self._pool.members if member.lost is None]
-            question = _Question({(node.node_id, node.epoch) for node in nodes})
+            question = _Question({(node.node_id, node.epoch) for node in nodes}, owner)
             if not nodes:
                 return None
             self._questions[answer_id] = question
+            self._shares.take(owner, 1)
             for node in nodes:
                 self._links.recall(node, answer_id)
         try:
@@ -186,6 +195,7 @@ class Recalls:
         finally:
             if self._questions.get(answer_id) is question:
                 del self._questions[answer_id]
+                self._shares.take(question.owner, -1)
         return question.best
 
     def on_recalled(self, message: Recalled) -> None:
@@ -201,8 +211,8 @@ class Recalls:
         if not question.unanswered or (question.best is not None and not question.best.broken):
             question.answered.set()
 
-    def begin(self, found: FoundAnswer, spec: SequenceSpec) -> FollowedAnswer:
-        return FollowedAnswer(self, found, spec)
+    def begin(self, found: FoundAnswer, spec: SequenceSpec, owner: str) -> FollowedAnswer:
+        return FollowedAnswer(self, found, spec, owner)
 
     def follow(self, answer: FollowedAnswer) -> None:
         self._followed[answer.request_id] = answer

@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.router.anthropic.answer_types import MessageAnswer, MessagesError, TokenCount
 from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
-from tandem.router.http.exchange import HttpExchange, send_bytes
+from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
 from tandem.router.http.services import Services
 from tandem.router.http.text_routes import DetokenizeRequest, TokenizeRequest
 from tandem.router.http.try_page import TRY_PAGE
@@ -246,4 +246,4 @@ async def document(services: Services, exchange: HttpExchange) -> None:
 
 
 async def try_page(services: Services, exchange: HttpExchange) -> None:
-    await send_bytes(exchange.send, TRY_PAGE.encode(), b"text/html; charset=utf-8")
+    await send_page(exchange.send, TRY_PAGE.encode())

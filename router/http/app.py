@@ -21,6 +21,8 @@ from tandem.router.http import (
 )
 from tandem.router.http.exchange import HttpExchange, HttpGate, HttpRoute, HttpRoutes
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, MESSAGES, generate
+from tandem.router.http.hosts import OwnHosts
+from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
 from tandem.router.openai.prompts import ModelElsewhere
@@ -34,7 +36,7 @@ async def _answer_from_elsewhere(services: Services, exchange: HttpExchange, err
     """Asks another deployment for a model or response that this one lacks. Returns False when that does not
     apply."""
     if isinstance(error, ModelElsewhere):
-        with services.kept.share(len(exchange.body)):
+        with services.kept.share(len(exchange.body), exchange.owner):
             await services.others.pass_on(exchange, error)
     elif isinstance(error, ResponseNotFound) and "{response_id}" in exchange.route:
         await services.others.find(exchange, error)
@@ -64,6 +66,7 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 def make_app(services: Services) -> ASGIApp:
     desk = ResponseDesk(services)
+    metrics = SharedRendering(partial(status_routes.render_metrics, services))
     table: list[tuple[str, Handler, list[str]]] = [
         ("/v1/completions", partial(generate, COMPLETIONS), ["POST"]),
         ("/v1/chat/completions", partial(generate, CHAT), ["POST"]),
@@ -84,7 +87,7 @@ def make_app(services: Services) -> ASGIApp:
         ("/ping", status_routes.health, ["GET", "POST"]),
         ("/version", status_routes.version, ["GET"]),
         ("/load", status_routes.load, ["GET"]),
-        ("/metrics", status_routes.metrics, ["GET"]),
+        ("/metrics", partial(status_routes.metrics, metrics), ["GET"]),
         ("/cluster", status_routes.cluster, ["GET"]),
         ("/admin/{action}", admin_routes.admin, ["POST"]),
         ("/v1/load_lora_adapter", admin_routes.load_adapter, ["POST"]),
@@ -103,5 +106,6 @@ def make_app(services: Services) -> ASGIApp:
     ]
     # Without Starlette's application around the routes: its layers turn errors into answers, which the gate
     # does here.
-    gate = HttpGate(HttpRoutes(routes), services.keys, services.metrics)
+    hosts = OwnHosts(services.config.host, services.config.cors_origins)
+    gate = HttpGate(HttpRoutes(routes), services.keys, services.metrics, hosts)
     return _with_cors(gate, services.config.cors_origins)

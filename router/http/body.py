@@ -21,6 +21,7 @@ from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.json_body import parse_object, read_request
 from tandem.router.openai.fields import StreamOptions
 from tandem.router.openai.plan import GenerationPlan
+from tandem.router.shares import Shares
 from tandem.wire.errors import Cancelled, InvalidRequest, Overloaded, TandemError
 
 # Bytes that Python needs, measured with sys.getsizeof: for a token in a list, for an entry of a dict of
@@ -38,29 +39,37 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class BodyBudget:
-    """Limits the bytes of all bodies that are being read. Only bytes that have arrived count, so announcing a
-    large body takes no room from other requests."""
+    """Limits the bytes of all bodies that are being read, and each key's share of them (`shares`). Only bytes
+    that have arrived count, so announcing a large body takes no room from other requests."""
 
-    def __init__(self, limit: int, on_refused: Callable[[], None]) -> None:
-        self._limit = limit
+    def __init__(self, limits: Limits, on_refused: Callable[[], None]) -> None:
+        # Alone, a body may always have its full size.
+        self._shares = Shares(limits.body_bytes_at_once, alone=limits.body_bytes)
         self._on_refused = on_refused
-        self.held = 0
         # Large bodies are parsed one at a time: several threads would leave the event loop little of the
         # interpreter.
         self.parsing = asyncio.Semaphore(1)
+
+    @property
+    def held(self) -> int:
+        return self._shares.held
 
     def share(self) -> BodyShare:
         """Returns one request's share, a context manager that gives back all that it took."""
         return BodyShare(self)
 
-    def take(self, size: int) -> None:
-        if self.held + size > self._limit:
+    def take(self, owner: str, size: int, has: int) -> None:
+        if not self._shares.fits(owner, size, has=has):
             self._on_refused()
+            whose = "this key's part of" if self._shares.held + size <= self._shares.limit else "all"
             raise Overloaded(
-                f"the requests that are being read take up all {self._limit} bytes for them "
+                f"the requests that are being read take up {whose} {self._shares.limit} bytes for them "
                 "(router.limits.body_bytes_at_once); send this one again a little later"
             )
-        self.held += size
+        self._shares.take(owner, size)
+
+    def give_back(self, owner: str, size: int) -> None:
+        self._shares.take(owner, -size)
 
 
 class BodyShare:
@@ -68,67 +77,92 @@ class BodyShare:
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
+        self._owner = ""
         self.size = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *of_no_concern: object) -> None:
-        self._budget.held -= self.size
+        self._budget.give_back(self._owner, self.size)
 
     @property
     def parsing(self) -> asyncio.Semaphore:
         return self._budget.parsing
 
-    def take(self, size: int) -> None:
-        """Counts more bytes. Raises Overloaded when there is no room for them."""
-        self._budget.take(size)
+    def take(self, owner: str, size: int) -> None:
+        """Counts more bytes of this owner's request. Raises Overloaded when there is no room for them."""
+        self._budget.take(owner, size, self.size)
+        self._owner = owner
         self.size += size
 
 
 class KeptMemory:
-    """Limits the memory that running and waiting requests keep. A request is admitted if what it is known to
-    keep fits. The answers' growth is measured regularly: it keeps new requests out, and beyond the limit the
-    largest request is ended."""
+    """Limits the memory that running and waiting requests keep, and each key's share of it (`shares`). A
+    request is admitted if what it is known to keep fits. The answers' growth is measured regularly: it keeps
+    new requests out. Beyond the limit, or a key's half of it, the key's largest request is ended."""
 
     def __init__(self, limit: int, on_refused: Callable[[], None]) -> None:
-        self._limit = limit
+        self._amounts = Shares(limit, alone=limit // 2)
         self._on_refused = on_refused
         self._shares: set[KeptShare] = set()
-        self.held = 0
 
-    def share(self, size: int) -> KeptShare:
+    @property
+    def held(self) -> int:
+        return self._amounts.held
+
+    def share(self, size: int, owner: str) -> KeptShare:
         """Returns one request's share, a context manager that holds it. Raises InvalidRequest for a request
         that could never fit, and Overloaded for one that does not fit now."""
-        if size > self._limit:
+        most = self._most(owner)
+        if size > most:
             self._on_refused()
+            whose = "that one key may have" if owner else "that all requests have together"
             raise InvalidRequest(
-                f"the request would take {size} bytes of the router's memory, more than the {self._limit} that all "
-                "requests have together (router.limits.kept_bytes): ask for fewer choices, tokens, or log-probabilities"
+                f"the request would take {size} bytes of the router's memory, more than the {most} {whose} "
+                "(router.limits.kept_bytes): ask for fewer choices, tokens, or log-probabilities"
             )
-        if self.held + size > self._limit:
+        self.check(owner, size, has=0)
+        return KeptShare(self, size, owner)
+
+    def check(self, owner: str, size: int, *, has: int) -> None:
+        """Raises Overloaded when there is no room for this much more. `has`: what the same share holds."""
+        if not self._amounts.fits(owner, size, has=has):
             self._on_refused()
+            limit = self._amounts.limit
+            whose = "this key's part of" if self._amounts.held + size <= limit else "all"
             raise Overloaded(
-                f"running requests take up all {self._limit} bytes for them (router.limits.kept_bytes); "
+                f"running requests take up {whose} {limit} bytes for them (router.limits.kept_bytes); "
                 "send this one again a little later"
             )
-        return KeptShare(self, size)
+
+    def _most(self, owner: str) -> int:
+        return self._amounts.limit // 2 if owner else self._amounts.limit
 
     def add(self, share: KeptShare) -> None:
         self._shares.add(share)
-        self.held += share.size
+        self._amounts.take(share.owner, share.size)
 
     def remove(self, share: KeptShare) -> None:
         self._shares.discard(share)
-        self.held -= share.size
+        self._amounts.take(share.owner, -share.size)
+
+    def change(self, share: KeptShare, size: int) -> None:
+        self._amounts.take(share.owner, size - share.size)
+        share.size = size
 
     def measure(self) -> None:
         for share in self._shares:
             share.measure()
-        self.held = sum(share.size for share in self._shares)
-        if self.held > self._limit:
+        owners = {share.owner for share in self._shares}
+        over = [owner for owner in owners if self._amounts.of(owner) > self._most(owner)]
+        if not over and self.held > self._amounts.limit:
+            over = [max(owners, key=self._amounts.of)]
+        for owner in over:
             self._on_refused()
-            largest = max(self._shares, key=lambda share: share.size)
+            largest = max(
+                (share for share in self._shares if share.owner == owner), key=lambda share: share.size
+            )
             largest.end(
                 Overloaded(
                     f"the answers have outgrown router.limits.kept_bytes, and this one is the largest, with {largest.size} bytes"
@@ -139,8 +173,9 @@ class KeptMemory:
 class KeptShare:
     """One request's memory: what it was admitted with, or what its answer has grown to, if that is more."""
 
-    def __init__(self, memory: KeptMemory, size: int) -> None:
+    def __init__(self, memory: KeptMemory, size: int, owner: str) -> None:
         self._memory = memory
+        self.owner = owner
         self._at_first = size
         self._inputs = size
         self._generation: ReadableLives | None = None
@@ -163,7 +198,15 @@ class KeptShare:
                 TOKEN_BYTES * len(life.ledger.tokens) + life.ledger.logprobs.nbytes
                 for life in self._generation.lives
             )
-            self.size = max(self._at_first, self._inputs + answer)
+            self._memory.change(self, max(self._at_first, self._inputs + answer))
+
+    def grow(self, size: int) -> None:
+        """Counts more, of something without a generation. Raises Overloaded when there is no room for it."""
+        self._memory.check(self.owner, size, has=self.size)
+        self._memory.change(self, self.size + size)
+
+    def shrink(self, size: int) -> None:
+        self._memory.change(self, self.size - size)
 
     def end(self, error: TandemError) -> None:
         if self._generation is not None:
@@ -223,7 +266,7 @@ INLINE_BYTES = 64 << 10
 async def read_body(
     exchange: HttpExchange, request_type: type[R], config: RouterConfig, share: BodyShare
 ) -> R:
-    _check_type(exchange)
+    _check_type(exchange, config)
     body = await _read(exchange, config.limits, config.timeouts, share)
     if len(body) <= INLINE_BYTES:
         request, ignored = _request_of(body, request_type, config)
@@ -238,7 +281,7 @@ async def read_body(
 
 async def read_bytes(exchange: HttpExchange, config: RouterConfig, share: BodyShare) -> bytes | bytearray:
     """Reads a JSON body that the caller parses itself."""
-    _check_type(exchange)
+    _check_type(exchange, config)
     return await _read(exchange, config.limits, config.timeouts, share)
 
 
@@ -247,9 +290,18 @@ def _request_of(body: bytes | bytearray, request_type: type[R], config: RouterCo
     return read_request(value, request_type, config.unknown_fields)
 
 
-def _check_type(exchange: HttpExchange) -> None:
+def _check_type(exchange: HttpExchange, config: RouterConfig) -> None:
     declared = exchange.header(b"content-type")
-    if declared is None or (declared == b"application/json" and exchange.header(b"content-encoding") is None):
+    if declared is None:
+        # A browser asks before it sends JSON for another site's page, but not before it sends a body without
+        # a type. A key would be missing; without keys, nothing else stops it.
+        if exchange.tenant is None and exchange.is_from_elsewhere(config.cors_origins):
+            raise UnsupportedContentType(
+                "content-type: must be application/json where another site's page asks; "
+                "router.cors_origins names the pages that may"
+            )
+        return
+    if declared == b"application/json" and exchange.header(b"content-encoding") is None:
         return
     kind, _, parameters = declared.decode("latin-1").partition(";")
     if kind.strip().lower() != "application/json":
@@ -278,7 +330,7 @@ async def _read(
     if whole is not None:
         if len(whole) > limits.body_bytes:
             raise BodyTooLarge(f"the body has {len(whole)} bytes; at most {limits.body_bytes} are read")
-        share.take(len(whole))
+        share.take(exchange.owner, len(whole))
         return whole
     body = bytearray()
     more, fits = True, True
@@ -290,7 +342,7 @@ async def _read(
                 more = message.get("more_body", False)
                 fits = len(body) + len(data) <= limits.body_bytes
                 if fits:
-                    share.take(len(data))
+                    share.take(exchange.owner, len(data))
                     body += data
     except TimeoutError:
         raise BodyTimeout(f"the body was not complete within {timeouts.body:g} s") from None

@@ -29,6 +29,7 @@ from tandem.router.http.errors import (
     sse_error,
     status_of,
 )
+from tandem.router.http.hosts import OwnHosts
 from tandem.router.keys import KeyRing, Tenant
 from tandem.router.metrics import RouterMetrics
 from tandem.router.openai.answer import LoopTurn
@@ -61,6 +62,10 @@ class Connection(Protocol):
 
     async def until_writable(self) -> None: ...
 
+    def enter(self, owner: str) -> None: ...
+
+    def leave(self, owner: str) -> None: ...
+
 
 class HttpExchange:
     """One request and its answer. A handler is a function of the router's services and an exchange."""
@@ -77,6 +82,7 @@ class HttpExchange:
         self.request_id = request_id
         self.trace_id = trace_id
         self.tenant: Tenant | None = None
+        self.is_counted = False  # among the requests in progress of its key
         self.route = "other"  # a metric's label; never a path that a client chose
         self.notes = ""  # for the log: nodes and token counts
         self.ignored_fields: list[str] = []  # fields of the request that this server does not know
@@ -134,6 +140,14 @@ class HttpExchange:
         finally:
             self.connection.unwatch()
 
+    def is_from_elsewhere(self, allowed: tuple[str, ...]) -> bool:
+        """Whether a page of another site sent it, which is none of `allowed` (`router.cors_origins`). Browsers
+        say whose page asks; other clients say nothing."""
+        origin = self.header(b"origin")
+        if origin is None or "*" in allowed or origin.decode("latin-1") in allowed:
+            return False
+        return origin.partition(b"://")[2] != self.header(b"host")
+
     def require_operator(self, keys: KeyRing) -> None:
         """Raises Forbidden for a tenant's key. Where keys are set, only operators see the cluster and other
         tenants' data."""
@@ -183,6 +197,23 @@ async def send_bytes(
     start = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status, "headers": start})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+# Of pages. Nothing is loaded from elsewhere. No other page may frame one, because they have buttons and a
+# field for a key.
+_PAGE_POLICY = (
+    b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    b"img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS = (
+    (b"content-security-policy", _PAGE_POLICY),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+)
+
+
+async def send_page(send: Send, page: bytes) -> None:
+    await send_bytes(send, page, b"text/html; charset=utf-8", headers=_PAGE_HEADERS)
 
 
 async def send_pieces(
@@ -305,9 +336,10 @@ class HttpGate:
     """The outermost layer of the application. An error raised inside becomes an error body, or an event if a
     stream has begun."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: RouterMetrics) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: RouterMetrics, hosts: OwnHosts) -> None:
         self._app = app
         self._keys = keys
+        self._hosts = hosts
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -335,6 +367,8 @@ class HttpGate:
                 logger.exception("%s: %s %s failed", exchange.request_id, scope["method"], _path(scope))
                 await _answer_bug(exchange)
         finally:
+            if exchange.is_counted:
+                exchange.connection.leave(exchange.owner)
             ended = time.monotonic()
             took = ended - began
             if exchange.trace is not None:
@@ -359,6 +393,10 @@ class HttpGate:
                 raise Unauthorized(
                     "the Authorization header must be 'Bearer' and a valid API key, or x-api-key must be one"
                 )
+            exchange.connection.enter(exchange.owner)
+            exchange.is_counted = True
+        elif not self._keys.required:
+            self._hosts.check(exchange.header(b"host"))
 
 
 def _open(scope: Scope, receive: Receive, send: Send) -> HttpExchange:

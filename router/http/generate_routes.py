@@ -85,7 +85,9 @@ async def generate(endpoint: GenerateEndpoint, services: Services, exchange: Htt
             reservation.take_tokens(plan.prompt_tokens, _asked(request, plan))
 
         inputs = inputs_size(plan) + kept_of_body * PARSED_TIMES
-        with services.kept.share(inputs + answer_size(plan, streams=bool(request.stream))) as kept:
+        with services.kept.share(
+            inputs + answer_size(plan, streams=bool(request.stream)), exchange.owner
+        ) as kept:
             await _run(endpoint, services, exchange, request, plan, reservation, kept, inputs, arrived)
     finally:
         if reservation is not None:

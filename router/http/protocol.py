@@ -23,6 +23,9 @@ from tandem.router.config import Limits, Timeouts
 from tandem.router.http.call import END_OF_HEAD, STATUS_LINES, HttpCall, LengthBody, RequestHead
 from tandem.router.http.chunked import ChunkedBody, FramingError
 from tandem.router.http.errors import error_body
+from tandem.router.http.idle import IdleConnections
+from tandem.router.shares import Shares
+from tandem.wire.errors import Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ class Server(Protocol):
     limits: Limits
     timeouts: Timeouts
     connections: set[HttpConnection]
+    idle: IdleConnections[HttpConnection]
+    busy: Shares  # connections with a request in progress, by its key
     tasks: set[asyncio.Task[None]]
     stopping: bool
 
@@ -51,7 +56,10 @@ class Server(Protocol):
 
 class HttpConnection(asyncio.Protocol):
     """One client's connection. It is idle between requests; a request that arrives during an answer stays in
-    the buffer."""
+    the buffer.
+
+    When there are as many connections as are allowed, an idle one gives way to a new one (`idle`). One with a
+    request in progress never does, so a key has only a share of those (`shares`)."""
 
     transport: asyncio.Transport
     write: Callable[[bytes], None]
@@ -68,6 +76,7 @@ class HttpConnection(asyncio.Protocol):
         self._read_paused = False
         self._writable: asyncio.Future[None] | None = None
         self._on_lost: Callable[[], None] | None = None
+        self._owner = ""  # the key of its last request
         self._heard = False  # whether the client has sent anything at all
         self._closing = False
         self._lingers = False
@@ -95,10 +104,16 @@ class HttpConnection(asyncio.Protocol):
         self.client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else None
         self.server.connections.add(self)
         if len(self.server.connections) > self.server.limits.connections:
-            limit = self.server.limits.connections
-            self._refuse(503, f"more than {limit} connections", retry_after=True)
-            self.transport.close()  # lingering would keep it among the connections
-            return
+            longest_idle = self.server.idle.take_longest()
+            if longest_idle is None:
+                limit = self.server.limits.connections
+                self._refuse(
+                    503, f"more than {limit} connections, each with a request in progress", retry_after=True
+                )
+                self.transport.close()  # lingering would keep it among the connections
+                return
+            longest_idle.give_way()
+        self._note_idle()
         self._set_timer(self.server.timeouts.header, self._on_slow_header)
 
     def data_received(self, data: bytes) -> None:
@@ -109,8 +124,34 @@ class HttpConnection(asyncio.Protocol):
         self._buffer += data
         self._read()
 
+    def _note_idle(self) -> None:
+        self.server.idle.add(self, self._owner)
+
+    def enter(self, owner: str) -> None:
+        """The request in progress is this key's. Raises Overloaded when the key has its share of connections
+        with requests already. `leave` ends it."""
+        self._owner = owner
+        busy = self.server.busy
+        if not busy.fits(owner, 1):
+            raise Overloaded(
+                f"requests of this key are in progress on {busy.of(owner)} of {busy.limit} connections "
+                "(router.limits.connections), and more would leave other keys too few; send this one again a little later"
+            )
+        busy.take(owner, 1)
+
+    def leave(self, owner: str) -> None:
+        self.server.busy.take(owner, -1)
+
+    def give_way(self) -> None:
+        """Ends an idle connection at once, for a new one."""
+        self._closing = True
+        self._stop_timer()
+        self.server.connections.discard(self)
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.on_closed(self)
+        self.server.idle.remove(self)
         self._closing = True
         self._stop_timer()
         if self._timer is not None:
@@ -163,6 +204,7 @@ class HttpConnection(asyncio.Protocol):
         head = RequestHead(self._buffer[: found.end()])
         del self._buffer[: found.end()]
         self._searched = 0
+        self.server.idle.remove(self)
         body = ChunkedBody(limit) if head.chunked else LengthBody(head.content_length or 0)
         call = self._call = HttpCall(self, head, body)
         task = self._loop.create_task(call.run(self.server.app))
@@ -224,6 +266,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_answered(self, call: HttpCall) -> None:
         self._last_id = call.request_id
+        self._note_idle()
         if not call.keep_alive or self.server.stopping:
             self.close()
         elif not call.body.complete:
@@ -240,6 +283,7 @@ class HttpConnection(asyncio.Protocol):
     def _become_idle(self) -> None:
         """Waits for the next request, or begins the one that arrived during the last answer."""
         self._call = None
+        self._note_idle()
         self._set_timer(max(1.0, self.server.timeouts.keep_alive), self._on_idle, idle=True)
         self.resume_reading()
         if self._buffer:
@@ -291,6 +335,7 @@ class HttpConnection(asyncio.Protocol):
         if self._closing:
             return
         self._closing = self._lingers = True
+        self._note_idle()
         self._stop_timer()
         if self._call is not None and not self._call.complete:
             self._call.hang_up()  # no answer can be sent any more

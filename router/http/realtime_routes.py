@@ -12,7 +12,10 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs, quote
 
@@ -20,13 +23,14 @@ import msgspec
 
 from tandem.router.dispatch import Generation, SequenceSpec
 from tandem.router.formats.pieces import Text
-from tandem.router.http.body import BodyShare, answer_size, inputs_size
-from tandem.router.http.errors import BodyTooLarge, Forbidden, RouterDraining, body_of
+from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
+from tandem.router.http.errors import BodyTooLarge, Forbidden, body_of
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
 from tandem.router.http.json_body import parse_object
 from tandem.router.http.services import Services
 from tandem.router.http.websocket import GOING_AWAY, WebSocket
+from tandem.router.keys import Reservation
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.plan import plan_chat
 from tandem.router.openai.prompts import ModelElsewhere
@@ -53,38 +57,45 @@ logger = logging.getLogger(__name__)
 # part in AHEAD_SHARE of what there was. So the total work stays linear.
 AHEAD_CHARACTERS = 256
 AHEAD_SHARE = 4
+# What a session takes besides its text: its tasks, its socket's buffers and frames.
+SESSION_BYTES = 64 << 10
 # Appended as a possible continuation. Tokens that it changes are not settled yet.
 _MORE = " and so on"
 
 
 async def realtime(services: Services, exchange: HttpExchange) -> None:
     _check_origin(services, exchange)
-    if services.draining:
-        raise RouterDraining("this router is shutting down; another takes new requests")
     query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
     name = query.get("model", [None])[0]
     services.model.check_name(name)
     timeouts, limits = services.config.timeouts, services.config.limits
-    socket = WebSocket(
-        exchange,
-        most_bytes=limits.body_bytes,
-        ping_s=timeouts.realtime_ping,
-        idle_s=timeouts.realtime_idle,
-    )
-    with services.bodies.share() as share:
-        session = _Session(services, exchange, socket, share, name)
-        await socket.accept(session.event("session.created", session=session.shown()))
-        await session.run()
+    # A session is a request of its key from its beginning to its end.
+    reservation = enter(services, exchange)
+    try:
+        with services.kept.share(SESSION_BYTES, exchange.owner) as share:
+            socket = WebSocket(
+                exchange,
+                share,
+                most_bytes=limits.body_bytes,
+                ping_s=timeouts.realtime_ping,
+                idle_s=timeouts.realtime_idle,
+            )
+            session = _Session(services, exchange, socket, share, name)
+            await socket.accept(session.event("session.created", session=session.shown()))
+            try:
+                await session.run()
+            finally:
+                if reservation is not None:
+                    reservation.settle(0, [])
+    finally:
+        if reservation is not None:
+            reservation.void()
 
 
 def _check_origin(services: Services, exchange: HttpExchange) -> None:
     """Refuses pages of other sites. Browsers let any page open a WebSocket to any site, so CORS does not
     protect this path."""
-    headers = dict(exchange.headers)
-    origin, allowed = headers.get(b"origin"), services.config.cors_origins
-    if origin is None or "*" in allowed or origin.decode("latin-1") in allowed:
-        return
-    if origin.partition(b"://")[2] != headers.get(b"host"):
+    if exchange.is_from_elsewhere(services.config.cors_origins):
         raise Forbidden(
             "origin: pages of other sites may not connect; router.cors_origins names those that may"
         )
@@ -99,7 +110,7 @@ class _Session:
         services: Services,
         exchange: HttpExchange,
         socket: WebSocket,
-        share: BodyShare,
+        share: KeptShare,
         model: str | None,
     ) -> None:
         self._services = services
@@ -147,12 +158,20 @@ class _Session:
     async def _take(self, text: str) -> None:
         event_id: str | None = None
         try:
-            value = parse_object(text.encode(), self._services.config.limits)
+            value = await self._parsed(text)
             given = value.get("event_id")
             event_id = given if isinstance(given, str) else None
             await self._act(value)
         except TandemError as error:
             await self._tell_error(error, event_id)
+
+    async def _parsed(self, text: str) -> dict[str, Any]:
+        """Like a body's: a large event is parsed in a thread, one at a time."""
+        limits = self._services.config.limits
+        if len(text) <= INLINE_BYTES:
+            return parse_object(text.encode(), limits)
+        async with self._services.bodies.parsing:
+            return await asyncio.to_thread(lambda: parse_object(text.encode(), limits))
 
     async def _tell_error(self, error: TandemError, event_id: str | None) -> None:
         body = msgspec.json.decode(body_of(error))["error"]
@@ -188,7 +207,7 @@ class _Session:
         if self._came + len(text) > self._services.config.limits.body_bytes:
             most = self._services.config.limits.body_bytes
             raise BodyTooLarge(f"a conversation has at most {most} characters; begin another")
-        self._share.take(len(text.encode()))
+        self._share.grow(sys.getsizeof(text))
         self._came += len(text)
 
     async def _update(self, event: SessionUpdate) -> None:
@@ -206,7 +225,12 @@ class _Session:
             self._instructions = session.instructions
         if session.max_output_tokens is not None:
             self._most_tokens = None if session.max_output_tokens == "inf" else session.max_output_tokens
-        await self._socket.send(self.event("session.updated", session=self.shown()))
+        session_now = self.shown()
+        if len(self._instructions or "") <= INLINE_BYTES:
+            updated = self.event("session.updated", session=session_now)
+        else:  # encoding it takes as long as parsing it
+            updated = await asyncio.to_thread(self.event, "session.updated", session=session_now)
+        await self._socket.send(updated)
 
     async def _add(self, item_id: str, role: str, text: str) -> None:
         self._conversation.add(item_id, role, text)
@@ -243,10 +267,9 @@ class _Session:
         token_ids = settled_tokens(plan.prompts[0], longer.prompts[0])
         if len(token_ids) <= self._known:
             return
-        reservation = tenant.enter() if tenant is not None else None
         spent = 0
-        try:
-            if reservation is not None:
+        with self._in_its_place() as reservation:
+            if reservation is not None and tenant is not None:
                 reservation.take_tokens(len(token_ids) - self._known, [])
             ahead = SamplingParams(max_tokens=1, temperature=0.0)
             whole = plan.specs[0]
@@ -260,10 +283,27 @@ class _Session:
                 self._known = len(token_ids)
             finally:
                 generation.cancel()
+                if reservation is not None and tenant is not None:
+                    reservation.settle(spent, [])
+                    tenant.give_back_request()
+
+    @contextmanager
+    def _in_its_place(self) -> Iterator[Reservation | None]:
+        """Counts an answer, or a prompt that is read ahead, in the session's own place among its key's
+        requests. A session makes one of them at a time."""
+        tenant = self._exchange.tenant
+        if tenant is not None:
+            tenant.running -= 1
+        reservation: Reservation | None = None
+        try:
+            reservation = enter(self._services, self._exchange)
+            yield reservation
         finally:
-            if reservation is not None and tenant is not None:
-                reservation.settle(spent, [])
-                tenant.give_back_request()
+            if reservation is not None:
+                reservation.void()
+            if tenant is not None:
+                tenant.running += 1
+                tenant.tell()
 
     def _caller(self, request: ChatRequest) -> Any:
         return caller_of(self._services, self._exchange, request, time.monotonic())
@@ -344,9 +384,14 @@ class _Session:
         await self._socket.send(self.event(kind, response={**response, **more}))
 
     async def _generate(self, request: ChatRequest, item_id: str) -> tuple[str, str, dict[str, Any]]:
+        with self._in_its_place() as reservation:
+            return await self._generate_counted(request, item_id, reservation)
+
+    async def _generate_counted(
+        self, request: ChatRequest, item_id: str, reservation: Reservation | None
+    ) -> tuple[str, str, dict[str, Any]]:
         services, exchange = self._services, self._exchange
         arrived = time.monotonic()
-        reservation = enter(services, exchange)
         generation: Generation | None = None
         plan = None
         # Each answer has its own trace, under the id that its client knows.
@@ -360,7 +405,7 @@ class _Session:
             if reservation is not None:
                 reservation.take_tokens(plan.prompt_tokens, [plan.specs[0].sampling.max_tokens])
             inputs = inputs_size(plan)
-            with services.kept.share(inputs + answer_size(plan, streams=True)) as kept:
+            with services.kept.share(inputs + answer_size(plan, streams=True), exchange.owner) as kept:
                 generation = await services.dispatcher.generate(plan.specs, exchange.owner, eager=True)
                 kept.grows_with(generation, inputs)
                 (choice,) = plan.choices(generation, services.model.tokenizer)
@@ -424,8 +469,6 @@ class _Session:
                 services.metrics.e2e_latency.observe(time.monotonic() - arrived)
                 if reservation is not None:
                     reservation.settle(plan.prompt_tokens, answers)
-            if reservation is not None:
-                reservation.void()
 
 
 def _new_id(kind: str) -> str:

@@ -126,7 +126,7 @@ class ResponseDesk:
 
     async def _adopt(self, response_id: str, owner: str) -> StoredResponse:
         services = self._services
-        found = await services.dispatcher.recalls.find(response_id)
+        found = await services.dispatcher.recalls.find(response_id, owner)
         if found is None:
             raise ResponseNotFound(response_id)
         try:
@@ -144,13 +144,15 @@ class ResponseDesk:
         response = self._response(response_id, note)
         services.responses.add(response)
         logger.info("%s: found on %s", response_id, found.node.node_id)
-        self._write(response, plan, self._following(found, plan), None, arrived)
+        self._write(response, plan, self._following(found, plan, owner), None, arrived)
         await response.caught_up.wait()
         return response
 
-    def _following(self, found: FoundAnswer, plan: GenerationPlan) -> Callable[[], Awaitable[ReadableLives]]:
+    def _following(
+        self, found: FoundAnswer, plan: GenerationPlan, owner: str
+    ) -> Callable[[], Awaitable[ReadableLives]]:
         async def follow() -> ReadableLives:
-            return self._services.dispatcher.recalls.begin(found, plan.specs[0])
+            return self._services.dispatcher.recalls.begin(found, plan.specs[0], owner)
 
         return follow
 
@@ -199,7 +201,7 @@ class ResponseDesk:
         lives: ReadableLives | None = None
         try:
             inputs = inputs_size(plan)
-            with services.kept.share(inputs + answer_size(plan, streams=True)) as kept:
+            with services.kept.share(inputs + answer_size(plan, streams=True), response.owner) as kept:
                 lives = await make()
                 try:
                     kept.grows_with(lives, inputs)

@@ -28,7 +28,9 @@ from starlette.types import ASGIApp
 
 from tandem.router.config import Limits, RouterConfig
 from tandem.router.http.certificate import Certificate
+from tandem.router.http.idle import IdleConnections
 from tandem.router.http.protocol import HttpConnection
+from tandem.router.shares import Shares
 from tandem.wire.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -273,6 +275,8 @@ class HttpServer:
         self.limits = limits_that_fit(config.limits)
         self.timeouts = config.timeouts
         self.connections: set[HttpConnection] = set()
+        self.busy = Shares(self.limits.connections, alone=1)
+        self.idle: IdleConnections[HttpConnection] = IdleConnections(self.busy)
         self.tasks: set[asyncio.Task[None]] = set()
         self.stopping = False
         self._on_cut = on_cut

@@ -10,22 +10,11 @@ from functools import cache
 
 import msgspec
 
-from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
+from tandem.router.http.exchange import HttpExchange, send_json, send_page
 from tandem.router.http.services import Services
 from tandem.router.http.sibling_desk import page_of_all
 from tandem.router.page_state import NodeRow
 from tandem.router.pool import Member
-
-# Nothing is loaded from elsewhere. No other page may frame this one, because it has buttons.
-_POLICY = (
-    b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    b"img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_HEADERS = (
-    (b"content-security-policy", _POLICY),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-cache"),
-)
 
 
 @cache
@@ -34,7 +23,7 @@ def _page() -> bytes:
 
 
 async def page(services: Services, exchange: HttpExchange) -> None:
-    await send_bytes(exchange.send, _page(), b"text/html; charset=utf-8", headers=_HEADERS)
+    await send_page(exchange.send, _page())
 
 
 async def state(services: Services, exchange: HttpExchange) -> None:

@@ -82,7 +82,7 @@ async def _make(endpoint: VectorEndpoint, services: Services, exchange: HttpExch
                 exchange.trace.answer_id = head.id
                 exchange.trace.flushed(time.monotonic())
 
-        with services.kept.share(inputs + vector_bytes(plan)) as kept:
+        with services.kept.share(inputs + vector_bytes(plan), exchange.owner) as kept:
             await exchange.until_disconnect(work)
     finally:
         if generation is not None and plan is not None:

@@ -4,17 +4,23 @@ and close."""
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from wsproto.connection import Connection, ConnectionState, ConnectionType
 from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, TextMessage
 from wsproto.utilities import LocalProtocolError, generate_accept_token
 
 from tandem.router.http.exchange import HttpExchange
-from tandem.wire.errors import InvalidRequest, RequestError
+from tandem.wire.errors import InvalidRequest, Overloaded, RequestError
 
-GOING_AWAY, UNSUPPORTED, TOO_BIG, SILENT = 1001, 1003, 1009, 1008
+GOING_AWAY, UNSUPPORTED, SILENT, TOO_BIG, TRY_LATER = 1001, 1003, 1008, 1009, 1013
+
+FRAME_CHARACTERS = 64 << 10
+# A close frame has room for 123 bytes.
+LONGEST_REASON = 120
 
 
 class UpgradeRequired(RequestError):
@@ -22,18 +28,42 @@ class UpgradeRequired(RequestError):
     http_status = 426
 
 
-class WebSocket:
-    """A WebSocket with one reading task. Several tasks may write, because a message is one write."""
+class Memory(Protocol):
+    """Counts what the socket keeps of messages that have not been taken yet."""
 
-    def __init__(self, exchange: HttpExchange, *, most_bytes: int, ping_s: float, idle_s: float) -> None:
+    def grow(self, size: int) -> None:
+        """Raises Overloaded when there is no room for it."""
+        ...
+
+    def shrink(self, size: int) -> None: ...
+
+
+class WebSocket:
+    """A WebSocket with one reading task. Several tasks may write, one message at a time."""
+
+    def __init__(
+        self,
+        exchange: HttpExchange,
+        memory: Memory,
+        *,
+        most_bytes: int,
+        ping_s: float,
+        idle_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._exchange = exchange
+        self._memory = memory
+        self._clock = clock
         self._most_bytes = most_bytes
         self._ping_s = ping_s
         self._idle_s = idle_s
         self._frames = Connection(ConnectionType.SERVER)
         self._parts: list[str] = []
         self._size = 0
-        self._messages: list[str] = []
+        self._kept = 0  # counted in memory for the parts
+        self._messages: list[tuple[str, int]] = []  # each with what is counted for it
+        self._taken = 0  # counted for the message that was returned last
+        self._sending = asyncio.Lock()
         self._ended = False
         self.stopped = False  # stopped by the router
         # an answer is being made, so the client need not send anything
@@ -64,16 +94,23 @@ class WebSocket:
 
     async def receive(self) -> str | None:
         """Returns the next message, or None when the client closed the connection, is gone or silent, or the
-        router stops."""
-        heard, pinged = time.monotonic(), False
+        router stops. Only whole messages show that a client is there: pings, pongs and parts of messages do
+        not keep a session."""
+        self._memory.shrink(self._taken)
+        self._taken = 0
+        heard, pinged = self._clock(), False
         while not self._messages and not self._ended:
+            if self.is_busy():
+                heard = self._clock()
+            elif self._clock() - heard > self._idle_s:
+                await self.close(SILENT, f"no event for {self._idle_s:g} s")
+                break
             try:
                 async with asyncio.timeout(self._ping_s):
                     message = await self._exchange.receive()
             except TimeoutError:
-                if pinged or (time.monotonic() - heard > self._idle_s and not self.is_busy()):
-                    why = "no answer to a ping" if pinged else f"no event for {self._idle_s:g} s"
-                    await self.close(SILENT, why)
+                if pinged:
+                    await self.close(SILENT, "no answer to a ping")
                 else:
                     pinged = True
                     await self._write(Ping())
@@ -85,7 +122,10 @@ class WebSocket:
                 await self._read(message["body"])
                 if not message["more_body"]:
                     self._ended = self.stopped = True  # the session says goodbye
-        return self._messages.pop(0) if self._messages else None
+        if not self._messages:
+            return None
+        message_text, self._taken = self._messages.pop(0)
+        return message_text
 
     async def _read(self, data: bytes) -> None:
         if self._frames.state in (ConnectionState.OPEN, ConnectionState.LOCAL_CLOSING):
@@ -102,16 +142,31 @@ class WebSocket:
                 if self._size > self._most_bytes:
                     await self.close(TOO_BIG, f"an event has at most {self._most_bytes} bytes")
                     return
+                try:
+                    self._memory.grow(size := sys.getsizeof(event.data))
+                except Overloaded as error:
+                    await self.close(TRY_LATER, str(error)[:LONGEST_REASON])
+                    return
+                self._kept += size
                 self._parts.append(event.data)
                 if event.message_finished:
-                    self._messages.append("".join(self._parts))
-                    self._parts, self._size = [], 0
+                    self._messages.append(("".join(self._parts), self._kept))
+                    self._parts, self._size, self._kept = [], 0, 0
             elif not isinstance(event, Pong):
                 continue
 
     async def send(self, text: bytes) -> None:
-        if not self._ended or self.stopped:
-            await self._write(TextMessage(data=text.decode()))
+        """Sends a message; a large one in frames, between which the event loop goes on."""
+        if self._ended and not self.stopped:
+            return
+        data = text.decode()
+        async with self._sending:
+            for at in range(0, len(data), FRAME_CHARACTERS):
+                last = at + FRAME_CHARACTERS >= len(data)
+                piece = data[at : at + FRAME_CHARACTERS]
+                await self._write(TextMessage(data=piece, message_finished=last))
+                if not last:
+                    await asyncio.sleep(0)
 
     async def close(self, code: int, reason: str) -> None:
         if not self._ended:

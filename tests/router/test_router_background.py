@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from tandem.wire.errors import WireError
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
+from tests.router.raw_http import connect
 from tests.router.test_router_reasoning import thinking_folder  # noqa: F401  (a fixture)
 from tests.router.test_router_responses import TEXT, WEATHER, create, events_of
 from tests.router.test_router_several import die, revive
@@ -226,12 +228,32 @@ def test_only_its_own_key_finds_it_elsewhere(start_router: StartRouter) -> None:
     assert second.client.get("/v1/responses/resp_x", headers=a).status_code == 404
 
 
-def test_ids_that_are_made_up_cannot_flood_the_nodes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _ = pair
-    monkeypatch.setattr(recall, "MOST_QUESTIONS", 0)
-    assert first.client.get(f"/v1/responses/resp_{'1' * 48}").status_code == 503
-    monkeypatch.setattr(recall, "MOST_QUESTIONS", 1)
-    assert first.client.get(f"/v1/responses/resp_{'1' * 48}").status_code == 404
+def test_ids_that_are_made_up_flood_neither_the_nodes_nor_other_keys(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recall, "MOST_QUESTIONS", 4)
+    keys = (ApiKey("a", "secret-a"), ApiKey("b", "secret-b"))
+    router = start_router(prefill=0, api_keys=keys, heartbeat=PATIENT)
+    router.nodes["d0"].set(mute=True)  # so that questions stay open
+    greedy, other = ({"authorization": f"Bearer {key.key}"} for key in keys)
+    questions = router.server.services.dispatcher.recalls._questions
+
+    def ask(digit: int, key: dict[str, str]) -> socket.socket:
+        connection = connect(router)
+        head = f"GET /v1/responses/resp_{str(digit) * 48} HTTP/1.1\r\nhost: x\r\nauthorization: {key['authorization']}\r\n\r\n"
+        connection.sendall(head.encode())
+        return connection
+
+    asked = [ask(digit, greedy) for digit in (1, 2)]
+    router.wait_for(lambda: len(questions) == 2, "they are looked for")
+    refused = router.client.get(f"/v1/responses/resp_{'3' * 48}", headers=greedy)
+    assert refused.status_code == 503
+    assert "this key's part" in refused.json()["error"]["message"]
+    asked.append(ask(4, other))
+    router.wait_for(lambda: len(questions) == 3, "the other key's is looked for")
+    router.nodes["d0"].set(mute=False)
+    for one in asked:
+        one.close()
 
 
 def test_a_node_that_says_nothing_is_not_waited_for(pair: Pair) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
-from tandem.router.config import Limits, RouterConfig, Timeouts
+from tandem.router.config import ApiKey, Limits, RouterConfig, Timeouts
+from tandem.router.shares import Shares
 from tandem.wire.errors import ConfigurationError
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_answer, read_to_end
@@ -127,6 +128,48 @@ def test_every_body_counts(router: RunningRouter, path: str) -> None:
     with closing(connect(router)) as connection:
         connection.sendall(post(b" " * 5000, path, content_length="6000"))
         router.wait_for(lambda: held(router) == 5000, "received")
+
+
+def test_a_key_leaves_room_for_other_keys(start_router: StartRouter) -> None:
+    limits = Limits(body_bytes=10_000, body_bytes_at_once=50_000)
+    keys = (ApiKey("greedy", "secret-g"), ApiKey("other", "secret-o"))
+    router = start_router(limits=limits, timeouts=Timeouts(body=30), api_keys=keys)
+    with ExitStack() as stack:
+
+        def begin(key: str) -> socket.socket:
+            connection = stack.enter_context(closing(connect(router)))
+            head = {"authorization": f"Bearer {key}", "content_length": "10000"}
+            connection.sendall(post(body(10_000)[:MOST], **head))
+            return connection
+
+        for number in (1, 2):
+            begin("secret-g")
+            router.wait_for(lambda n=number: held(router) == n * MOST, "received")
+        status, _, answer = read_answer(begin("secret-g"))
+        assert (status, answer["error"]["code"]) == (503, "overloaded")
+        assert "this key's part of 50000 bytes" in answer["error"]["message"]
+        for _ in range(2):  # the largest body that there may be
+            other = begin("secret-o")
+            other.sendall(body(10_000)[MOST:])
+            assert read_answer(other)[0] == 200
+
+
+def test_beside_a_greedy_key_another_has_its_first_body_and_two_share() -> None:
+    shares = Shares(100, alone=50)
+    for _ in range(60):
+        if shares.fits("greedy", 1):
+            shares.take("greedy", 1)
+    assert shares.of("greedy") == 50
+    assert shares.fits("other", 50)
+    for _ in range(60):
+        if shares.fits("second", 1):
+            shares.take("second", 1)
+    assert shares.of("second") == 25
+    assert shares.fits("third", 25)
+    shares.take("greedy", -50)
+    shares.take("second", -25)
+    assert shares.held == 0
+    assert shares.fits("", 100)
 
 
 def test_a_budget_that_no_body_would_fit_into() -> None:

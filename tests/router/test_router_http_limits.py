@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
-from tandem.router.config import Limits, Timeouts
+from tandem.router.config import ApiKey, Limits, Timeouts
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.raw_http import connect, parse, post, read_to_end, talk
+from tests.router.raw_http import connect, parse, post, read_answer, read_to_end, talk
 
 LIMITS = Limits(header_bytes=4096, body_bytes=10_000, connections=6)
 
@@ -106,19 +107,129 @@ def test_what_is_not_http(router: RunningRouter, data: bytes) -> None:
     assert set(body["error"]) == {"message", "type", "param", "code"}
 
 
-def test_too_many_connections(router: RunningRouter) -> None:
+KEYS = (ApiKey("a", "secret-a"), ApiKey("b", "secret-b"))
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def models(key: str) -> bytes:
+    return f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n\r\n".encode()
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(65536))
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+    finally:
+        connection.settimeout(5)
+
+
+@pytest.fixture
+def keyed(start_router: StartRouter) -> Iterator[RunningRouter]:
+    running = start_router(limits=LIMITS, api_keys=KEYS, timeouts=Timeouts(header=30, body=30))
+    running.client.close()
+    running.wait_for(lambda: running.connections() == 0, "no connections")
+    yield running
+    running.wait_for(lambda: running.connections() == 0, "all are gone")
+    running.client = running.new_client()
+
+
+def test_an_idle_stranger_gives_way_and_the_longest_idle_first(keyed: RunningRouter) -> None:
+    with ExitStack() as stack:
+        with_key = stack.enter_context(closing(connect(keyed)))
+        with_key.sendall(models("secret-a"))
+        assert read_answer(with_key)[0] == 200
+        strangers = [stack.enter_context(closing(connect(keyed))) for _ in range(LIMITS.connections - 1)]
+        for stranger in strangers:
+            stranger.sendall(HEALTH)
+            assert read_answer(stranger)[0] == 200
+        other = stack.enter_context(closing(connect(keyed)))
+        other.sendall(models("secret-b"))
+        assert read_answer(other)[0] == 200
+        assert [is_open(stranger) for stranger in strangers] == [False] + [True] * 4
+        assert is_open(with_key)  # idle for longest, but it has a key
+
+
+def test_a_stranger_that_is_still_sending_a_head_gives_way(keyed: RunningRouter) -> None:
+    with ExitStack() as stack:
+        for _ in range(LIMITS.connections):
+            stack.enter_context(closing(connect(keyed))).sendall(b"GET /health HTT")
+        keyed.wait_for(lambda: keyed.connections() == LIMITS.connections, "all are open")
+        for _ in range(20):
+            other = stack.enter_context(closing(connect(keyed)))
+            other.sendall(models("secret-b"))
+            assert read_answer(other)[0] == 200
+        assert keyed.connections() == LIMITS.connections
+
+
+def test_of_connections_with_keys_the_longest_idle_gives_way(keyed: RunningRouter) -> None:
+    with ExitStack() as stack:
+        held = [stack.enter_context(closing(connect(keyed))) for _ in range(LIMITS.connections)]
+        for connection in held:
+            connection.sendall(models("secret-a"))
+            assert read_answer(connection)[0] == 200
+        other = stack.enter_context(closing(connect(keyed)))
+        other.sendall(models("secret-b"))
+        assert read_answer(other)[0] == 200
+        assert [is_open(connection) for connection in held] == [False] + [True] * 5
+
+
+def test_a_key_has_no_more_than_its_share_of_connections_with_requests(keyed: RunningRouter) -> None:
+    """It holds them with bodies that do not end. Another key's requests go on."""
+    begun = post(b" ", authorization="Bearer secret-a", content_length="5000")
+    with ExitStack() as stack:
+        held = [stack.enter_context(closing(connect(keyed))) for _ in range(3)]
+        for connection in held:
+            connection.sendall(begun)
+        keyed.wait_for(lambda: keyed.server._http.busy.held == 3, "they are being read")  # type: ignore[union-attr]
+        refused = stack.enter_context(closing(connect(keyed)))
+        refused.sendall(begun)
+        status, headers, body = read_answer(refused)
+        assert (status, headers["retry-after"], body["error"]["code"]) == (503, "1", "overloaded")
+        assert "3 of 6 connections" in body["error"]["message"]
+        for _ in range(LIMITS.connections):
+            other = stack.enter_context(closing(connect(keyed)))
+            other.sendall(models("secret-b"))
+            assert read_answer(other)[0] == 200
+        assert all(is_open(connection) for connection in held)
+
+
+def test_a_key_whose_requests_are_refused_does_not_keep_the_rest_of_the_connections(
+    keyed: RunningRouter,
+) -> None:
+    begun = post(b" ", authorization="Bearer secret-a", content_length="5000")
+    with ExitStack() as stack:
+        new = stack.enter_context(closing(connect(keyed)))  # a client that has not sent its header yet
+        keyed.wait_for(lambda: keyed.connections() == 1, "it is there")
+        for index in range(12):
+            connection = stack.enter_context(closing(connect(keyed)))
+            connection.sendall(begun)
+            if index < 3:
+                keyed.wait_for(
+                    lambda n=index: keyed.server._http.busy.held == n + 1,  # type: ignore[union-attr]
+                    "it is being read",
+                )
+            else:
+                assert read_answer(connection)[0] == 503
+        new.sendall(models("secret-b"))
+        assert read_answer(new)[0] == 200
+
+
+def test_when_all_connections_have_requests_a_new_one_is_refused(router: RunningRouter) -> None:
     router.client.close()
-    held = [connect(router) for _ in range(LIMITS.connections)]
-    for connection in held:
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-    with closing(connect(router)) as one_more:
+    router.wait_for(lambda: router.connections() == 0, "no connections")
+    with ExitStack() as stack:
+        for index in range(LIMITS.connections):
+            stack.enter_context(closing(connect(router))).sendall(post(b" ", content_length="500"))
+            router.wait_for(lambda n=index: router.server.services.bodies.held == n + 1, "it is being read")
+        one_more = stack.enter_context(closing(connect(router)))
         status, headers, body = parse(read_to_end(one_more))
-    assert status == 503
-    assert headers["retry-after"]
-    assert body["error"]["code"] == "overloaded"
-    for connection in held:
-        connection.close()
+        assert status == 503
+        assert headers["retry-after"]
+        assert body["error"]["code"] == "overloaded"
     router.client = router.new_client()
     router.wait_for(lambda: router.connections() == 0, "settled")
 

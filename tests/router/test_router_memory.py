@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,15 +22,52 @@ from tests.router.conftest import StartRouter
 def test_shares_are_given_back() -> None:
     refused: list[None] = []
     kept = KeptMemory(100, lambda: refused.append(None))
-    with kept.share(60):
-        with pytest.raises(Overloaded), kept.share(50):
+    with kept.share(60, ""):
+        with pytest.raises(Overloaded), kept.share(50, ""):
             pass
-        with kept.share(40):
+        with kept.share(40, ""):
             assert kept.held == 100
     assert kept.held == 0
-    with pytest.raises(InvalidRequest, match="101 bytes"), kept.share(101):
+    with pytest.raises(InvalidRequest, match="101 bytes"), kept.share(101, ""):
         pass
     assert len(refused) == 2
+
+
+def test_a_key_leaves_half_to_others() -> None:
+    kept = KeptMemory(100, lambda: None)
+    with pytest.raises(InvalidRequest, match="the 50 that one key may have"):
+        kept.share(51, "greedy")
+    with kept.share(50, "greedy"):
+        with pytest.raises(Overloaded, match="this key's part"):
+            kept.share(1, "greedy")
+        with kept.share(50, "other"):
+            assert kept.held == 100
+    with kept.share(30, "greedy") as share:
+        share.grow(20)
+        with pytest.raises(Overloaded):
+            share.grow(1)
+        share.shrink(50)
+        assert kept.held == 0
+
+
+def test_of_a_key_whose_answers_grow_beyond_its_half_the_largest_ends() -> None:
+    kept = KeptMemory(10_000, lambda: None)
+    ended: list[str] = []
+
+    def growing(name: str, tokens: int) -> SimpleNamespace:
+        ledger = SimpleNamespace(tokens=[0] * tokens, logprobs=SimpleNamespace(nbytes=0))
+        return SimpleNamespace(lives=[SimpleNamespace(ledger=ledger, fail=lambda _: ended.append(name))])
+
+    with (
+        kept.share(10, "greedy") as small,
+        kept.share(10, "greedy") as large,
+        kept.share(10, "other") as other,
+    ):
+        for share, name, tokens in ((small, "small", 60), (large, "large", 90), (other, "other", 100)):
+            share.grows_with(growing(name, tokens), 0)
+        kept.measure()
+    assert ended == ["large"]
+    assert kept.held == 0
 
 
 def test_a_request_is_kept_without_what_its_plan_was_made_of() -> None:

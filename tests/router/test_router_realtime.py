@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from wsproto.connection import Connection, ConnectionType
 from wsproto.events import (
     AcceptConnection,
     CloseConnection,
+    Ping,
+    Pong,
     RejectConnection,
+    TextMessage,
 )
 
 from tandem.router.config import ApiKey, Limits, Timeouts, TracingConfig
+from tandem.router.http.body import KeptMemory
+from tandem.router.http.websocket import WebSocket
 from tandem.wire.nodes import Role
 from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.event_reader import EventReader
 
 LONG = "the quick brown fox jumps over the lazy dog and goes on. " * 12
 
@@ -158,6 +164,12 @@ def test_events_that_are_refused_say_why(client: RealtimeClient, event: dict[str
     assert client.hear("session.updated")["session"]["instructions"] == "be brief"
 
 
+def test_large_events_come_and_go_whole(client: RealtimeClient) -> None:
+    text = "äb" * 200_000
+    client.say("session.update", session={"instructions": text})
+    assert client.hear("session.updated")["session"]["instructions"] == text
+
+
 def test_what_is_no_upgrade_is_told_so(router: RunningRouter) -> None:
     assert router.client.get("/v1/realtime").status_code == 426
 
@@ -201,25 +213,93 @@ def test_a_key_is_asked_for_and_its_quota_holds(start_router: StartRouter) -> No
     with closing(RealtimeClient(router.url)) as stranger:
         assert isinstance(stranger.opened, RejectConnection)
         assert stranger.opened.status_code == 401
-    for node in router.nodes.values():
-        node.set(pause_at=1)
-    stream = {"model": "fake", "prompt": "x", "max_tokens": 3, "stream": True}
     bearer = {"authorization": "Bearer secret"}
-    other = EventReader(router.url, "/v1/completions", stream, headers=bearer)
-    assert other.read_header() == 200
     with closing(RealtimeClient(router.url, **bearer)) as client:
         client.hear("session.created")
-        client.say("input_text_buffer.append", text="hi")
+        with closing(RealtimeClient(router.url, **bearer)) as second:
+            assert isinstance(second.opened, RejectConnection)
+            assert second.opened.status_code == 429
+        assert router.client.post("/v1/completions", json={"prompt": "x"}, headers=bearer).status_code == 429
+        # Its answers, and what it reads ahead, are made in its own place.
+        client.say("input_text_buffer.append", text=LONG)
+        prefill = next(node for node in router.nodes.values() if node.role == "prefill")
+        prefill.wait_until(lambda: bool(prefill.submits), "it is read ahead")
         client.say("input_text_buffer.commit")
         client.say("response.create", response={"max_output_tokens": 3})
-        refused = client.hear("response.done")["response"]
-        assert refused["status"] == "failed"
-        assert refused["status_details"]["error"]["code"] == "rate_limit_exceeded"
-        for node in router.nodes.values():
-            node.resume()
-        other.text()
-        client.say("response.create", response={"max_output_tokens": 3})
         assert client.hear("response.done")["response"]["status"] == "incomplete"
+        assert router.server.services.keys.find(b"secret").running == 1  # type: ignore[union-attr]
+    router.wait_for(lambda: router.server.services.keys.find(b"secret").running == 0, "its end")  # type: ignore[union-attr]
+    asked = {"model": "fake", "prompt": "x", "max_tokens": 2}
+    assert router.client.post("/v1/completions", json=asked, headers=bearer).status_code == 200
+
+
+def test_sessions_of_a_key_take_no_room_from_other_keys(start_router: StartRouter) -> None:
+    keys = (ApiKey("greedy", "secret-g"), ApiKey("other", "secret-o"))
+    router = start_router(
+        api_keys=keys, limits=Limits(kept_bytes=2 << 20, body_bytes=400_000, body_bytes_at_once=400_000)
+    )
+    greedy, other = ({"authorization": f"Bearer {key.key}"} for key in keys)
+    sessions = [RealtimeClient(router.url, **greedy) for _ in range(4)]
+    refused = []
+    for session in sessions:
+        session.hear("session.created")
+        session.say("session.update", session={"instructions": "a" * 300_000})
+        try:
+            session.hear("session.updated")
+        except AssertionError as error:
+            refused.append(str(error))
+    assert refused  # its own limit is reached
+    assert router.server.services.bodies.held == 0
+    with closing(RealtimeClient(router.url, **other)) as client:
+        client.hear("session.created")
+        client.say("session.update", session={"instructions": "a" * 300_000})
+        client.hear("session.updated")
+    asked = {"model": "fake", "prompt": "x", "max_tokens": 2}
+    assert router.client.post("/v1/completions", json=asked, headers=other).status_code == 200
+    for session in sessions:
+        session.close()
+    router.wait_for(lambda: router.server.services.kept.held == 0, "given back")
+
+
+class _Arrivals:
+    """An exchange whose client sends the same thing each second."""
+
+    headers: ClassVar[list[tuple[bytes, bytes]]] = []
+
+    def __init__(self, sends: Callable[[], bytes]) -> None:
+        self.now = 0.0
+        self._sends = sends
+
+    async def receive(self) -> dict[str, Any]:
+        self.now += 1.0
+        return {"type": "http.request", "body": self._sends(), "more_body": True}
+
+    async def send(self, message: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("what", ["pings", "pongs", "bytes of a frame", "frames of an event"])
+def test_only_whole_events_keep_a_session(what: str) -> None:
+    client = Connection(ConnectionType.CLIENT)
+    letters = iter(Connection(ConnectionType.CLIENT).send(TextMessage(data="x" * 125)))
+    sends: dict[str, Callable[[], bytes]] = {
+        "pings": lambda: client.send(Ping()),
+        "pongs": lambda: client.send(Pong()),
+        "bytes of a frame": lambda: bytes([next(letters)]),
+        "frames of an event": lambda: client.send(TextMessage(data="x", message_finished=False)),
+    }
+    exchange = _Arrivals(sends[what])
+    kept = KeptMemory(1 << 20, lambda: None)
+    with kept.share(0, "") as share:
+        socket = WebSocket(
+            exchange,  # type: ignore[arg-type]
+            share,
+            most_bytes=10_000,
+            ping_s=20.0,
+            idle_s=30.0,
+            clock=lambda: exchange.now,
+        )
+        assert asyncio.run(asyncio.wait_for(socket.receive(), 10)) is None
+        assert 30 < exchange.now < 33
 
 
 def test_frames_that_are_none_end_it(router: RunningRouter) -> None:
