@@ -240,18 +240,19 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     _check_counts(1, n, model.config)
     tools = tools_to_call(request)
     _check_tools(request, model)
+    # First, because it refuses what is too long before anything looks into it.
+    prompt = await chat_prompt(request, model, _context_for(request, model))
     grammar = await chat_grammar(request, tools, model.format, model.tokenizer)
-    prompt = await chat_prompt(request, model)
     text, images = prompt.text, prompt.images
     if images.files and request.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens: not with images, of which a part would be cut off",
             "truncate_prompt_tokens",
         )
-    if grammar is not None:
-        grammar = model.format.after_reasoning(grammar, text, model.tokenizer)
     # The template writes the special tokens itself.
     token_ids = await encoded(text, "messages", model.tokenizer, _context_for(request, model), special=False)
+    if grammar is not None:
+        grammar = model.format.after_reasoning(grammar, text, model.tokenizer)
     if not token_ids:
         raise InvalidRequest("messages: the chat template makes an empty prompt of them", "messages")
     max_tokens = (

@@ -237,6 +237,9 @@ async def grammar_of_structured_outputs(
             f"structured_outputs: must have one of {', '.join(wanted.__struct_fields__)}",
             "structured_outputs",
         )
+    # Building a grammar of a longer text would hold up others, and it is refused in any case.
+    texts = [wanted.regex or "", wanted.grammar or "", *(wanted.choice or ())]
+    _check_length(sum(map(len, texts)), f"{param}.{given[0]}" if param == "structured_outputs" else param)
     if wanted.json is not None:
         grammar = f"start: %json {json_schema(wanted.json)}"
     elif wanted.regex is not None:
@@ -257,8 +260,7 @@ def _regex(text: str) -> str:
 
 async def check_grammar(grammar: str, param: str) -> None:
     """Raises InvalidRequest, naming the field, for a grammar that no node could compile."""
-    if len(grammar) > MAX_GRAMMAR:
-        raise InvalidRequest(f"{param}: must be at most {MAX_GRAMMAR} characters long", param)
+    _check_length(len(grammar), param)
     if grammar in _checked:
         problem = _checked[grammar]
         _checked.move_to_end(grammar)
@@ -268,6 +270,11 @@ async def check_grammar(grammar: str, param: str) -> None:
             _checked.popitem(last=False)
     if problem is not None:
         raise InvalidRequest(f"{param}: {problem}", param)
+
+
+def _check_length(characters: int, param: str) -> None:
+    if characters > MAX_GRAMMAR:
+        raise InvalidRequest(f"{param}: must be at most {MAX_GRAMMAR} characters long", param)
 
 
 def _problem(grammar: str) -> str | None:

@@ -85,22 +85,25 @@ async def _plan(
         )
     _check_count(len(named), named[-1][1], model.config)
     pooling = msgspec.structs.replace(vectors.pooling, dimensions=dimensions)
-    specs = [
-        SequenceSpec(
-            label=caller.label,
-            prompt_token_ids=await _token_ids(text, param, request, model, special=special),
-            sampling=_NO_TOKENS,
-            deadline=caller.deadline,
-            priority=request.priority or 0,
-            cache_salt=caller.cache_salt(request.cache_salt),
-            lora=model.adapter_of(request.model),
-            session=caller.session,
-            trace=caller.trace,
-            arrived=caller.arrived,
-            pooling=pooling,
+    turn = LoopTurn()
+    specs: list[SequenceSpec] = []
+    for text, param in named:
+        specs.append(
+            SequenceSpec(
+                label=caller.label,
+                prompt_token_ids=await _token_ids(text, param, request, model, special=special),
+                sampling=_NO_TOKENS,
+                deadline=caller.deadline,
+                priority=request.priority or 0,
+                cache_salt=caller.cache_salt(request.cache_salt),
+                lora=model.adapter_of(request.model),
+                session=caller.session,
+                trace=caller.trace,
+                arrived=caller.arrived,
+                pooling=pooling,
+            )
         )
-        for text, param in named
-    ]
+        await turn.pass_on()
     return VectorPlan(specs, dimensions or vectors.size)
 
 

@@ -26,7 +26,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,12 +46,30 @@ _SHRINKS_AT_MOST = 4
 LEAST_CHARACTERS = 64
 _CHARACTER_BYTES, _ID_BYTES, _ENTRY_BYTES = 2, 4, 400
 
+# How much of a text a pattern searches in one call. The interpreter's lock is held for that long, also in a thread.
+_WINDOW_CHARACTERS = 64 << 10
+
+
+def matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    """Yields what `pattern.finditer(text)` does, and lets other threads run in between. The pattern is of fixed texts
+    of at most `longest` characters."""
+    at = 0
+    while at < len(text):
+        end = at + _WINDOW_CHARACTERS
+        at = end
+        for found in pattern.finditer(text, end - _WINDOW_CHARACTERS, end + longest - 1):
+            if found.start() >= end:
+                break
+            yield found
+            at = max(end, found.end())
+
+
 _Key = tuple[bool, str]  # whether it is the first of its text, and the segment
 
 
-def boundaries_of(backend: tokenizers.Tokenizer) -> tuple[re.Pattern[str], frozenset[str]] | None:
-    """Returns a pattern that finds added tokens in a text, and those before which the text may be cut; None
-    when it may not be cut at all."""
+def boundaries_of(backend: tokenizers.Tokenizer) -> tuple[re.Pattern[str], frozenset[str], int] | None:
+    """Returns a pattern that finds added tokens in a text, those before which the text may be cut, and the
+    longest one's length; None when it may not be cut at all."""
     added = list(backend.get_added_tokens_decoder().values())
     # A token that must be a whole word depends on its neighbours, which a cut would hide.
     if any(token.single_word for token in added):
@@ -62,7 +80,7 @@ def boundaries_of(backend: tokenizers.Tokenizer) -> tuple[re.Pattern[str], froze
     strips = {token.content for token in added if token.lstrip or token.rstrip}
     cuts = frozenset(in_text) - strips
     # The leftmost and then the longest, as the tokenizer matches.
-    return (re.compile("|".join(map(re.escape, in_text))), cuts) if cuts else None
+    return (re.compile("|".join(map(re.escape, in_text))), cuts, len(in_text[0])) if cuts else None
 
 
 # The patterns that cut a text into pieces before byte-level BPE, of GPT-2 (`ByteLevel` has its own), Llama 3,
@@ -210,9 +228,11 @@ class SegmentCache:
     def segments(self, text: str) -> list[str]:
         if self._boundaries is None:
             return [text]
-        pattern, cuts = self._boundaries
+        pattern, cuts, longest = self._boundaries
         starts = [
-            found.start() for found in pattern.finditer(text) if found.start() and found.group() in cuts
+            found.start()
+            for found in matches(pattern, text, longest)
+            if found.start() and found.group() in cuts
         ]
         return [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True)]
 
