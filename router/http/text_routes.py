@@ -28,6 +28,7 @@ from tandem.router.openai.prompts import (
     render_chat,
     with_images,
 )
+from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import DeadlineExceeded, InvalidRequest
 
@@ -83,6 +84,11 @@ async def _timely(services: Services) -> AsyncIterator[None]:
         raise DeadlineExceeded("the request took longer than router.timeouts.total allows") from None
 
 
+def _owner(exchange: HttpExchange) -> CacheOwner:
+    salt = exchange.tenant.salted(None) if exchange.tenant is not None else ""
+    return CacheOwner(salt, salt)
+
+
 async def tokenize(services: Services, exchange: HttpExchange) -> None:
     async with _timely(services):
         with _counted(exchange):
@@ -94,7 +100,7 @@ async def tokenize(services: Services, exchange: HttpExchange) -> None:
                     raise InvalidRequest(
                         "prompt: either prompt or messages must be given, and not both", "prompt"
                     )
-                ids = await _token_ids(model, request)
+                ids = await _token_ids(model, request, _owner(exchange))
             named = bool(request.return_token_strs)
             del request
             with services.kept.share(len(ids) * (TOKEN_BYTES + named * NAME_BYTES)):
@@ -108,16 +114,16 @@ async def tokenize(services: Services, exchange: HttpExchange) -> None:
                 await send_pieces(exchange.send, json_pieces(answer))
 
 
-async def _token_ids(model: ServedModel, request: TokenizeRequest) -> list[int]:
+async def _token_ids(model: ServedModel, request: TokenizeRequest, owner: CacheOwner) -> list[int]:
     """Returns the ids of a prompt or chat. What certainly exceeds the context is refused, as in a request that
     generates."""
     context = model.max_model_len
     if request.prompt is not None:
         special = request.add_special_tokens is not False
-        return await encoded(request.prompt, "prompt", model.tokenizer, context, special=special)
+        return await encoded(request.prompt, "prompt", model.tokenizer, context, special=special, owner=owner)
     prompt = await _rendered(model, request)
     special = bool(request.add_special_tokens)
-    return await encoded(prompt.text, "messages", model.tokenizer, context, special=special)
+    return await encoded(prompt.text, "messages", model.tokenizer, context, special=special, owner=owner)
 
 
 async def _rendered(model: ServedModel, request: TokenizeRequest) -> ChatPrompt:
@@ -151,7 +157,12 @@ async def detokenize(services: Services, exchange: HttpExchange) -> None:
                 model = services.model
                 model.check_name(request.model)
                 ids = await prompt_ids(
-                    request.tokens, "tokens", model.tokenizer, model.max_model_len, special=False
+                    request.tokens,
+                    "tokens",
+                    model.tokenizer,
+                    model.max_model_len,
+                    special=False,
+                    owner=_owner(exchange),
                 )
                 prompt = await model.tokenizer.decode_async(ids)
                 del request, ids
@@ -169,7 +180,9 @@ async def count_tokens(services: Services, exchange: HttpExchange) -> None:
                 model.check_name(request.model)
                 context = model.max_model_len
                 prompt = await chat_prompt(as_chat(request), model, context)
-                ids = await encoded(prompt.text, "messages", model.tokenizer, context, special=False)
+                ids = await encoded(
+                    prompt.text, "messages", model.tokenizer, context, special=False, owner=_owner(exchange)
+                )
                 count = len(ids)
                 del request, prompt, ids
             await send_pieces(exchange.send, json_pieces({"input_tokens": count}))

@@ -31,6 +31,7 @@ from tandem.router.openai.chat_request import (
 from tandem.router.openai.fields import Choices, SamplingFields, TokenId
 from tandem.router.openai.sampling import defaults_of
 from tandem.router.text.chat_template import ChatTemplate, SpecialTextGuard
+from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.adapters import identity_of
 from tandem.wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
@@ -161,10 +162,16 @@ def prompts_of(given: Prompts | None, param: str) -> list[str | list[int]]:
 
 
 async def prompt_ids(
-    prompt: str | list[int], param: str, tokenizer: Tokenizer, context: int | None, *, special: bool
+    prompt: str | list[int],
+    param: str,
+    tokenizer: Tokenizer,
+    context: int | None,
+    *,
+    special: bool,
+    owner: CacheOwner,
 ) -> list[int]:
     if isinstance(prompt, str):
-        ids = await encoded(prompt, param, tokenizer, context, special=special)
+        ids = await encoded(prompt, param, tokenizer, context, special=special, owner=owner)
         if not ids:
             raise InvalidRequest(f"{param}: must not be empty", param)
         return ids
@@ -186,13 +193,13 @@ def check_count(token_ids: Sequence[int], param: str, context: int | None) -> No
 
 
 async def encoded(
-    text: str, param: str, tokenizer: Tokenizer, context: int | None, *, special: bool
+    text: str, param: str, tokenizer: Tokenizer, context: int | None, *, special: bool, owner: CacheOwner
 ) -> list[int]:
     """Tokenizes a text. A text that certainly does not fit is refused without tokenizing it. `context`: None
     when any length is allowed."""
     if context is not None and len(text) > (most := tokenizer.most_characters(context)):
         raise _too_many_characters(param, f"{len(text)} characters are", context, most)
-    return await tokenizer.encode_async(text, special=special)
+    return await tokenizer.encode_async(text, special=special, owner=owner)
 
 
 def _too_many_characters(param: str, what: str, context: int, most: int) -> PromptTooLong:
@@ -243,7 +250,7 @@ def _check_characters(tokenizer: Tokenizer, context: int, *values: Any) -> None:
         left -= length
         if left < 0:
             raise _too_many_characters(
-                "messages", "with tools and documents, its characters are", context, most
+                "messages", "the characters of the chat, its tools and documents are", context, most
             )
 
 

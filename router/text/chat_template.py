@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import io
 import json
 import re
 import secrets
@@ -61,12 +62,16 @@ class SpecialTextGuard:
         return next(matches(self._pattern, text, self._longest), None) is not None
 
     def _broken(self, text: str, joiner: str) -> str:
-        pieces: list[str] = []
+        broken = io.StringIO()
         at = 0
         for found in matches(self._pattern, text, self._longest):
-            pieces += (text[at : found.start() + 1], joiner)
+            broken.write(text[at : found.start() + 1])
+            broken.write(joiner)
             at = found.start() + 1
-        return "".join((*pieces, text[at:])) if pieces else text
+        if not at:
+            return text
+        broken.write(text[at:])
+        return broken.getvalue()
 
     def plain_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the message for the template. An assistant's message stays unchanged: a model wrote it, and

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -112,6 +113,7 @@ def test_quotas(start_router: StartRouter) -> None:
     assert ask(router, "secret-b").status_code == 200
 
 
+SECRET = " ".join(f"word{index}" for index in range(40))
 TEXT_REQUESTS = {"/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [5]}}
 
 
@@ -303,6 +305,38 @@ def test_a_tenant_sees_its_own_traces_and_an_operator_all(start_router: StartRou
     assert seen("key-b") == names["key-b"]
     assert seen("key-op") == names["key-b"] + names["key-a"][3:]
     assert [status(key, names["key-b"][0]) for key in ("key-a", "key-b", "key-op")] == [404, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": SECRET}),
+        ("/v1/completions", {"prompt": SECRET, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": SECRET}]}),
+    ],
+)
+def test_what_one_key_asked_is_tokenized_anew_for_another(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    router = start_router(api_keys=(ApiKey("alice", "key-a"), ApiKey("bob", "key-b")))
+    tokenizer = router.server.services.model.tokenizer
+    asked: list[int] = []
+    encode_all = tokenizer._encode_all
+
+    def counted(texts: list[str], special: bool) -> list[list[int]]:
+        asked.append(sum(map(len, texts)))
+        return encode_all(texts, special)
+
+    monkeypatch.setattr(tokenizer, "_encode_all", counted)
+    work: list[int] = []
+    for key in ("key-a", "key-a", "key-b", "key-b"):
+        asked.clear()
+        headers = {"authorization": f"Bearer {key}"}
+        assert router.client.post(path, json=body, headers=headers).status_code == 200
+        work.append(sum(asked))
+    assert work[0] == work[2] >= 64
+    assert work[1] == work[3] < 64
 
 
 def test_keys_from_a_file(tmp_path: Path) -> None:
