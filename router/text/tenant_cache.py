@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -39,13 +39,22 @@ class TenantCache(Generic[K, V]):
         self.size = 0
 
     def get(self, owner: CacheOwner, key: K) -> V | None:
+        return self.get_all(owner, [key])[0]
+
+    def get_all(self, owner: CacheOwner, keys: Sequence[K]) -> list[V | None]:
+        tenant, salt = owner
         with self._lock:
-            share = self._shares.get(owner.tenant)
-            found = share.entries.get((owner.salt, key)) if share is not None else None
-            if share is None or found is None:
-                return None
-            share.entries.move_to_end((owner.salt, key))
-            return found[0]
+            if (share := self._shares.get(tenant)) is None:
+                return [None] * len(keys)
+            entries = share.entries
+            values: list[V | None] = []
+            for key in keys:
+                if (found := entries.get((salt, key))) is None:
+                    values.append(None)
+                else:
+                    entries.move_to_end((salt, key))
+                    values.append(found[0])
+            return values
 
     def put(self, owner: CacheOwner, key: K, value: V, size: int) -> None:
         with self._lock:

@@ -51,8 +51,14 @@ _WINDOW_CHARACTERS = 64 << 10
 
 
 def matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
-    """Yields what `pattern.finditer(text)` does, and lets other threads run in between. The pattern is of fixed texts
-    of at most `longest` characters."""
+    """Returns what `pattern.finditer(text)` does, and lets other threads run in between. The pattern is of fixed
+    texts of at most `longest` characters."""
+    if len(text) <= _WINDOW_CHARACTERS:
+        return pattern.finditer(text)
+    return _matches_in_windows(pattern, text, longest)
+
+
+def _matches_in_windows(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
     at = 0
     while at < len(text):
         end = at + _WINDOW_CHARACTERS
@@ -266,7 +272,7 @@ class SegmentCache:
     def encode(self, text: str, owner: CacheOwner = NO_OWNER) -> list[int]:
         # The first segment begins the text, where some tokenizers add a space.
         keys = [(i == 0, segment) for i, segment in enumerate(self.segments(text))]
-        parts: list[Sequence[int] | None] = [self._known.get(owner, key) for key in keys]
+        parts: list[Sequence[int] | None] = [*self._known.get_all(owner, keys)]
         if None in parts:
             missing = [i for i, part in enumerate(parts) if part is None]
             made = self._encode([keys[i][1] for i in missing], owner.tenant)
