@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.router.config import name_of_key
+
 Assignment = tuple[str, str]
 """A setting's name and its value as text."""
 
@@ -90,7 +92,7 @@ def _offloading(values: list[str]) -> list[Assignment]:
 
 
 def _keys(values: list[str]) -> list[Assignment]:
-    keys = [{"name": f"key-{place}", "key": key} for place, key in enumerate(values, start=1)]
+    keys = [{"name": name_of_key(key), "key": key} for key in values]
     return [("router.api_keys", json.dumps(keys))]
 
 
@@ -306,7 +308,7 @@ VLLM: tuple[Flag, ...] = (
     # the server
     Flag(("--host",), sets("router.host")),
     Flag(("--port",), sets("router.port")),
-    Flag(("--api-key",), SettingFlag(("router.api_keys",), _keys, "each key is a tenant: key-1, key-2 …"), "+"),
+    Flag(("--api-key",), SettingFlag(("router.api_keys",), _keys, "each key is a tenant, named after its digest"), "+"),
     Flag(("--allowed-origins",), sets("router.cors_origins")),
     Flag(("--api-server-count",), sets("router.processes")),
     Flag(("--ssl-certfile",), sets("router.tls_certificate")),

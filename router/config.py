@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import re
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -285,6 +287,30 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
 
+def name_of_key(key: str) -> str:
+    """Returns the name of a key that was given without one. It follows from the key alone, so it stays the same
+    when keys before it are removed, and it reveals nothing of a random key."""
+    return f"key-{hashlib.sha256(b'tandem key name' + key.encode('utf-8', 'replace')).hexdigest()[:8]}"
+
+
+def check_distinct(keys: Iterable[tuple[str, ApiKey]]) -> None:
+    """Raises ConfigurationError for two equal keys, or two keys of one name, which would see each other's traces
+    and responses. Each key comes with the place where it stands."""
+    names: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    for place, key in keys:
+        if (other := texts.setdefault(key.key, place)) != place:
+            raise ConfigurationError(f"{other} and {place} are the same key; leave one of them out")
+        if (other := names.setdefault(key.name, place)) != place:
+            raise ConfigurationError(
+                f"{other} and {place} have the same name, {key.name!r}; give each key a name of its own"
+            )
+
+
+def key_places(keys: Iterable[ApiKey], where: str) -> Iterator[tuple[str, ApiKey]]:
+    return ((f"{where}[{index}]", key) for index, key in enumerate(keys))
+
+
 _ROUTER_URL = re.compile(r"https?://[^\s/?#@]+/?")
 
 
@@ -424,6 +450,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for key in self.api_keys:
             if mistake := key.mistake():
                 raise ConfigurationError(f"router.api_keys: {key.name}: {mistake}")
+        check_distinct(key_places(self.api_keys, "router.api_keys"))
         for name, url in self.other_models.items():
             if name in (self.model_name, *self.model_aliases):
                 raise ConfigurationError(

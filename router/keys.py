@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.router.config import ApiKey
+from tandem.router.config import ApiKey, check_distinct, key_places, name_of_key
 from tandem.router.policy.views import Average
 from tandem.router.siblings import Siblings
 from tandem.wire.errors import ConfigurationError, RequestError
@@ -214,9 +214,6 @@ class KeyRing:
 
     def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float]) -> None:
         self._tenants = [Tenant(key, clock) for key in keys]
-        digests = {tenant.digest for tenant in self._tenants}
-        if len(digests) != len(self._tenants):
-            raise ConfigurationError("router.api_keys: two of them are the same key")
         self.required = bool(self._tenants)
 
     def share(self, siblings: Siblings) -> None:
@@ -250,35 +247,41 @@ class KeyRing:
 
 
 def load_keys(keys: Iterable[ApiKey], file: str | None) -> list[ApiKey]:
-    """Returns the configured keys and those of the file, which has one per line or a JSON list of ApiKey."""
+    """Returns the configured keys and those of the file, which has one per line or a JSON list of ApiKey. Raises
+    ConfigurationError if two of them are equal or have one name."""
     loaded = list(keys)
     if file is None:
         return loaded
     try:
-        text = Path(file).read_text(encoding="utf-8-sig").strip()
+        text = Path(file).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigurationError(f"router.api_keys_file: {error}") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(
             f"router.api_keys_file {file}: must be text in UTF-8, and is none at byte {error.start}"
         ) from error
-    found = _listed(text, file) if text.startswith("[") else _lines(text)
-    for key in found:
+    found = _listed(text, file) if text.lstrip().startswith("[") else _lines(text, file)
+    for place, key in found:
         if mistake := key.mistake():
-            raise ConfigurationError(f"router.api_keys_file {file}: {key.name}: {mistake}")
+            raise ConfigurationError(f"{place}: {key.name}: {mistake}")
     if not loaded and not found:
         raise ConfigurationError(f"router.api_keys_file {file} holds no key")
-    return loaded + found
+    check_distinct([*key_places(loaded, "router.api_keys"), *found])
+    return loaded + [key for _, key in found]
 
 
-def _listed(text: str, file: str) -> list[ApiKey]:
+def _listed(text: str, file: str) -> list[tuple[str, ApiKey]]:
     try:
-        return msgspec.json.decode(text, type=list[ApiKey])
+        keys = msgspec.json.decode(text, type=list[ApiKey])
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"router.api_keys_file {file}: {error}") from error
+    return list(key_places(keys, f"router.api_keys_file {file}"))
 
 
-def _lines(text: str) -> list[ApiKey]:
-    lines = [line.strip() for line in text.splitlines()]
-    plain = [line for line in lines if line and not line.startswith("#")]
-    return [ApiKey(name=f"key-{index}", key=key) for index, key in enumerate(plain, 1)]
+def _lines(text: str, file: str) -> list[tuple[str, ApiKey]]:
+    lines = enumerate(map(str.strip, text.split("\n")), 1)
+    return [
+        (f"router.api_keys_file {file}, line {number}", ApiKey(name=name_of_key(line), key=line))
+        for number, line in lines
+        if line and not line.startswith("#")
+    ]

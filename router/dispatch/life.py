@@ -30,6 +30,12 @@ class LeftBehind(Unavailable):
     """This router ends while the nodes go on with the answer, which another router can find."""
 
 
+class TokensDiffer(TransferError):
+    """Two nodes computed different first tokens, and no failover is left to go on from the one that was shown."""
+
+    code = "tokens_differ"
+
+
 # Looked up once instead of with every token.
 _NEWS, _DIFFERS, _DECODE = MergedChunk.NEWS, MergedChunk.DIFFERS, TokenSource.DECODE
 
@@ -130,7 +136,7 @@ class RequestLife:
             self._on_node_error(attempt, source, chunk)
             return
         had = len(self.ledger.tokens)
-        merged = self.ledger.accept(chunk, may_differ=attempt.may_differ)
+        merged = self.ledger.accept(chunk)
         if merged is _DIFFERS:
             self._on_difference(attempt, source)
             return
@@ -152,17 +158,20 @@ class RequestLife:
     def _on_difference(self, attempt: Attempt, source: TokenSource) -> None:
         """Both nodes computed the attempt's first token, and rounding made them differ. The first report
         stays. If the late report is the decode node's, its answer continues from a token that was not shown:
-        the request fails over and continues from the known one or, when no failover is left, accepts the
-        difference."""
+        the request fails over and continues from the known one. When no failover is left, it fails: the rest
+        would belong to another answer than its beginning."""
         self._metrics.token_mismatches.inc()
         logger.warning("%s: two nodes differ in a token (%s)", self.spec.label, attempt.decision.node_names)
         if source is TokenSource.PREFILL:
             attempt.prefill_reported = True
-        elif self.failovers < self._placement.config.max_failovers:
-            prefill = {attempt.prefill.node_id} if attempt.prefill is not None else set()
-            self._fail_over(TransferError("the nodes differ in the first token"), prefill)
         else:
-            attempt.may_differ = True
+            prefill = {attempt.prefill.node_id} if attempt.prefill is not None else set()
+            self._fail_over(
+                TokensDiffer(
+                    "two nodes differ in a token, and the answer cannot go on from the one that was shown"
+                ),
+                prefill,
+            )
 
     def _note_report(self, attempt: Attempt, source: TokenSource, chunk: TokenChunk) -> None:
         """Acts on the first report of each node of the attempt. Every later token costs two tests here."""

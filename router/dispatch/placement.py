@@ -103,7 +103,6 @@ class Attempt:
         self.first_token_at: float | None = None
         self.asked_at: float | None = None  # when its nodes were last asked whether they have it
         self.unanswered: set[NodeInfo] = set()  # nodes that were asked and have not answered
-        self.may_differ = False  # the decode node's report of known tokens may differ from them
 
     def node(self, source: TokenSource) -> NodeInfo | None:
         return self.decode if source is TokenSource.DECODE else self.prefill

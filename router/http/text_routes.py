@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from tandem.router.anthropic.messages_request import CountRequest, as_chat
 from tandem.router.formats.lark import JsonObject
-from tandem.router.http.body import read_body
+from tandem.router.http.body import TOKEN_BYTES, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.services import Services
 from tandem.router.openai.answer import json_pieces
@@ -23,11 +23,14 @@ from tandem.router.openai.prompts import (
     ServedModel,
     chat_prompt,
     check_images,
+    encoded,
+    prompt_ids,
     render_chat,
     with_images,
 )
+from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.wire.errors import InvalidRequest
+from tandem.wire.errors import DeadlineExceeded, InvalidRequest
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,30 +68,62 @@ def _counted(exchange: HttpExchange) -> Iterator[None]:
         reservation.void()
 
 
+# What a token of an answer keeps besides the token itself: its name as a text of Python.
+NAME_BYTES = 60
+CHARACTER_BYTES = 4  # of a text, at most
+
+
+@asynccontextmanager
+async def _timely(services: Services) -> AsyncIterator[None]:
+    """Bounds the whole request, so that an answer which is read too slowly is cut off and keeps no memory."""
+    total = services.config.timeouts.total
+    try:
+        async with asyncio.timeout(total):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded("the request took longer than router.timeouts.total allows") from None
+
+
+def _owner(exchange: HttpExchange) -> CacheOwner:
+    salt = exchange.tenant.salted(None) if exchange.tenant is not None else ""
+    return CacheOwner(salt, salt)
+
+
 async def tokenize(services: Services, exchange: HttpExchange) -> None:
-    with _counted(exchange), services.bodies.share() as share:
-        request = await read_body(exchange, TokenizeRequest, services.config, share)
-        services.model.check_name(request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise InvalidRequest("prompt: either prompt or messages must be given, and not both", "prompt")
-        answer = await _tokenized(services.model, request)
-    await send_pieces(exchange.send, json_pieces(answer))
+    async with _timely(services):
+        with _counted(exchange):
+            with services.bodies.share() as share:
+                request = await read_body(exchange, TokenizeRequest, services.config, share)
+                model = services.model
+                model.check_name(request.model)
+                if (request.prompt is None) == (request.messages is None):
+                    raise InvalidRequest(
+                        "prompt: either prompt or messages must be given, and not both", "prompt"
+                    )
+                ids = await _token_ids(model, request, _owner(exchange))
+            named = bool(request.return_token_strs)
+            del request
+            with services.kept.share(len(ids) * (TOKEN_BYTES + named * NAME_BYTES)):
+                pieces = await asyncio.to_thread(_pieces, ids, model.tokenizer) if named else None
+                answer = {
+                    "count": len(ids),
+                    "max_model_len": model.max_model_len,
+                    "tokens": ids,
+                    "token_strs": pieces,
+                }
+                await send_pieces(exchange.send, json_pieces(answer))
 
 
-async def _tokenized(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
+async def _token_ids(model: ServedModel, request: TokenizeRequest, owner: CacheOwner) -> list[int]:
+    """Returns the ids of a prompt or chat. What certainly exceeds the context is refused, as in a request that
+    generates."""
+    context = model.max_model_len
     if request.prompt is not None:
         special = request.add_special_tokens is not False
-        ids = await model.tokenizer.encode_async(request.prompt, special=special)
-    else:
-        prompt = await _rendered(model, request)
-        ids = await model.tokenizer.encode_async(prompt.text, special=bool(request.add_special_tokens))
-    pieces = await asyncio.to_thread(_pieces, ids, model.tokenizer) if request.return_token_strs else None
-    return {
-        "count": len(ids),
-        "max_model_len": model.max_model_len,
-        "tokens": ids,
-        "token_strs": pieces,
-    }
+        return await encoded(request.prompt, "prompt", model.tokenizer, context, special=special, owner=owner)
+    prompt = await _rendered(model, request)
+    special = bool(request.add_special_tokens)
+    return await encoded(prompt.text, "messages", model.tokenizer, context, special=special, owner=owner)
 
 
 async def _rendered(model: ServedModel, request: TokenizeRequest) -> ChatPrompt:
@@ -101,6 +136,8 @@ async def _rendered(model: ServedModel, request: TokenizeRequest) -> ChatPrompt:
         model.guard,
         request.messages,
         request.tools,
+        tokenizer=model.tokenizer,
+        context=model.max_model_len,
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
         extra=request.chat_template_kwargs,
@@ -113,23 +150,39 @@ def _pieces(token_ids: list[int], tokenizer: Tokenizer) -> list[str]:
 
 
 async def detokenize(services: Services, exchange: HttpExchange) -> None:
-    with _counted(exchange), services.bodies.share() as share:
-        request = await read_body(exchange, DetokenizeRequest, services.config, share)
-        model = services.model
-        model.check_name(request.model)
-        unknown = model.tokenizer.first_unknown(request.tokens)
-        if unknown is not None:
-            size = model.tokenizer.vocab_size
-            raise InvalidRequest(f"tokens: {unknown} is outside the vocabulary of {size} tokens", "tokens")
-        prompt = await model.tokenizer.decode_async(request.tokens)
-    await send_pieces(exchange.send, json_pieces({"prompt": prompt}))
+    async with _timely(services):
+        with _counted(exchange):
+            with services.bodies.share() as share:
+                request = await read_body(exchange, DetokenizeRequest, services.config, share)
+                model = services.model
+                model.check_name(request.model)
+                ids = await prompt_ids(
+                    request.tokens,
+                    "tokens",
+                    model.tokenizer,
+                    model.max_model_len,
+                    special=False,
+                    owner=_owner(exchange),
+                )
+                prompt = await model.tokenizer.decode_async(ids)
+                del request, ids
+            with services.kept.share(len(prompt) * CHARACTER_BYTES):
+                await send_pieces(exchange.send, json_pieces({"prompt": prompt}))
 
 
 async def count_tokens(services: Services, exchange: HttpExchange) -> None:
     """Counts the tokens of a chat's prompt, for Anthropic's clients."""
-    with _counted(exchange), services.bodies.share() as share:
-        request = await read_body(exchange, CountRequest, services.config, share)
-        services.model.check_name(request.model)
-        prompt = await chat_prompt(as_chat(request), services.model)
-        ids = await services.model.tokenizer.encode_async(prompt.text, special=False)
-    await send_pieces(exchange.send, json_pieces({"input_tokens": len(ids)}))
+    async with _timely(services):
+        with _counted(exchange):
+            with services.bodies.share() as share:
+                request = await read_body(exchange, CountRequest, services.config, share)
+                model = services.model
+                model.check_name(request.model)
+                context = model.max_model_len
+                prompt = await chat_prompt(as_chat(request), model, context)
+                ids = await encoded(
+                    prompt.text, "messages", model.tokenizer, context, special=False, owner=_owner(exchange)
+                )
+                count = len(ids)
+                del request, prompt, ids
+            await send_pieces(exchange.send, json_pieces({"input_tokens": count}))

@@ -36,6 +36,7 @@ from tandem.router.openai.sampling import (
     sampling_params,
     stop_strings,
 )
+from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
@@ -58,6 +59,10 @@ class Caller(msgspec.Struct, frozen=True):
     most_urgent: int | None = None  # the lowest priority number that it may ask for; None: any
     trace: RequestTrace | None = None
     arrived: float | None = None
+
+    def cache_owner(self, cache_salt: str | None) -> CacheOwner:
+        """Whose the request's entries in this router's caches are: apart like its KV blocks."""
+        return CacheOwner(self.cache_salt(None) or "", self.cache_salt(cache_salt) or "")
 
     def priority(self, asked: int | None) -> int:
         wanted = asked or 0
@@ -189,6 +194,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
     embeds = await embeds_of(request, model.config)
     prompts = prompts_of(request.prompt, "prompt") if embeds is None else []
     _check_counts(len(prompts if embeds is None else embeds), best_of, model.config)
+    owner = caller.cache_owner(request.cache_salt)
     token_ids = [[PLACEHOLDER] * each.count for each in embeds or ()] + [
         truncated(
             await prompt_ids(
@@ -197,6 +203,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
                 model.tokenizer,
                 _context_for(request, model),
                 special=request.add_special_tokens is not False,
+                owner=owner,
             ),
             request.truncate_prompt_tokens,
             max_tokens,
@@ -218,7 +225,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
         logprobs=0 if ranks else request.logprobs,
         echo_logprobs=request.logprobs if echo else None,
         show_logprobs=shows,
-        grammar=await completion_grammar(request),
+        grammar=await completion_grammar(request, owner),
         bad_words=await bad_word_ids(request.bad_words, model.tokenizer),
         embeds=embeds,
     )
@@ -240,18 +247,22 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     _check_counts(1, n, model.config)
     tools = tools_to_call(request)
     _check_tools(request, model)
-    grammar = await chat_grammar(request, tools, model.format, model.tokenizer)
-    prompt = await chat_prompt(request, model)
+    # First, because it refuses what is too long before anything looks into it.
+    prompt = await chat_prompt(request, model, _context_for(request, model))
+    owner = caller.cache_owner(request.cache_salt)
+    grammar = await chat_grammar(request, tools, model.format, model.tokenizer, owner)
     text, images = prompt.text, prompt.images
     if images.files and request.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens: not with images, of which a part would be cut off",
             "truncate_prompt_tokens",
         )
+    # The template writes the special tokens itself.
+    token_ids = await encoded(
+        text, "messages", model.tokenizer, _context_for(request, model), special=False, owner=owner
+    )
     if grammar is not None:
         grammar = model.format.after_reasoning(grammar, text, model.tokenizer)
-    # The template writes the special tokens itself.
-    token_ids = await encoded(text, "messages", model.tokenizer, _context_for(request, model), special=False)
     if not token_ids:
         raise InvalidRequest("messages: the chat template makes an empty prompt of them", "messages")
     max_tokens = (

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -30,6 +31,7 @@ from tandem.router.openai.chat_request import (
 from tandem.router.openai.fields import Choices, SamplingFields, TokenId
 from tandem.router.openai.sampling import defaults_of
 from tandem.router.text.chat_template import ChatTemplate, SpecialTextGuard
+from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.adapters import identity_of
 from tandem.wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
@@ -45,8 +47,9 @@ GivenEmbeds = str | Annotated[list[str], Meta(min_length=1)]
 
 CompletionLogprobs = Annotated[int, Meta(ge=0, le=20)]
 CompletionMaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1, description="0 only with echo")]
-# Rendering more items takes milliseconds, so a thread does it.
+# Rendering more takes milliseconds, so a thread does it.
 INLINE_ITEMS = 50
+INLINE_CHAT_CHARACTERS = 16 << 10
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,9 +151,10 @@ def prompts_of(given: Prompts | None, param: str) -> list[str | list[int]]:
         raise InvalidRequest(f"{param}: is missing", param)
     if isinstance(given, str):
         return [given]
-    if all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
+    kinds = set(map(type, given))  # a list may have millions of token ids
+    if kinds in ({str}, {list}):
         return cast("list[str | list[int]]", given)
-    if all(isinstance(item, int) for item in given):
+    if kinds == {int}:
         return [cast("list[int]", given)]
     raise InvalidRequest(
         f"{param}: must be text, or token ids, or a list of one of them, not a mixture", param
@@ -158,13 +162,20 @@ def prompts_of(given: Prompts | None, param: str) -> list[str | list[int]]:
 
 
 async def prompt_ids(
-    prompt: str | list[int], param: str, tokenizer: Tokenizer, context: int | None, *, special: bool
+    prompt: str | list[int],
+    param: str,
+    tokenizer: Tokenizer,
+    context: int | None,
+    *,
+    special: bool,
+    owner: CacheOwner,
 ) -> list[int]:
     if isinstance(prompt, str):
-        ids = await encoded(prompt, param, tokenizer, context, special=special)
+        ids = await encoded(prompt, param, tokenizer, context, special=special, owner=owner)
         if not ids:
             raise InvalidRequest(f"{param}: must not be empty", param)
         return ids
+    check_count(prompt, param, context)
     unknown = tokenizer.first_unknown(prompt)
     if unknown is not None:
         size = tokenizer.vocab_size
@@ -172,17 +183,75 @@ async def prompt_ids(
     return prompt
 
 
+def check_count(token_ids: Sequence[int], param: str, context: int | None) -> None:
+    """Refuses more token ids than the context holds before anything looks at them."""
+    if context is not None and len(token_ids) > context:
+        raise PromptTooLong(
+            f"{param}: has {len(token_ids)} tokens, and the model's context is {context}; send at most so many",
+            param,
+        )
+
+
 async def encoded(
-    text: str, param: str, tokenizer: Tokenizer, context: int | None, *, special: bool
+    text: str, param: str, tokenizer: Tokenizer, context: int | None, *, special: bool, owner: CacheOwner
 ) -> list[int]:
     """Tokenizes a text. A text that certainly does not fit is refused without tokenizing it. `context`: None
     when any length is allowed."""
-    if context is not None and len(text) > tokenizer.most_characters(context):
-        raise PromptTooLong(
-            f"{param}: {len(text)} characters are more than the model's context of {context} tokens can hold",
-            param,
-        )
-    return await tokenizer.encode_async(text, special=special)
+    if context is not None and len(text) > (most := tokenizer.most_characters(context)):
+        raise _too_many_characters(param, f"{len(text)} characters are", context, most)
+    return await tokenizer.encode_async(text, special=special, owner=owner)
+
+
+def _too_many_characters(param: str, what: str, context: int, most: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"{param}: {what} more than the model's context of {context} tokens can hold; send at most {most}",
+        param,
+    )
+
+
+def _text_lengths(*values: Any) -> Iterator[int]:
+    """Yields the lengths of all texts within the values of a request, however deep, and 1 for each other value.
+    Images' addresses are no text of the prompt."""
+    open_values: list[Iterator[Any]] = [iter(values)]
+    while open_values:
+        for value in open_values[-1]:
+            if isinstance(value, str):
+                yield len(value)
+            elif isinstance(value, Mapping):
+                open_values.append(chain.from_iterable(value.items()))
+                break
+            elif isinstance(value, list | tuple):
+                open_values.append(iter(value))
+                break
+            elif isinstance(value, msgspec.Struct):
+                fields = (name for name in value.__struct_fields__ if name != "image_url")
+                open_values.append(map(functools.partial(getattr, value), fields))
+                break
+            elif value is not None:
+                yield 1
+        else:
+            open_values.pop()
+
+
+def _is_short(*values: Any) -> bool:
+    """Whether the values are few and their texts short. Takes no longer for longer ones."""
+    left = INLINE_CHAT_CHARACTERS
+    for length in _text_lengths(*values):
+        left -= length + 8  # a value costs time, too
+        if left < 0:
+            return False
+    return True
+
+
+def _check_characters(tokenizer: Tokenizer, context: int, *values: Any) -> None:
+    """Refuses a chat whose texts certainly do not fit. Stops counting there."""
+    most = left = tokenizer.most_characters(context)
+    for length in _text_lengths(*values):
+        left -= length
+        if left < 0:
+            raise _too_many_characters(
+                "messages", "the characters of the chat, its tools and documents are", context, most
+            )
 
 
 def truncated(
@@ -225,8 +294,9 @@ def check_images(messages: Sequence[ChatMessage], model: ServedModel) -> None:
         )
 
 
-async def chat_prompt(request: ChatRequest, model: ServedModel) -> ChatPrompt:
-    """Renders a chat with the model's template. Raises InvalidRequest."""
+async def chat_prompt(request: ChatRequest, model: ServedModel, context: int | None) -> ChatPrompt:
+    """Renders a chat with the model's template. Raises InvalidRequest. `context`: None when any length is
+    allowed."""
     check_images(request.messages, model)
     if model.template is None:
         raise InvalidRequest("messages: this model has no chat template; use /v1/completions", "messages")
@@ -240,6 +310,8 @@ async def chat_prompt(request: ChatRequest, model: ServedModel) -> ChatPrompt:
         model.guard,
         request.messages,
         tools_to_call(request),
+        tokenizer=model.tokenizer,
+        context=context,
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
         documents=request.documents,
@@ -259,24 +331,31 @@ async def render_chat(
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     *,
+    tokenizer: Tokenizer,
+    context: int | None,
     add_generation_prompt: bool,
     continue_final_message: bool,
     documents: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] | None,
 ) -> str:
-    """Renders a chat, a long one in a thread, so that other streams go on."""
-    render = functools.partial(
-        _render,
-        template,
-        guard,
-        messages,
-        tools or (),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        documents=guard.plain_value(documents),
-        extra=extra,
-    )
-    if len(messages) + len(tools or ()) <= INLINE_ITEMS:
+    """Renders a chat, a long one in a thread, so that other streams go on. A chat whose texts certainly do not fit
+    into the context is refused before anything looks into them. `context`: None when any length is allowed."""
+
+    def render() -> str:
+        if context is not None:
+            _check_characters(tokenizer, context, messages, tools, documents, extra)
+        return _render(
+            template,
+            guard,
+            messages,
+            tools or (),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            documents=guard.plain_value(documents),
+            extra=extra,
+        )
+
+    if len(messages) + len(tools or ()) <= INLINE_ITEMS and _is_short(messages, tools, documents, extra):
         return render()
     return await asyncio.to_thread(render)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from tandem.router.formats.call_grammar import CallGrammar, OfferedTool
 from tandem.router.formats.lark import JsonObject, json_schema, quoted
 from tandem.router.openai.chat_request import ChatRequest, NamedToolChoice, Tool
 from tandem.router.openai.fields import RepetitionFields, ResponseFormat, SamplingFields, StructuredOutputs
+from tandem.router.text.tenant_cache import CacheOwner, TenantCache
 from tandem.router.text.tokenizer import Tokenizer, read_json
 from tandem.wire.errors import ConfigurationError, InvalidRequest
 from tandem.wire.requests import new_id
@@ -202,15 +202,15 @@ async def bad_word_ids(words: list[str] | None, tokenizer: Tokenizer) -> list[li
 
 MAX_GRAMMAR = 256 * 1024
 _REMEMBERED = 256
-# Checked grammars with their problem, or None. New grammars are checked in a thread, even short ones: a
+# Checked grammars with their problem, "" for none. New grammars are checked in a thread, even short ones: a
 # schema of a few hundred characters can take a tenth of a second.
-_checked: OrderedDict[str, str | None] = OrderedDict()
+_checked: TenantCache[str, str] = TenantCache(_REMEMBERED)
 
 _SOURCE_LINES = re.compile(r"\n\s+\d+ \|.*", re.DOTALL)
 _PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 
 
-async def grammar_of_format(wanted: ResponseFormat | None) -> str | None:
+async def grammar_of_format(wanted: ResponseFormat | None, owner: CacheOwner) -> str | None:
     if wanted is None or wanted.type == "text":
         if wanted is not None and wanted.json_schema is not None:
             raise InvalidRequest(
@@ -222,12 +222,12 @@ async def grammar_of_format(wanted: ResponseFormat | None) -> str | None:
     if wanted.json_schema is None:
         raise InvalidRequest("response_format.json_schema: is required", "response_format.json_schema")
     grammar = f"start: %json {json_schema(wanted.json_schema.schema)}"
-    await check_grammar(grammar, "response_format.json_schema.schema")
+    await check_grammar(grammar, "response_format.json_schema.schema", owner)
     return grammar
 
 
 async def grammar_of_structured_outputs(
-    wanted: StructuredOutputs | None, param: str = "structured_outputs"
+    wanted: StructuredOutputs | None, param: str, owner: CacheOwner
 ) -> str | None:
     if wanted is None:
         return None
@@ -237,6 +237,10 @@ async def grammar_of_structured_outputs(
             f"structured_outputs: must have one of {', '.join(wanted.__struct_fields__)}",
             "structured_outputs",
         )
+    # Building a grammar of a longer text would hold up others, and it is refused in any case.
+    texts = [wanted.regex or "", wanted.grammar or "", *(wanted.choice or ())]
+    place = f"{param}.{given[0]}" if param == "structured_outputs" else param
+    _check_length(sum(map(len, texts)), place)
     if wanted.json is not None:
         grammar = f"start: %json {json_schema(wanted.json)}"
     elif wanted.regex is not None:
@@ -245,7 +249,7 @@ async def grammar_of_structured_outputs(
         grammar = "start: " + " | ".join(map(quoted, wanted.choice))
     else:
         grammar = wanted.grammar or ""
-    await check_grammar(grammar, f"{param}.{given[0]}" if param == "structured_outputs" else param)
+    await check_grammar(grammar, place, owner)
     return grammar
 
 
@@ -255,19 +259,20 @@ def _regex(text: str) -> str:
     return regex_to_lark(text, "d")
 
 
-async def check_grammar(grammar: str, param: str) -> None:
+async def check_grammar(grammar: str, param: str, owner: CacheOwner) -> None:
     """Raises InvalidRequest, naming the field, for a grammar that no node could compile."""
-    if len(grammar) > MAX_GRAMMAR:
-        raise InvalidRequest(f"{param}: must be at most {MAX_GRAMMAR} characters long", param)
-    if grammar in _checked:
-        problem = _checked[grammar]
-        _checked.move_to_end(grammar)
-    else:
-        problem = _checked[grammar] = await asyncio.to_thread(_problem, grammar)
-        if len(_checked) > _REMEMBERED:
-            _checked.popitem(last=False)
-    if problem is not None:
+    _check_length(len(grammar), param)
+    problem = _checked.get(owner, grammar)
+    if problem is None:
+        problem = await asyncio.to_thread(_problem, grammar) or ""
+        _checked.put(owner, grammar, problem, 1)
+    if problem:
         raise InvalidRequest(f"{param}: {problem}", param)
+
+
+def _check_length(characters: int, param: str) -> None:
+    if characters > MAX_GRAMMAR:
+        raise InvalidRequest(f"{param}: must be at most {MAX_GRAMMAR} characters long", param)
 
 
 def _problem(grammar: str) -> str | None:
@@ -278,19 +283,23 @@ def _problem(grammar: str) -> str | None:
     return _PLACE.sub("", " ".join(plain.split()))[:500]
 
 
-async def completion_grammar(request: SamplingFields) -> str | None:
+async def completion_grammar(request: SamplingFields, owner: CacheOwner) -> str | None:
     wanted, param = outputs_wanted(request)
-    return await grammar_of_structured_outputs(wanted, param)
+    return await grammar_of_structured_outputs(wanted, param, owner)
 
 
 async def chat_grammar(
-    request: ChatRequest, tools: Sequence[Tool] | None, written: AnswerFormat, tokenizer: Tokenizer
+    request: ChatRequest,
+    tools: Sequence[Tool] | None,
+    written: AnswerFormat,
+    tokenizer: Tokenizer,
+    owner: CacheOwner,
 ) -> str | None:
     """Returns the grammar of a chat's answer, without the reasoning before it, or None. `tools`: None when
     the model may not call."""
-    answer = await grammar_of_format(request.response_format)
+    answer = await grammar_of_format(request.response_format, owner)
     wanted, param = outputs_wanted(request)
-    other = await grammar_of_structured_outputs(wanted, param)
+    other = await grammar_of_structured_outputs(wanted, param, owner)
     if answer is not None and other is not None:
         raise InvalidRequest(f"{param}: contradicts response_format; set one", param)
     answer = answer or other
@@ -300,7 +309,7 @@ async def chat_grammar(
         return answer
     if other is not None:
         raise InvalidRequest(f"{param}: contradicts tools, unless tool_choice is 'none'", param)
-    return await _grammar_with_calls(request, tools, written, tokenizer, answer)
+    return await _grammar_with_calls(request, tools, written, tokenizer, answer, owner)
 
 
 async def _grammar_with_calls(
@@ -309,6 +318,7 @@ async def _grammar_with_calls(
     written: AnswerFormat,
     tokenizer: Tokenizer,
     answer: str | None,
+    owner: CacheOwner,
 ) -> str | None:
     """Returns the grammar of calls, or None when the model may write anything. With `answer`, the model calls
     or answers by that grammar.
@@ -334,7 +344,7 @@ async def _grammar_with_calls(
         grammar = grammars.must_call()
     else:
         grammar = grammars.call_or(answer) if answer is not None else grammars.text_with_calls()
-    await check_grammar(grammar, "tools")
+    await check_grammar(grammar, "tools", owner)
     return grammar
 
 

@@ -17,6 +17,7 @@ from tandem.router.openai.answer import AnswerHead, LoopTurn
 from tandem.router.openai.plan import Caller
 from tandem.router.openai.prompts import PromptTooLong, ServedModel, prompt_ids, prompts_of
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest, VectorFields
+from tandem.router.text.tenant_cache import CacheOwner
 from tandem.wire.errors import InternalError, InvalidRequest
 from tandem.wire.pooling import VectorModel
 from tandem.wire.sampling import SamplingParams
@@ -85,22 +86,25 @@ async def _plan(
         )
     _check_count(len(named), named[-1][1], model.config)
     pooling = msgspec.structs.replace(vectors.pooling, dimensions=dimensions)
-    specs = [
-        SequenceSpec(
-            label=caller.label,
-            prompt_token_ids=await _token_ids(text, param, request, model, special=special),
-            sampling=_NO_TOKENS,
-            deadline=caller.deadline,
-            priority=request.priority or 0,
-            cache_salt=caller.cache_salt(request.cache_salt),
-            lora=model.adapter_of(request.model),
-            session=caller.session,
-            trace=caller.trace,
-            arrived=caller.arrived,
-            pooling=pooling,
+    turn, owner = LoopTurn(), caller.cache_owner(request.cache_salt)
+    specs: list[SequenceSpec] = []
+    for text, param in named:
+        specs.append(
+            SequenceSpec(
+                label=caller.label,
+                prompt_token_ids=await _token_ids(text, param, request, model, owner, special=special),
+                sampling=_NO_TOKENS,
+                deadline=caller.deadline,
+                priority=request.priority or 0,
+                cache_salt=caller.cache_salt(request.cache_salt),
+                lora=model.adapter_of(request.model),
+                session=caller.session,
+                trace=caller.trace,
+                arrived=caller.arrived,
+                pooling=pooling,
+            )
         )
-        for text, param in named
-    ]
+        await turn.pass_on()
     return VectorPlan(specs, dimensions or vectors.size)
 
 
@@ -120,10 +124,17 @@ def _check_count(texts: int, param: str, config: RouterConfig) -> None:
 
 
 async def _token_ids(
-    text: str | list[int], param: str, request: VectorFields, model: ServedModel, *, special: bool
+    text: str | list[int],
+    param: str,
+    request: VectorFields,
+    model: ServedModel,
+    owner: CacheOwner,
+    *,
+    special: bool,
 ) -> list[int]:
     context, keep = model.max_model_len, request.truncate_prompt_tokens
-    ids = await prompt_ids(text, param, model.tokenizer, context if keep is None else None, special=special)
+    most = context if keep is None else None
+    ids = await prompt_ids(text, param, model.tokenizer, most, special=special, owner=owner)
     if keep is not None and (keep > 0 or context is not None):
         if keep == 0:
             raise InvalidRequest(

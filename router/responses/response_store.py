@@ -1,4 +1,8 @@
-"""Recent responses, and those that are still being written, in this router's memory, which is bounded."""
+"""Recent responses, and those that are still being written, in this router's memory, which is bounded.
+
+The store knows its size at every moment: a response reports how much it grew or shrank. So keeping one response
+costs the event loop the same however many others there are.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,10 @@ class StoredResponse:
         self.items = items  # the conversation before its answer
         self.keeps_events = keeps_events
         self.events: list[bytes] = []
-        self.size = len(msgspec.json.encode(items)) + len(msgspec.json.encode(body))
+        self._items_size = len(msgspec.json.encode(items))
+        self._events_size = 0
+        self.size = self._items_size + len(msgspec.json.encode(body))
+        self.store: ResponseStore | None = None  # the store that keeps it
         self.ended = False
         self.error: TandemError | None = None
         self.task: asyncio.Task[None] | None = None
@@ -57,14 +64,23 @@ class StoredResponse:
     def add(self, events: list[bytes]) -> None:
         if events:
             self.events += events
-            self.size += sum(map(len, events))
+            grown = sum(map(len, events))
+            self._events_size += grown
+            self._resize(self.size + grown)
             self._wake()
 
     def end(self, error: TandemError | None = None) -> None:
         self.ended, self.error = True, error
         self.caught_up.set()
         self._wake()
+        if self.store is not None:
+            self.store.on_ended(self)
         self._forget_events()
+
+    def _resize(self, size: int) -> None:
+        grown, self.size = size - self.size, size
+        if self.store is not None:
+            self.store.on_resized(grown)
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -98,47 +114,65 @@ class StoredResponse:
         """Drops the events of an ended response that is not in the background, once all followers have read
         them. Its body is kept."""
         if self.ended and not self.keeps_events and self._followers == 0:
-            self.events = []
-            self.size = len(msgspec.json.encode(self.items)) + len(msgspec.json.encode(self.body))
+            self.events, self._events_size = [], 0
+        if self.ended:
+            self._resize(self._items_size + len(msgspec.json.encode(self.body)) + self._events_size)
 
 
 class ResponseStore:
-    """Keeps responses. The oldest that have ended make room for new ones. A running response is never
-    dropped; a new one is refused instead."""
+    """Keeps responses. Those that have ended make room for new ones, the least recently used first. A running
+    response is never dropped; a new one is refused instead."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._running: dict[str, StoredResponse] = {}
+        self._ended: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.size = 0
 
     def add(self, response: StoredResponse) -> None:
-        self._make_room()
-        if sum(one.size for one in self._kept.values()) + response.size > self._most_bytes:
+        self._make_room(response.size)
+        if self.size + response.size > self._most_bytes:
             raise StoreFull(
                 "the responses that are being written take up what this router keeps of them "
                 f"({self._most_bytes} bytes); send this one again later, or with store: false"
             )
-        self._kept[response.id] = response
+        if (former := self._find(response.id)) is not None:
+            self.drop(former)
+        (self._ended if response.ended else self._running)[response.id] = response
+        response.store = self
+        self.size += response.size
 
     def find(self, response_id: str, owner: str) -> StoredResponse | None:
         """Finds a response of this key; other keys' responses are not found."""
-        found = self._kept.get(response_id)
+        found = self._find(response_id)
         if found is None or found.owner != owner:
             return None
-        self._kept.move_to_end(response_id)
+        if response_id in self._ended:
+            self._ended.move_to_end(response_id)
         return found
 
-    def drop(self, response: StoredResponse) -> None:
-        self._kept.pop(response.id, None)
+    def _find(self, response_id: str) -> StoredResponse | None:
+        return self._running.get(response_id) or self._ended.get(response_id)
 
-    def _make_room(self) -> None:
-        size = sum(one.size for one in self._kept.values())
-        for one in list(self._kept.values()):
-            if size <= self._most_bytes:
-                return
-            if one.ended:
-                size -= one.size
-                self.drop(one)
+    def drop(self, response: StoredResponse) -> None:
+        """Forgets a response. Does nothing if it is not here."""
+        if response.store is self:
+            response.store = None
+            self._running.pop(response.id, None)
+            self._ended.pop(response.id, None)
+            self.size -= response.size
 
     def settle(self) -> None:
         """Makes room after a response has ended or grown."""
-        self._make_room()
+        self._make_room(0)
+
+    def _make_room(self, wanted: int) -> None:
+        while self.size + wanted > self._most_bytes and self._ended:
+            self.drop(next(iter(self._ended.values())))
+
+    def on_resized(self, grown: int) -> None:
+        self.size += grown
+
+    def on_ended(self, response: StoredResponse) -> None:
+        self._running.pop(response.id, None)
+        self._ended[response.id] = response

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import io
 import json
 import re
 import secrets
@@ -26,7 +27,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from tandem.router.text.tokenizer import Tokenizer, read_json
+from tandem.router.text.tokenizer import Tokenizer, matches, read_json
 from tandem.wire.errors import ConfigurationError, InvalidRequest
 
 # The second is for tokenizers that drop the first.
@@ -39,9 +40,9 @@ class SpecialTextGuard:
     def __init__(self, tokenizer: Tokenizer) -> None:
         texts = sorted(tokenizer.special_texts, key=len, reverse=True)
         # A special token of one character cannot be split.
-        self._pattern = re.compile(
-            "|".join(map(re.escape, (text for text in texts if len(text) > 1))) or r"(?!)"
-        )
+        divisible = [text for text in texts if len(text) > 1]
+        self._pattern = re.compile("|".join(map(re.escape, divisible)) or r"(?!)")
+        self._longest = len(divisible[0]) if divisible else 1
         self._normalize = tokenizer.normalize_for_special
         self._joiner = next(
             (
@@ -53,12 +54,24 @@ class SpecialTextGuard:
         )
 
     def plain(self, text: str) -> str:
-        if self._normalize is not None and self._pattern.search(normal := self._normalize(text)):
+        if self._normalize is not None and self._has_special(normal := self._normalize(text)):
             text = normal  # what the tokenizer would read after normalizing
-        return self._broken(text, self._joiner) if self._pattern.search(text) else text
+        return self._broken(text, self._joiner)
+
+    def _has_special(self, text: str) -> bool:
+        return next(matches(self._pattern, text, self._longest), None) is not None
 
     def _broken(self, text: str, joiner: str) -> str:
-        return self._pattern.sub(lambda found: found[0][0] + joiner + found[0][1:], text)
+        broken = io.StringIO()
+        at = 0
+        for found in matches(self._pattern, text, self._longest):
+            broken.write(text[at : found.start() + 1])
+            broken.write(joiner)
+            at = found.start() + 1
+        if not at:
+            return text
+        broken.write(text[at:])
+        return broken.getvalue()
 
     def plain_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the message for the template. An assistant's message stays unchanged: a model wrote it, and

@@ -25,14 +25,14 @@ import operator
 import re
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from tandem.router.text.tenant_cache import NO_OWNER, CacheOwner, TenantCache
 from tandem.wire.errors import ConfigurationError
 
 # Encoding more takes over a millisecond, so a thread does it.
@@ -46,12 +46,36 @@ _SHRINKS_AT_MOST = 4
 LEAST_CHARACTERS = 64
 _CHARACTER_BYTES, _ID_BYTES, _ENTRY_BYTES = 2, 4, 400
 
+# How much of a text a pattern searches in one call. The interpreter's lock is held for that long, also in a thread.
+_WINDOW_CHARACTERS = 64 << 10
+
+
+def matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    """Returns what `pattern.finditer(text)` does, and lets other threads run in between. The pattern is of fixed
+    texts of at most `longest` characters."""
+    if len(text) <= _WINDOW_CHARACTERS:
+        return pattern.finditer(text)
+    return _matches_in_windows(pattern, text, longest)
+
+
+def _matches_in_windows(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    at = 0
+    while at < len(text):
+        end = at + _WINDOW_CHARACTERS
+        at = end
+        for found in pattern.finditer(text, end - _WINDOW_CHARACTERS, end + longest - 1):
+            if found.start() >= end:
+                break
+            yield found
+            at = max(end, found.end())
+
+
 _Key = tuple[bool, str]  # whether it is the first of its text, and the segment
 
 
-def boundaries_of(backend: tokenizers.Tokenizer) -> tuple[re.Pattern[str], frozenset[str]] | None:
-    """Returns a pattern that finds added tokens in a text, and those before which the text may be cut; None
-    when it may not be cut at all."""
+def boundaries_of(backend: tokenizers.Tokenizer) -> tuple[re.Pattern[str], frozenset[str], int] | None:
+    """Returns a pattern that finds added tokens in a text, those before which the text may be cut, and the
+    longest one's length; None when it may not be cut at all."""
     added = list(backend.get_added_tokens_decoder().values())
     # A token that must be a whole word depends on its neighbours, which a cut would hide.
     if any(token.single_word for token in added):
@@ -62,7 +86,7 @@ def boundaries_of(backend: tokenizers.Tokenizer) -> tuple[re.Pattern[str], froze
     strips = {token.content for token in added if token.lstrip or token.rstrip}
     cuts = frozenset(in_text) - strips
     # The leftmost and then the longest, as the tokenizer matches.
-    return (re.compile("|".join(map(re.escape, in_text))), cuts) if cuts else None
+    return (re.compile("|".join(map(re.escape, in_text))), cuts, len(in_text[0])) if cuts else None
 
 
 # The patterns that cut a text into pieces before byte-level BPE, of GPT-2 (`ByteLevel` has its own), Llama 3,
@@ -116,44 +140,74 @@ def _cuts(first: dict[str, Any], last: dict[str, Any] | None = None) -> bool:
     )
 
 
+class _Words(NamedTuple):
+    """The words of one tenant."""
+
+    ids: dict[str, Sequence[int]]  # by word, without its space
+    first_ids: dict[str, Sequence[int]]  # by the first word of a text
+
+    @property
+    def size(self) -> int:
+        return len(self.ids) + len(self.first_ids)
+
+    def look_up(self, words: list[str]) -> list[Sequence[int] | None]:
+        found = [*map(self.ids.get, words)]
+        found[0] = self.first_ids.get(words[0])
+        return found
+
+
+_NO_WORDS = _Words({}, {})
+
+
 class WordCache:
-    """The ids of words, each with the space before it. Thread-safe: two threads that learn the same word
-    learn the same ids."""
+    """The ids of words, each with the space before it, tenant by tenant: which words are known, and so fast, tells
+    nothing of another tenant's texts. Thread-safe: two threads that learn the same word learn the same ids."""
 
     def __init__(self, encode: Callable[[list[str]], Sequence[Sequence[int]]]) -> None:
         self._encode = encode
-        self._ids: dict[str, Sequence[int]] = {}  # by word, without its space
-        self._first_ids: dict[str, Sequence[int]] = {}  # by the first word of a text
+        self._known: dict[str, _Words] = {}  # by tenant
+        self._size = 0
+        self._lock = threading.Lock()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, tenant: str = "") -> list[int]:
+        known = self._known.get(tenant, _NO_WORDS)
         words = text.split(" ")
-        found = self._look_up(words)
-        return self._learn(text, words, found) if None in found else _together(found)
+        found = known.look_up(words)
+        return self._learn(known, tenant, text, words, found) if None in found else _together(found)
 
-    def _look_up(self, words: list[str]) -> list[Sequence[int] | None]:
-        found = [*map(self._ids.get, words)]
-        found[0] = self._first_ids.get(words[0])
-        return found
-
-    def _learn(self, text: str, words: list[str], found: list[Sequence[int] | None]) -> list[int]:
+    def _learn(
+        self, known: _Words, tenant: str, text: str, words: list[str], found: list[Sequence[int] | None]
+    ) -> list[int]:
         """Tokenizes only the words that were not found, which in a long text are few."""
         missing = [place for place, one in enumerate(found) if one is None]
         if not all(_ends_word(words[place]) for place in missing if place + 1 < len(words)):
             words = _joined(words)
-            found = self._look_up(words)
+            found = known.look_up(words)
             missing = [place for place, one in enumerate(found) if one is None]
         new = list(dict.fromkeys([words[place] for place in missing if place]))
         few = len(new) <= MOST_NEW_WORDS
         first = words[0] if few else text
         of_first, *of_new = self._encode([first, *(f" {word}" for word in new[:MOST_NEW_WORDS])])
         here = dict(zip(new, of_new, strict=False))
-        self._ids = _kept(self._ids, here)
+        self._keep(tenant, here, {first: of_first} if few else {})
         if not few:
             return list(of_first)
-        self._first_ids = _kept(self._first_ids, {first: of_first})
         for place in missing:
             found[place] = here[words[place]] if place else of_first
         return _together(found)
+
+    def _keep(self, tenant: str, words: dict[str, Sequence[int]], first: dict[str, Sequence[int]]) -> None:
+        """Adds what was found. When there are too many entries, the tenant with most starts again from empty, and
+        its words in use soon return."""
+        with self._lock:
+            known = self._known.setdefault(tenant, _Words({}, {}))
+            before = known.size
+            known.ids.update(_worth_keeping(words))
+            known.first_ids.update(_worth_keeping(first))
+            self._size += known.size - before
+            while self._size > MOST_WORDS:
+                largest = max(self._known, key=lambda name: self._known[name].size)
+                self._size -= self._known.pop(largest).size
 
 
 def _together(found: list[Sequence[int] | None]) -> list[int]:
@@ -166,15 +220,8 @@ def _ends_word(word: str) -> bool:
     return _ENDS_WORD.match(word[-1:]) is not None
 
 
-def _kept(known: dict[str, Sequence[int]], found: dict[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Adds what was found. When there are too many entries, it starts again from empty, and words in use soon
-    return."""
-    if len(known) + len(found) > MOST_WORDS:
-        known = {}
-    for word, ids in found.items():
-        if len(word) <= WORD_CHARACTERS and _ends_word(word):
-            known[word] = ids
-    return known
+def _worth_keeping(found: dict[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    return {word: ids for word, ids in found.items() if len(word) <= WORD_CHARACTERS and _ends_word(word)}
 
 
 def _joined(words: list[str]) -> list[str]:
@@ -191,63 +238,57 @@ def _joined(words: list[str]) -> list[str]:
 
 
 class SegmentCache:
-    """The ids of texts' segments, the most recently used ones. Thread-safe."""
+    """The ids of texts' segments, the most recently used ones of each tenant. Thread-safe."""
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer | None,
-        encode: Callable[[list[str]], Sequence[Sequence[int]]],
+        encode: Callable[[list[str], str], Sequence[Sequence[int]]],
         most_bytes: int,
     ) -> None:
-        """`backend`: the tokenizer behind `encode`. None: a text is cached as a whole, and never cut."""
+        """`backend`: the tokenizer behind `encode`. None: a text is cached as a whole, and never cut. `encode` gets
+        segments and their tenant."""
         self._boundaries = boundaries_of(backend) if backend is not None else None
         self._encode = encode
         self._most_bytes = most_bytes
-        self._bytes = 0
-        self._known: OrderedDict[_Key, array[int]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known: TenantCache[_Key, array[int]] = TenantCache(most_bytes)
 
     def segments(self, text: str) -> list[str]:
         if self._boundaries is None:
             return [text]
-        pattern, cuts = self._boundaries
+        pattern, cuts, longest = self._boundaries
         starts = [
-            found.start() for found in pattern.finditer(text) if found.start() and found.group() in cuts
+            found.start()
+            for found in matches(pattern, text, longest)
+            if found.start() and found.group() in cuts
         ]
         return [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True)]
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def size(self) -> int:
+        """The bytes of all entries."""
+        return self._known.size
+
+    def encode(self, text: str, owner: CacheOwner = NO_OWNER) -> list[int]:
         # The first segment begins the text, where some tokenizers add a space.
         keys = [(i == 0, segment) for i, segment in enumerate(self.segments(text))]
-        parts: list[Sequence[int] | None] = []
-        with self._lock:
-            for key in keys:
-                found = self._known.get(key)
-                if found is not None:
-                    self._known.move_to_end(key)
-                parts.append(found)
+        parts: list[Sequence[int] | None] = [*self._known.get_all(owner, keys)]
         if None in parts:
             missing = [i for i, part in enumerate(parts) if part is None]
-            for i, ids in zip(missing, self._encode([keys[i][1] for i in missing]), strict=True):
+            made = self._encode([keys[i][1] for i in missing], owner.tenant)
+            for i, ids in zip(missing, made, strict=True):
                 parts[i] = ids
                 if len(keys[i][1]) >= LEAST_CHARACTERS:
-                    self._keep(keys[i], array("I", ids))
+                    self._keep(owner, keys[i], array("I", ids))
         together: list[int] = []
         for part in parts:
             together += part or ()
         return together
 
-    def _keep(self, key: _Key, ids: array[int]) -> None:
+    def _keep(self, owner: CacheOwner, key: _Key, ids: array[int]) -> None:
         size = _size(key, ids)
-        if size > self._most_bytes // 4:
-            return
-        with self._lock:
-            if key in self._known:
-                return
-            self._known[key] = ids
-            self._bytes += size
-            while self._bytes > self._most_bytes:
-                self._bytes -= _size(*self._known.popitem(last=False))
+        if size <= self._most_bytes // 4:
+            self._known.put(owner, key, ids, size)
 
 
 def _size(key: _Key, ids: array[int]) -> int:
@@ -397,7 +438,7 @@ class Tokenizer:
         self._wholes = self._segments
         if backend.num_special_tokens_to_add(is_pair=False):
             self._wholes = SegmentCache(
-                None, lambda texts: self._encode_all(texts, special=True), KEPT_BYTES // 4
+                None, lambda texts, tenant: self._encode_all(texts, special=True), KEPT_BYTES // 4
             )
         self._bytes: list[bytes] | None = None
         self._byte_tokens: dict[int, bytes] = {}  # of a tokenizer that is not byte-level
@@ -471,23 +512,23 @@ class Tokenizer:
         token."""
         return self._encode_all([text], special)[0]
 
-    async def encode_async(self, text: str, *, special: bool) -> list[int]:
-        """Encodes a text by the caches, a long one in a thread, so that other streams go on."""
+    async def encode_async(self, text: str, *, special: bool, owner: CacheOwner = NO_OWNER) -> list[int]:
+        """Encodes a text by the owner's caches, a long one in a thread, so that other streams go on."""
         known = self._wholes if special else self._segments
         if len(text) > INLINE_CHARACTERS:
-            return await asyncio.to_thread(known.encode, text)
-        return known.encode(text)
+            return await asyncio.to_thread(known.encode, text, owner)
+        return known.encode(text, owner)
 
     async def encode_all_async(self, texts: list[str], *, special: bool) -> list[list[int]]:
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return self._encode_all(texts, special)
         return await asyncio.to_thread(self._encode_all, texts, special)
 
-    def _encode_parts(self, parts: list[str]) -> list[list[int]]:
+    def _encode_parts(self, parts: list[str], tenant: str) -> list[list[int]]:
         words = self._words
         if words is None or max(map(len, parts)) > INLINE_CHARACTERS:
             return self._encode_all(parts, special=False)
-        return [words.encode(part) for part in parts]
+        return [words.encode(part, tenant) for part in parts]
 
     def _encode_all(self, texts: list[str], special: bool) -> list[list[int]]:
         # Always as a batch: the library's call for a single text holds the interpreter lock until it is done.

@@ -24,7 +24,7 @@ from tandem.cluster.vllm_flags import (
     StandingFlag,
     table,
 )
-from tandem.router.config import ReasoningName, ToolFormat
+from tandem.router.config import ReasoningName, ToolFormat, name_of_key
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md"
 
@@ -108,7 +108,8 @@ def test_a_flag_of_vllm_reaches_the_setting(arguments: list[str], expected: dict
 
 def test_api_keys_become_tenants() -> None:
     keys = config_of("--api-key", "one", "two").router.api_keys
-    assert [(key.name, key.key) for key in keys] == [("key-1", "one"), ("key-2", "two")]
+    assert [(key.name, key.key) for key in keys] == [(name_of_key("one"), "one"), (name_of_key("two"), "two")]
+    assert config_of("--api-key", "two").router.api_keys == keys[1:], "its name depends on no other key"
 
 
 @pytest.mark.parametrize(

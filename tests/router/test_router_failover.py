@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -227,11 +229,34 @@ def test_a_prefill_node_that_was_told_to_stop_ends_nothing(start_router: StartRo
     assert len(decode.submits) == 1
 
 
-def test_nodes_that_never_agree_kill_no_stream(start_router: StartRouter) -> None:
+def test_nodes_that_never_agree_end_a_stream_with_an_error_and_not_with_another_answers_rest(
+    start_router: StartRouter,
+) -> None:
     router = start_router(max_failovers=0)
     router.nodes["p0"].set(report_first_token_as=80)
+    decode = router.nodes["d0"]
+    decode.set(pause_at=0)
     with router.stream(max_tokens=COUNT, seed=9) as events:
-        assert events.text()[1:] == router.expected("the fox", COUNT, seed=9)[1:]
+        assert len(events.text(count=1)) == 1
+        decode.resume()
+        bodies = events.rest()
+    assert [body["error"]["code"] for body in bodies] == ["tokens_differ"]
+    assert router.metric("tandem_token_mismatches_total") == 1
+
+
+def test_nodes_that_never_agree_end_a_whole_answer_with_an_error(start_router: StartRouter) -> None:
+    router = start_router(max_failovers=0)
+    router.nodes["p0"].set(report_first_token_as=80)
+    decode = router.nodes["d0"]
+    decode.set(pause_at=0)
+    asked = Thread(target=lambda: answers.append(router.complete(max_tokens=COUNT, seed=9)))
+    answers: list[Any] = []
+    asked.start()
+    router.wait_for(lambda: router.metric("tandem_prompt_tokens_total") > 0, "the first token is here")
+    decode.resume()
+    asked.join(20)
+    assert answers[0].status_code == 502
+    assert answers[0].json()["error"]["code"] == "tokens_differ"
 
 
 def test_only_so_many_failovers(start_router: StartRouter) -> None:

@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 
 from tandem.router.config import Timeouts
+from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_answer, read_to_end
 
@@ -39,6 +40,13 @@ def test_a_body_that_ends_behind_its_answer_leaves_an_idle_connection(start_rout
         assert read_to_end(connection) == b""
 
 
+def with_long_context(start_router: StartRouter, timeouts: Timeouts) -> RunningRouter:
+    router = start_router(prefill=0, decode=0, timeouts=timeouts)
+    router.add("d", Role.DECODE, max_model_len=1_000_000)
+    router.wait_ready()
+    return router
+
+
 def unread(router: RunningRouter, data: bytes) -> None:
     with closing(connect(router, receive_buffer=4096)) as connection:
         connection.sendall(data)
@@ -49,19 +57,19 @@ def unread(router: RunningRouter, data: bytes) -> None:
 
 
 def test_a_last_answer_that_nobody_reads(start_router: StartRouter) -> None:
-    router = start_router(timeouts=Timeouts(slow_reader=0.3, keep_alive=1))
+    router = with_long_context(start_router, Timeouts(slow_reader=0.3, keep_alive=1))
     unread(router, post(MUCH, "/tokenize", content_length=str(len(MUCH)), connection="close"))
 
 
 def test_an_answer_behind_one_that_nobody_reads(start_router: StartRouter) -> None:
-    router = start_router(timeouts=Timeouts(slow_reader=0.3, keep_alive=1))
+    router = with_long_context(start_router, Timeouts(slow_reader=0.3, keep_alive=1))
     unread(router, post(MUCH, "/tokenize", content_length=str(len(MUCH))) + HEALTH)
 
 
 @pytest.mark.slow
 def test_who_reads_slowly_is_not_cut_off(start_router: StartRouter) -> None:
     """Slow: the answer takes several times as long as a client may go without taking any of it."""
-    router = start_router(timeouts=Timeouts(slow_reader=2.0, keep_alive=30))
+    router = with_long_context(start_router, Timeouts(slow_reader=2.0, keep_alive=30))
     with closing(connect(router, receive_buffer=16384)) as connection:
         connection.sendall(post(MUCH, "/tokenize", content_length=str(len(MUCH)), connection="close"))
         size = 0

@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from tandem.router.config import ApiKey, RouterConfig, TracingConfig
+from tandem.router.config import ApiKey, RouterConfig, TracingConfig, name_of_key
 from tandem.router.keys import DEFAULT_ANSWER, KeyRing, QuotaExceeded, Tenant, load_keys
 from tandem.wire.errors import ConfigurationError
 from tests.router.conftest import RunningRouter, StartRouter
@@ -112,6 +113,7 @@ def test_quotas(start_router: StartRouter) -> None:
     assert ask(router, "secret-b").status_code == 200
 
 
+SECRET = " ".join(f"word{index}" for index in range(40))
 TEXT_REQUESTS = {"/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [5]}}
 
 
@@ -305,6 +307,38 @@ def test_a_tenant_sees_its_own_traces_and_an_operator_all(start_router: StartRou
     assert [status(key, names["key-b"][0]) for key in ("key-a", "key-b", "key-op")] == [404, 200, 200]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": SECRET}),
+        ("/v1/completions", {"prompt": SECRET, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": SECRET}]}),
+    ],
+)
+def test_what_one_key_asked_is_tokenized_anew_for_another(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    router = start_router(api_keys=(ApiKey("alice", "key-a"), ApiKey("bob", "key-b")))
+    tokenizer = router.server.services.model.tokenizer
+    asked: list[int] = []
+    encode_all = tokenizer._encode_all
+
+    def counted(texts: list[str], special: bool) -> list[list[int]]:
+        asked.append(sum(map(len, texts)))
+        return encode_all(texts, special)
+
+    monkeypatch.setattr(tokenizer, "_encode_all", counted)
+    work: list[int] = []
+    for key in ("key-a", "key-a", "key-b", "key-b"):
+        asked.clear()
+        headers = {"authorization": f"Bearer {key}"}
+        assert router.client.post(path, json=body, headers=headers).status_code == 200
+        work.append(sum(asked))
+    assert work[0] == work[2] >= 64
+    assert work[1] == work[3] < 64
+
+
 def test_keys_from_a_file(tmp_path: Path) -> None:
     plain = tmp_path / "keys"
     plain.write_text("# ours\nfirst\n\nsecond\n")
@@ -359,6 +393,52 @@ def test_a_key_that_cannot_be_meant(key: ApiKey, sentence: str) -> None:
     assert "schl" not in str(refused.value)
 
 
-def test_one_key_for_two_tenants_is_a_mistake() -> None:
-    with pytest.raises(ConfigurationError, match="same key"):
-        KeyRing([ApiKey("a", "k"), ApiKey("b", "k")], Clock())
+def one_name_twice(kind: str, folder: Path) -> tuple[tuple[ApiKey, ...], str | None, tuple[str, str]]:
+    """Returns keys, a file, and the two places that an error must name."""
+    alice, file = ApiKey("alice", "one"), str(folder / "keys")
+    listed = [{"name": "alice", "key": "two"}]
+    if kind == "settings":
+        return (alice, ApiKey("bob", "x"), ApiKey("alice", "two")), None, ("api_keys[0]", "api_keys[2]")
+    if kind == "settings and list":
+        Path(file).write_text(json.dumps(listed))
+        return (alice,), file, ("router.api_keys[0]", f"router.api_keys_file {file}[0]")
+    if kind == "list":
+        Path(file).write_text(json.dumps([*listed, {"name": "alice", "key": "three"}]))
+        return (), file, (f"{file}[0]", f"{file}[1]")
+    Path(file).write_text("# ours\nx\n")
+    named_alike = ApiKey(name_of_key("x"), "one")
+    return (named_alike,), file, ("router.api_keys[0]", f"router.api_keys_file {file}, line 2")
+
+
+@pytest.mark.parametrize("kind", ["settings", "settings and list", "list", "settings and lines"])
+def test_two_keys_of_one_name_are_refused_at_start_by_every_door(kind: str, tmp_path: Path) -> None:
+    keys, file, places = one_name_twice(kind, tmp_path)
+
+    def start() -> None:
+        config = RouterConfig(tokenizer_path="x", model_name="x", api_keys=keys, api_keys_file=file)
+        load_keys(config.api_keys, config.api_keys_file)
+
+    with pytest.raises(ConfigurationError, match="have the same name") as refused:
+        start()
+    assert all(place in str(refused.value) for place in places)
+
+
+def test_one_key_for_two_tenants_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"api_keys\[0\] and router.api_keys\[1\] are the same key"):
+        RouterConfig(tokenizer_path="x", model_name="x", api_keys=(ApiKey("a", "k"), ApiKey("b", "k")))
+    file = tmp_path / "keys"
+    file.write_text("secret\nother\nsecret\n")
+    with pytest.raises(ConfigurationError, match=r"line 1 and .*line 3 are the same key") as refused:
+        load_keys([], str(file))
+    assert "secret" not in str(refused.value)
+
+
+def test_a_key_without_a_name_keeps_its_name_when_one_before_it_goes(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("first\nsecond\nthird\n")
+    before = {key.key: key.name for key in load_keys([], str(file))}
+    file.write_text("third\nsecond\n")
+    after = {key.key: key.name for key in load_keys([], str(file))}
+    assert after == {key: before[key] for key in ("third", "second")}
+    assert len(set(before.values())) == 3
+    assert not any(key in name for key, name in before.items())

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
+<<<<<<< HEAD
 from types import SimpleNamespace
+=======
+from contextlib import closing
+from typing import Any
+>>>>>>> wt-text
 
 import msgspec
 import pytest
 
-from tandem.router.config import Limits
+from tandem.router.config import Limits, Timeouts
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import KeptMemory, without_payload
 from tandem.router.http.call import HttpCall
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.wire.errors import InvalidRequest, Overloaded
-from tests.router.conftest import StartRouter
+from tandem.wire.nodes import Role
+from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.raw_http import connect, post, read_to_end
 
 
 def test_shares_are_given_back() -> None:
@@ -130,6 +138,40 @@ def test_of_answers_that_grow_too_large_the_largest_is_ended(start_router: Start
             last = wide.rest()[-1]
         assert last["error"]["code"] == "overloaded"
     assert router.complete(max_tokens=3).status_code == 200
+
+
+def with_long_context(start_router: StartRouter, **settings: Any) -> RunningRouter:
+    router = start_router(prefill=0, decode=0, **settings)
+    router.add("d", Role.DECODE, max_model_len=8_000_000)
+    router.wait_ready()
+    return router
+
+
+def test_the_tokens_of_a_tokenized_prompt_count_like_those_of_a_running_request(
+    start_router: StartRouter,
+) -> None:
+    router = with_long_context(start_router, limits=Limits(kept_bytes=1 << 20))
+    refused = router.client.post("/tokenize", json={"prompt": "\U0001f9ff" * 20_000})
+    assert refused.status_code == 400
+    assert "router.limits.kept_bytes" in refused.json()["error"]["message"]
+    assert router.client.post("/tokenize", json={"prompt": "\U0001f9ff" * 20}).status_code == 200
+    router.wait_for(lambda: router.server.services.kept.held == 0, "it is given back")
+
+
+@pytest.mark.slow
+def test_a_tokenized_prompt_counts_until_its_answer_was_read_and_no_longer_than_a_request_may_last(
+    start_router: StartRouter,
+) -> None:
+    """Slow: the answer must be larger than what the sockets hold, and the request lasts as long as it may."""
+    router = with_long_context(start_router, timeouts=Timeouts(total=5.0, slow_reader=600))
+    kept = router.server.services.kept
+    body = json.dumps({"prompt": "jq" * 300_000, "return_token_strs": True}).encode()
+    with closing(connect(router, receive_buffer=4096)) as connection:
+        connection.settimeout(20)
+        connection.sendall(post(body, "/tokenize", content_length=str(len(body))))
+        router.wait_for(lambda: kept.held > 1_000_000, "its answer is being sent")
+        router.wait_for(lambda: kept.held == 0, "it is cut off")
+        assert not read_to_end(connection).endswith(b"0\r\n\r\n")
 
 
 @pytest.fixture

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections import OrderedDict
+from itertools import islice
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.router.config import ApiKey, Heartbeat, Limits
+from tandem.router.responses.response_store import ResponseStore, StoredResponse, StoreFull
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import WireError
 from tests.router.conftest import RunningRouter, StartRouter
@@ -230,3 +236,66 @@ def test_what_is_wrong_is_named(router: RunningRouter, fields: dict[str, Any], p
     assert answer.status_code in (400, 404)
     assert answer.json()["error"]["param"] == param
     router.wait_for(router.idle, "nothing was begun")
+
+
+def stored(index: int, text: str = "x" * 100, **body: Any) -> StoredResponse:
+    shown = {"id": f"resp_{index}", "status": "in_progress", "output": [], "text": text, **body}
+    return StoredResponse(shown, "alice", [], keeps_events=False)
+
+
+class Untraversable(OrderedDict[str, StoredResponse]):
+    """Refuses to be walked through to its end, however that is done."""
+
+    def values(self) -> Any:
+        yield from islice(super().values(), 1)
+        raise AssertionError("the store walks through all that it keeps")
+
+    def items(self) -> Any:
+        raise AssertionError("the store walks through all that it keeps")
+
+
+def test_a_response_costs_the_same_beside_many_others() -> None:
+    each = stored(1_000_000).size
+    store = ResponseStore(1000 * each + each // 2)
+    for index in range(1000):
+        one = stored(1_000_000 + index)
+        store.add(one)
+        one.end()
+    store._ended = Untraversable(store._ended)
+    first = store.find("resp_1000000", "alice")
+    assert first is not None
+    for index in range(2, 5):
+        one = stored(1_000_000 + 1000 * index)
+        store.add(one)
+        one.add([b"e" * 50])
+        one.end()
+        store.settle()
+        assert store.size <= 1000 * each + each // 2
+    assert store.find("resp_1000000", "alice") is first, "what was used last stays longest"
+    assert store.find("resp_1000001", "alice") is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("adegs"), st.integers(0, 5), st.integers(0, 300)), max_size=40))
+def test_the_stores_size_is_that_of_what_it_keeps(steps: list[tuple[str, int, int]]) -> None:
+    store = ResponseStore(2000)
+    kept: dict[str, StoredResponse] = {}
+    for what, index, size in steps:
+        one = kept.get(f"resp_{index}")
+        if what == "a":
+            kept[f"resp_{index}"] = one = stored(index, "y" * size)
+            with contextlib.suppress(StoreFull):
+                store.add(one)
+        elif one is None:
+            continue
+        elif what == "d":
+            store.drop(one)
+        elif what == "e":
+            one.end()
+        elif what == "g":
+            one.add([b"g" * size])
+        else:
+            store.settle()
+        left = [*store._running.values(), *store._ended.values()]
+        assert store.size == sum(response.size for response in left)
+        assert all(response.store is store for response in left)
+        assert not any(response.ended for response in store._running.values())

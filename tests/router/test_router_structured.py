@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tandem.router.config import Heartbeat, ToolFormat
 from tandem.router.openai import sampling
+from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
@@ -332,13 +333,17 @@ def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytes
         checked.append(text)
         assert loop_went_on.wait(10), "the event loop waited for it"
 
+    owner = CacheOwner("alice", "alice")
+
     async def scenario() -> None:
-        check = asyncio.create_task(sampling.check_grammar("start: /once/", "p"))
+        check = asyncio.create_task(sampling.check_grammar("start: /once/", "p", owner))
         await asyncio.sleep(0)
         loop_went_on.set()
         await check
-        await sampling.check_grammar("start: /once/", "p")
+        await sampling.check_grammar("start: /once/", "p", owner)
 
     monkeypatch.setattr(sampling, "_problem", slow)
     asyncio.run(scenario())
     assert checked == ["start: /once/"]
+    asyncio.run(sampling.check_grammar("start: /once/", "p", CacheOwner("bob", "bob")))
+    assert len(checked) == 2, "another tenant's check tells nothing"

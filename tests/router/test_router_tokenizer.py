@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tandem.router.text.tenant_cache import CacheOwner, TenantCache
 from tandem.router.text.tokenizer import (
     _PATTERNS,
     INLINE_CHARACTERS,
@@ -89,7 +90,7 @@ def test_the_ids_are_those_of_the_whole_text(
     kind: str, normalizer: str, strips: bool, texts: list[str]
 ) -> None:
     made = backend(kind, normalizer, strips)
-    known = SegmentCache(made, lambda parts: whole(made, parts), 1 << 20)
+    known = SegmentCache(made, lambda parts, _: whole(made, parts), 1 << 20)
     for text in [*texts, *texts, "".join(texts)]:  # cold, known, and a later turn
         assert "".join(known.segments(text)) == text
         assert known.encode(text) == whole(made, [text])[0]
@@ -99,7 +100,7 @@ def test_only_what_is_new_is_tokenized() -> None:
     made = backend("byte level", "none", False)
     asked: list[str] = []
 
-    def encode(texts: list[str]) -> list[list[int]]:
+    def encode(texts: list[str], tenant: str) -> list[list[int]]:
         asked.extend(texts)
         return whole(made, texts)
 
@@ -113,12 +114,45 @@ def test_only_what_is_new_is_tokenized() -> None:
 
 def test_it_keeps_no_more_than_it_may() -> None:
     made = backend("byte level", "none", False)
-    known = SegmentCache(made, lambda texts: whole(made, texts), 10_000)
+    known = SegmentCache(made, lambda texts, _: whole(made, texts), 10_000)
     for index in range(50):
         known.encode(f"a<|start|>{index} {'fox ' * 100}<|start|>b")
-    assert 0 < known._bytes <= 10_000
+    assert 0 < known.size <= 10_000
     known.encode(f"a<|start|>{'fox ' * 10_000}<|start|>b")
-    assert 0 < known._bytes <= 10_000
+    assert 0 < known.size <= 10_000
+
+
+ALICE, BOB = CacheOwner("alice", "alice"), CacheOwner("bob", "bob")
+
+
+def test_what_one_tenant_asked_is_known_to_no_other() -> None:
+    made = backend("byte level", "none", False)
+    asked: list[tuple[str, int]] = []
+
+    def encode(texts: list[str], tenant: str) -> list[list[int]]:
+        asked.append((tenant, len(texts)))
+        return whole(made, texts)
+
+    known = SegmentCache(made, encode, 1 << 20)
+    text = "the fox " * LEAST_CHARACTERS
+    salted = ALICE._replace(salt="alice/of her own")
+    for owner in (ALICE, ALICE, BOB, salted, BOB, ALICE, salted):
+        assert known.encode(text, owner) == whole(made, [text])[0]
+    assert asked == [("alice", 1), ("bob", 1), ("alice", 1)]
+
+
+def test_no_tenant_pushes_out_what_another_with_less_has() -> None:
+    cache: TenantCache[int, str] = TenantCache(100)
+    for key in range(3):
+        cache.put(BOB, key, "bob's", 10)
+    for key in range(1000):
+        cache.put(ALICE._replace(salt=str(key)), key, "alice's", 7)
+        assert cache.size <= 100
+    assert [cache.get(BOB, key) for key in range(3)] == ["bob's"] * 3
+    assert cache.get(ALICE._replace(salt="999"), 999) == "alice's"
+    for key in range(1000):
+        cache.put(CacheOwner(str(key), ""), key, "a stranger's", 1)
+    assert cache.size <= 100, "also for tenants without end"
 
 
 def test_a_word_of_its_own_forbids_every_cut() -> None:
@@ -126,7 +160,7 @@ def test_a_word_of_its_own_forbids_every_cut() -> None:
     made.add_tokens(
         [AddedToken("<|start|>", special=True, normalized=False), AddedToken("yes", single_word=True)]
     )
-    known = SegmentCache(made, lambda texts: whole(made, texts), 1 << 20)
+    known = SegmentCache(made, lambda texts, _: whole(made, texts), 1 << 20)
     assert known.segments("a<|start|>b") == ["a<|start|>b"]
 
 
@@ -141,7 +175,7 @@ def test_the_tokenizer_does_so_with_long_prompts(tokenizer: Tokenizer) -> None:
     assert len(text) > INLINE_CHARACTERS
     for _ in range(2):
         assert asyncio.run(_encoded(tokenizer, text)) == tokenizer.encode(text, special=False)
-    assert tokenizer._segments._bytes > 0
+    assert tokenizer._segments.size > 0
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -150,14 +184,14 @@ def test_a_short_prompt_that_was_tokenized_is_not_again(tokenizer: Tokenizer, sp
 
     text = f"a prompt that is asked twice, and {special} {'the fox ' * 20}"
     known = tokenizer._wholes if special else tokenizer._segments
-    before = known._bytes
+    before = known.size
     first, again = [asyncio.run(tokenizer.encode_async(text, special=special)) for _ in range(2)]
     assert first == again == tokenizer.encode(text, special=special)
     assert first is not again, "each request has a list of its own"
-    kept = known._bytes
+    kept = known.size
     assert kept > before
     asyncio.run(tokenizer.encode_async(text, special=special))
-    assert known._bytes == kept
+    assert known.size == kept
 
 
 # --- words
@@ -237,13 +271,41 @@ def test_words_that_came_before_are_not_tokenized_again() -> None:
     assert asked == ["the", " sleeps,", " the", " one"]
 
 
+def test_words_of_one_tenant_are_new_from_another() -> None:
+    made = kept_by_words()[0]
+    asked: list[str] = []
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        asked.extend(texts)
+        return whole(made, texts)
+
+    known = WordCache(encode)
+    known.encode("the lazy fox", "alice")
+    asked.clear()
+    known.encode("the lazy fox", "bob")
+    assert asked == ["the", " lazy", " fox"]
+    asked.clear()
+    known.encode("the lazy fox", "alice")
+    assert asked == []
+
+
+def test_the_tenant_with_most_words_forgets_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.router.text.tokenizer.MOST_WORDS", 20)
+    made = kept_by_words()[0]
+    known = WordCache(lambda words: whole(made, words))
+    known.encode("the lazy fox", "bob")
+    for index in range(40):
+        known.encode(f"the fox{index} jumps", "alice")
+    assert known._known["bob"].size == 3
+
+
 def test_a_text_of_new_words_is_tokenized_as_a_whole_and_some_of_them_are_learned() -> None:
     made = kept_by_words()[0]
     known = WordCache(lambda words: whole(made, words))
     text = "the " + " ".join(f"word{index}" for index in range(3 * MOST_NEW_WORDS))
     for kept in (1, 2, 3):
         assert known.encode(text) == whole(made, [text])[0]
-        assert len(known._ids) == kept * MOST_NEW_WORDS
+        assert len(known._known[""].ids) == kept * MOST_NEW_WORDS
 
 
 def test_words_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +315,7 @@ def test_words_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyP
     for index in range(30):
         text = f"a fox{index} and a dog{index} jump"
         assert known.encode(text) == whole(made, [text])[0]
-        assert max(len(known._ids), len(known._first_ids)) <= 20
+        assert known._size == sum(words.size for words in known._known.values()) <= 20
 
 
 @pytest.mark.parametrize(
