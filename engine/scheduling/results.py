@@ -134,7 +134,7 @@ class ModelResults:
             # `end` asks the connector about its blocks, which must not count as computed.
             leave_steps(state, request)
             request.num_computed_tokens = 0
-        self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
+        self._lifecycle.end(request, RequestStatus.FINISHED_ERROR, error)
         return failure_of(request, error)
 
     def _end(self, request: Request, status: RequestStatus, update: TokenChunk) -> None:

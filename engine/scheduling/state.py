@@ -70,6 +70,7 @@ class Totals(ResidencyTotals):
     pins_met: int = 0  # pinned turns whose next turn came in time and continued them
     pins_ended: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
     model_errors: int = 0  # requests that failed because their logits were not finite
+    client_errors: int = 0  # failed requests that their clients' input, deadline or cancellation explains
 
     def step_of(self, num_tokens: int, steps: int = 1) -> None:
         self.step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += steps
