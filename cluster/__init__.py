@@ -8,7 +8,7 @@
                   settings a running cluster can change
     control, launcher, events   the contracts between the packages below; tasks, saving: helpers that several of them
                   need; api_client: how a command calls a router; admin: what operators may do to a running cluster, one
-                  table for the command and the HTTP API
+                  table for the command and the HTTP API; over_http: what only the command may do
     pools/        keeps every pool as configured: controller, placement, supervision, scaling. Knows no Ray
     on_ray/       implements the contracts on Ray: machines, processes, kept state, and the controller as an actor
     static_hosts/ makes pools of machines that exist already, for `ray up`

@@ -222,6 +222,20 @@ class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "environment variables of the controller's process, such as `{PYTHONPATH: /shared/tandem-0.2.0}`; no secrets: Ray shows them"
         ),
     ] = {}
+    admin_folders: Annotated[
+        list[str],
+        about(
+            "folders in which models, adapters and files may lie that an operator names over HTTP; what lies elsewhere is named on a "
+            "machine of the cluster"
+        ),
+    ] = []
+    admin_may_run_code: Annotated[
+        bool,
+        about(
+            "**an operator's HTTP key then equals a shell on every machine**: it may set environments, modules and any path "
+            "([security](security.md#keys-of-clients))"
+        ),
+    ] = False
     start_s: Annotated[
         Seconds,
         about("seconds for a controller with another environment to serve, before the old one comes back"),

@@ -22,7 +22,7 @@ _SOURCES = Path(__file__).parent
 _NAME = "libtandem_native.so"
 _STAMP = "sources"
 _SHIPPED = _SOURCES / "compiled"  # in a wheel that contains the library
-_TIMEOUT_S = 180.0  # for one compiler run
+_TIMEOUT_S = 1800.0  # for one compiler run: minutes where many processes share few cores
 
 # No -march=native: machines of different kinds may share the file system. Each unit is compiled for its instruction set, and the
 # library asks the processor which one to use. NaN and infinity keep their meaning (no -ffast-math).
@@ -128,19 +128,27 @@ def _fingerprint(compiler: str) -> str:
 def _compile(compiler: str, library: Path) -> None:
     log.info("compiling the native library (once for this machine)")
     started = time.monotonic()
+    finished = (
+        library.parent / "objects"
+    )  # of a process that was ended while it compiled: the next one goes on
+    finished.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         sources = _sources(".cpp")[::-1]  # the units take longest, so they come first
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        objects = [finished / f"{source.stem}.o" for source in sources]
 
         def compile_one(source: Path, target: Path) -> None:
             unit = _UNIT_FLAGS.get(source.name, []) if platform.machine().lower() in _X86 else []
-            _run([compiler, *_FLAGS, *unit, "-c", str(source), "-o", str(target)])
+            if not target.exists():
+                made = Path(folder) / target.name
+                _run([compiler, *_FLAGS, *unit, "-c", str(source), "-o", str(made)])
+                made.replace(target)
 
         with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
             list(pool.map(compile_one, sources, objects))
         linked = Path(folder) / _NAME
         _run([compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
         linked.replace(library)  # atomic
+    shutil.rmtree(finished, ignore_errors=True)
     log.info("compiled the native library in %.1f s: %s", time.monotonic() - started, library)
 
 

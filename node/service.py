@@ -430,7 +430,9 @@ class NodeService:
         if ready.error is None:
             self._engine.scheduler.wake(ready.request_id)
         elif (live := self._live.end(ready.request_id)) is not None:
-            self._engine.scheduler.finish_requests([ready.request_id], RequestStatus.FINISHED_ERROR)
+            self._engine.scheduler.finish_requests(
+                [ready.request_id], RequestStatus.FINISHED_ERROR, ready.error
+            )
             self._kept.end(ready.request_id, ready.error)
             self._refuse(live.submit, ready.error)
             self._end_traces([ready.request_id])

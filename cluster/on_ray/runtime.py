@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from tandem.cluster.config import DEFAULT_NAME
+from tandem.cluster.on_ray.auth_token import keep_private, make_private_token
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 
 NAMESPACE = "tandem"  # Ray's namespace of the deployment with the default name
@@ -94,6 +95,7 @@ def start_ray() -> Path:
     ray = import_ray()
 
     try:
+        make_private_token()
         with _fork_groups:
             context = ray.init(
                 address="local",  # ignores RAY_ADDRESS
@@ -157,6 +159,7 @@ def connect_to_ray(address: str) -> None:
     if address == AUTO:
         address = _address_here()
     check_reachable(address)
+    keep_private()
     try:
         ray.init(
             address=address,

@@ -20,6 +20,7 @@ from tandem.cluster.config import ClusterTimeouts, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView, Control, ExchangeView
 from tandem.cluster.events import Events, LoggedEvents
 from tandem.cluster.launcher import StateStore
+from tandem.cluster.over_http import check_adapters, check_config
 from tandem.cluster.pools.event_log import EventLog, LoggedEvent
 from tandem.cluster.tasks import Clock, cancel
 from tandem.wire.errors import InternalError, TandemError, Unavailable, WireError
@@ -114,7 +115,7 @@ class Platform(Protocol):
 
 
 class _OperatorControl:
-    """The cluster as `cluster.admin.act` calls it for an operator's HTTP request."""
+    """The cluster as `cluster.admin.act` calls it for an operator's HTTP request, which may not change everything."""
 
     def __init__(
         self,
@@ -144,6 +145,9 @@ class _OperatorControl:
     async def adapters(
         self, load: Mapping[str, str], unload: Sequence[str], timeout_s: float
     ) -> dict[str, str]:
+        if load:
+            running = await self._control.configuration()
+            check_adapters(running.controller, await self._control.adapters({}, []), load)
         changing = self._control.adapters(load, unload)
         return await self._clock.within(timeout_s, changing, "changing the adapters")
 
@@ -151,6 +155,7 @@ class _OperatorControl:
         return await self._view()
 
     async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
+        check_config(await self._control.configuration(), config, dry_run=dry_run)
         return await self._apply(config, dry_run)
 
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -27,7 +28,7 @@ from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
-from tandem.wire.nodes import NodeInfo, RouterInfo
+from tandem.wire.nodes import NodeInfo, Role, RouterInfo
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,20 @@ T = TypeVar("T")
 
 _DECISIONS_KEPT = 20
 _LOOK_AGAIN_S = 5.0  # how often the machines are looked at without an announced change
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    """The configurations of a recorded state, with their models fixed."""
+
+    config: TandemConfig  # as the operator wants it
+    fixed: TandemConfig  # for what starts from now on
+    by_revision: dict[int, TandemConfig]
+    commit: str  # of the current revision's model, "" if it has none
+
+
+def _at_commit(state: ClusterState, commit: str) -> ClusterState:
+    return msgspec.structs.replace(state, revision=msgspec.structs.replace(state.revision, commit=commit))
 
 
 class Reconciler:
@@ -133,17 +148,18 @@ class Reconciler:
     async def _fix_the_model(self) -> None:
         """Replaces the model's name on the hub by the commit for which it stands now, so that every node loads the same, however late
         it starts. Requires `writing`."""
-        commit = await self._use_kept()
-        if commit:
-            revision = msgspec.structs.replace(self.state.revision, commit=commit)
-            await self.keep(msgspec.structs.replace(self.state, revision=revision))
-            self.note(f"serves {self.config.model.path} at commit {commit}")
+        resolved = await self._resolve(self.state)
+        self._use(resolved)
+        if resolved.commit:
+            await self.keep(_at_commit(self.state, resolved.commit))
+            self.note(f"serves {self.config.model.path} at commit {resolved.commit}")
 
-    async def _use_kept(self) -> str:
-        """Uses the recorded configuration from now on. Returns the commit of its model, "" if it has none."""
-        revision, rollout = self.state.revision, self.state.rollout
-        self.config = self._in_this_process(revision.config or self._given)
-        fixed, commit = await self._fix_model(self.config, revision.commit)
+    async def _resolve(self, kept: ClusterState) -> _Resolved:
+        """Returns the configurations that this state names, each with its model fixed. Whatever can fail about a configuration fails
+        here: call it before the state is recorded."""
+        revision, rollout = kept.revision, kept.rollout
+        config = self._in_this_process(revision.config or self._given)
+        fixed, commit = await self._fix_model(config, revision.commit)
         configs = {revision.number: fixed}
         if rollout is not None:
             before = rollout.before
@@ -153,9 +169,19 @@ class Reconciler:
                 path = configs[before.number].router.tokenizer_path
                 router = msgspec.structs.replace(fixed.router, tokenizer_path=path)
                 fixed = msgspec.structs.replace(fixed, router=router)
-        self.fleet.use(fixed, configs)
+        return _Resolved(config, fixed, configs, commit)
+
+    def _use(self, resolved: _Resolved) -> None:
+        """Uses the recorded configuration from now on."""
+        self.config = resolved.config
+        self.fleet.use(resolved.fixed, resolved.by_revision)
         self.on_config(self.config)
-        return commit
+
+    async def _keep_and_use(self, new: ClusterState) -> None:
+        """Records a state with another configuration and uses it, or raises and changes nothing. Requires `writing`."""
+        resolved = await self._resolve(new)
+        await self.keep(_at_commit(new, resolved.commit))
+        self._use(resolved)
 
     def _in_this_process(self, config: TandemConfig) -> TandemConfig:
         """Returns the configuration with the environment that this process has as the controller's."""
@@ -383,30 +409,27 @@ class Reconciler:
 
     # --- another configuration
 
-    async def apply(self, config: TandemConfig, *, nodes: bool, routers: bool) -> None:
-        """Records a new configuration and starts to roll it out. Requires `writing`. `nodes` and `routers` say which of them read a
-        changed setting at their start, and so are replaced one by one."""
-        _, commit = await self._fix_model(
-            config, "" if nodes and config.model != self.config.model else self.state.revision.commit
-        )
+    async def apply(
+        self, config: TandemConfig, sizes: Mapping[Role, int | None], *, nodes: bool, routers: bool
+    ) -> None:
+        """Records a new configuration with the pools' new sizes and starts to roll it out. If it raises, nothing has changed. Requires
+        `writing`. `nodes` and `routers` say which of them read a changed setting at their start, and so are replaced one by one."""
+        sized, revision = self.state.with_sizes(sizes), self.state.revision
         if nodes or routers:
+            commit = "" if nodes and config.model != self.config.model else revision.commit
             stays = config.model.adapters == self.config.model.adapters
-            adapters = self.state.revision.adapters if stays else None
-            new = self.state.beginning(config, commit, time.time(), adapters, nodes=nodes, routers=routers)
+            adapters = revision.adapters if stays else None
+            new = sized.beginning(config, commit, time.time(), adapters, nodes=nodes, routers=routers)
         else:
-            new = msgspec.structs.replace(
-                self.state, revision=msgspec.structs.replace(self.state.revision, config=config)
-            )
-        await self.keep(new)
-        await self._use_kept()
+            new = msgspec.structs.replace(sized, revision=msgspec.structs.replace(revision, config=config))
+        await self._keep_and_use(new)
         if nodes or routers:
             self._begin_rollout("begins")
         self.wake()
 
     async def go_back(self, why: str) -> None:
         """Starts to take back the rollout. Requires `writing`."""
-        await self.keep(self.state.going_back(why))
-        await self._use_kept()
+        await self._keep_and_use(self.state.going_back(why))
         self.note(f"the rollout is taken back: {why}")
         self.wake()
 
@@ -455,8 +478,7 @@ class Reconciler:
                     await self.go_back(why)
                 case rollout.RolloutEnd():
                     back = self.state.rollout.going_back
-                    await self.keep(msgspec.structs.replace(self.state, rollout=None))
-                    await self._use_kept()
+                    await self._keep_and_use(msgspec.structs.replace(self.state, rollout=None))
                     self.note(f"the rollout was taken back: {back}" if back else "the rollout is done")
                 case rollout.Wait():
                     pass

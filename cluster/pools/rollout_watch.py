@@ -15,7 +15,7 @@ from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase
 from tandem.cluster.tasks import Clock
 from tandem.wire.nodes import Role
 
-# A new node or router has failed when it has this many errors and they are more than this share of its finished requests.
+# A new node or router has failed when it has this many errors of its own and they are more than this share of its finished requests.
 LEAST_ERRORS, MOST_ERRORS = 3, 0.05
 
 
@@ -102,10 +102,14 @@ def _why_failed(node: NodeSupervisor) -> str:
     """Returns why a new node has failed; "" if it has not."""
     if node.phase is ProcessPhase.LEFT_OUT or node.restarts >= MAX_START_FAILURES:
         return f"it is {node.phase.value}: {node.detail}"
-    finished = node.status.totals.requests_finished if node.status is not None else {}
-    errors = finished.get("error", 0)
-    if _too_many(errors, sum(finished.values())):
-        return f"{errors} of its {sum(finished.values())} requests ended with an error"
+    if node.status is None:
+        return ""
+    totals = node.status.totals
+    finished = sum(totals.requests_finished.values())
+    # An older node counts no clients' errors apart, so there all count.
+    errors = totals.requests_finished.get("error", 0) - totals.client_errors
+    if _too_many(errors, finished):
+        return f"{errors} of its {finished} requests ended with an error of its own"
     return ""
 
 

@@ -48,9 +48,15 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
     def url(self) -> str:
         return self.info.url if self.info is not None else ""
 
+    @property
+    def _may_have_the_socket(self) -> bool:
+        """Whether it serves, or an earlier controller recorded that it did and this one has not reached it yet."""
+        return self.serves or (self.phase is ProcessPhase.STARTING and self.info is not None)
+
     def _launch(self) -> RouterHandle:
-        there = [other for other in self._beside() if other.serves and other.info is not None]
-        there.sort(key=lambda other: _address(other.config) != _address(self.config))
+        # A door whose router has gone is no harm: the new router then opens the socket itself.
+        there = [other for other in self._beside() if other._may_have_the_socket]
+        there.sort(key=lambda other: (_address(other.config) != _address(self.config), not other.serves))
         doors = [other.info.door for other in there if other.info is not None]
         return self._context.launcher.launch_router(
             self.name, self.config, self.host, doors[0] if doors else ""

@@ -9,13 +9,22 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.pins import Pins
 from tandem.engine.scheduling.state import SchedulerState, leave_steps
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import ContextLengthExceeded, InternalError, InvalidRequest, TandemError
+from tandem.wire.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    RequestError,
+    TandemError,
+)
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import TokenChunk
 
 # A request that was preempted more often than this loads no KV and computes its tokens. Otherwise two requests in a small pool
 # could preempt each other forever: each loads its KV into the blocks that the other needs.
 MOST_LOADED = 3
+_OF_CLIENTS = (RequestError, DeadlineExceeded, Cancelled)  # errors that say nothing about this node
 ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -158,8 +167,10 @@ class Lifecycle:
         state.waiting.lost_blocks(holder)
         return True
 
-    def finish_all(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
-        """Ends unfinished requests in any status; returns the ids of those that were found."""
+    def finish_all(
+        self, request_ids: Iterable[str], status: RequestStatus, error: TandemError | None = None
+    ) -> list[str]:
+        """Ends unfinished requests in any status; returns the ids of those that were found. `error` is why they failed."""
         state = self._state
         found = [
             request
@@ -171,13 +182,13 @@ class Lifecycle:
             state.running = [request for request in state.running if request.request_id not in running]
         for request in found:
             was_running = request.status is RequestStatus.RUNNING
-            self.end(request, status)
+            self.end(request, status, error)
             if not was_running:
                 state.waiting.remove(request)
         return [request.request_id for request in found]
 
-    def end(self, request: Request, status: RequestStatus) -> None:
-        """Ends a request; every request ends here. The caller removes it from `running` or `waiting`.
+    def end(self, request: Request, status: RequestStatus, error: TandemError | None = None) -> None:
+        """Ends a request; every request ends here. The caller removes it from `running` or `waiting`. `error` is why it failed.
 
         The request owns its blocks until the connector has been asked. If the connector still needs them, the request is held
         and `release` frees them later; otherwise they are freed, or pinned, now.
@@ -200,6 +211,7 @@ class Lifecycle:
         if (reason := request.finish_reason) is not None:
             finished = state.totals.requests_finished
             finished[reason.value] = finished.get(reason.value, 0) + 1
+            state.totals.client_errors += isinstance(error, _OF_CLIENTS)
         if state.connector is not None:
             state.cache.drop_skipped_blocks(request)
             if state.connector.request_finished(request, state.cache.block_ids(request_id)):

@@ -143,7 +143,7 @@ class ModelResults:
         if isinstance(error, InvalidLogits | InvalidImage | Unavailable):
             self._state.totals.model_errors += isinstance(error, InvalidLogits)
             self._distrust(request, void)
-        self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
+        self._lifecycle.end(request, RequestStatus.FINISHED_ERROR, error)
         if self._state.encoded is not None and request.has_images and not isinstance(error, RequestError):
             # The next request with these images tries to encode them again.
             self._state.encoded.drop(part.identifier for part in request.image_parts)

@@ -42,7 +42,7 @@ from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchang
 from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import ConfigurationError
+from tandem.wire.errors import ConfigurationError, TandemError
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress
@@ -173,10 +173,12 @@ class Scheduler:
             request.hash_with(self.block_hasher)
         self._lifecycle.add(request)
 
-    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
+    def finish_requests(
+        self, request_ids: Iterable[str], status: RequestStatus, error: TandemError | None = None
+    ) -> list[str]:
         """Ends requests in any status, for example because a client left. Ignores unknown ids and requests that have ended;
-        returns the ids of the others."""
-        return self._lifecycle.finish_all(request_ids, status)
+        returns the ids of the others. `error` is why they failed."""
+        return self._lifecycle.finish_all(request_ids, status, error)
 
     def wake(self, request_id: str) -> None:
         """The grammar that a request waited for is compiled, so the request may be admitted."""

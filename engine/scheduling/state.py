@@ -71,6 +71,7 @@ class Totals(ResidencyTotals):
     pins_ended: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
     model_errors: int = 0  # requests that failed because their logits were not finite
     cache_generation: int = 0  # how often everything cached was given up, because some of it may be wrong
+    client_errors: int = 0  # failed requests that their clients' input, deadline or cancellation explains
 
     def step_of(self, num_tokens: int, steps: int = 1) -> None:
         self.step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += steps

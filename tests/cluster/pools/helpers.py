@@ -199,6 +199,7 @@ class FakeNode(FakeProcess):
         self.free_blocks = 90
         self.resets = 0
         self.finished: dict[str, int] = {}  # number of requests by how they ended
+        self.client_errors = 0
         self.heard: list[str] = []  # the addresses of the routers that it has heard
         self.silent_s: float | None = None  # how long routers have not heard it; None: as for the controller
         self.admitted: list[list[str]] = []  # the keys of each `admit` call
@@ -284,7 +285,7 @@ class FakeNode(FakeProcess):
             transfers=0,
             held_blocks=0,
             step_age_s=self.step_age_s,
-            counters=NodeCounters(requests_finished=self.finished),
+            counters=NodeCounters(requests_finished=self.finished, client_errors=self.client_errors),
             detail="out of luck" if self.state is NodeState.FAILED else "",
         )
 

@@ -312,6 +312,23 @@ async def test_what_is_asked_reaches_the_controller() -> None:
 
 
 @in_loop
+async def test_an_operators_request_over_http_sets_no_environment_and_a_command_on_a_machine_does() -> None:
+    async with Rig() as rig:
+        wanted = TandemConfig(pools=PoolsConfig(decode=PoolConfig(nodes=1, env={"LD_PRELOAD": "/x.so"})))
+        with pytest.raises(
+            InvalidRequest, match=r"pools\.decode\.env\.LD_PRELOAD cannot be changed over HTTP"
+        ):
+            await rig.host.act("apply", msgspec.json.encode({"config": wanted}))
+        with pytest.raises(InvalidRequest, match=r"'/home/x' is in none of the folders"):
+            await rig.host.act("adapters", b'{"load": {"x": "/home/x"}}')
+        assert rig.made.control.config == TandemConfig()
+        await rig.host.apply(encode(wanted), False)
+        assert rig.made.control.config == wanted
+        await rig.host.act("apply", msgspec.json.encode({"config": wanted}))
+        assert await rig.host.adapters({"x": "/home/x"}, []) == {"x": "/home/x"}
+
+
+@in_loop
 async def test_another_environment_for_the_controller_begins_an_exchange_and_one_at_a_time() -> None:
     async with Rig() as rig:
         wanted = TandemConfig(controller=ControllerConfig(env={"PYTHONPATH": "/later"}))

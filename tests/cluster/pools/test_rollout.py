@@ -150,6 +150,22 @@ async def test_what_answers_with_errors_is_taken_back() -> None:
 
 
 @in_loop
+async def test_what_clients_did_wrong_takes_nothing_back() -> None:
+    """Requests with a bad grammar, a late deadline or a broken image end with an error on any node."""
+    async with Rig(pools=pools(1, 2)) as rig:
+        await rig.controller.start()
+
+        def refuses(process: FakeNode, _: int) -> None:
+            process.finished, process.client_errors = {"stop": 10, "error": 40}, 39
+
+        rig.launcher.prepare |= dict.fromkeys(["decode-2", "decode-3", "prefill-1"], refuses)
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(LONG_S)
+        assert made_with(rig) == {77: 3}
+        assert (await rig.controller.view()).rollout is None
+
+
+@in_loop
 async def test_a_model_with_another_tokenizer_is_taken_back() -> None:
     async with Rig(pools=pools(1, 1)) as rig:
         for number in range(3):
@@ -284,6 +300,51 @@ async def test_what_cannot_be_wished_for_is_refused() -> None:
         await rig.controller.go_back()
         await rig.clock.advance(LONG_S)
         assert made_with(rig) == {rig.config.scheduler.max_num_seqs: 2}
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 1)])
+@in_loop
+async def test_a_refused_change_leaves_the_pools_as_they_were(prefill: int, decode: int) -> None:
+    async with Rig(pools=pools(1, 2)) as rig:
+        await rig.controller.start()
+        before, resolve = names(rig), rig.controller._pools._fix_model
+
+        async def hub_is_away(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
+            if config.model.path == "unknown/model":
+                raise Unavailable("the hub did not tell the current commit")
+            return await resolve(config, commit)
+
+        rig.controller._pools._fix_model = hub_is_away
+        wanted = wish(rig, model="unknown/model", pools=pools(prefill, decode))
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="the hub did not tell"):
+                await rig.controller.apply(wanted, dry_run=False)
+            await rig.clock.advance(LONG_S)
+            assert rig.routed == names(rig) == before
+        unchanged = await rig.controller.apply(rig.config, dry_run=False)
+        assert (unchanged.at_once, unchanged.nodes, unchanged.routers) == ([], [], [])
+
+
+@in_loop
+async def test_sizes_and_the_configuration_are_recorded_together() -> None:
+    """A controller that dies between two records would leave half of the change."""
+    async with Rig(pools=pools(1, 2)) as rig:
+        await rig.controller.start()
+        saved = []
+        keep = rig.store.save
+
+        async def counting(kept: bytes) -> None:
+            saved.append(state.decode(kept))
+            await keep(kept)
+
+        rig.store.save = counting
+        await rig.controller.apply(wish(rig, pools=pools(2, 1)), dry_run=False)
+        first = saved[0]
+        assert (first.sizes[Role.PREFILL], first.sizes[Role.DECODE]) == (2, 1)
+        assert first.revision.config is not None
+        assert first.revision.config.scheduler.max_num_seqs == 77
+        await rig.clock.advance(LONG_S)
+        assert made_with(rig) == {77: 3}
 
 
 class Watched:

@@ -367,3 +367,25 @@ async def test_a_router_that_does_not_start_on_a_machine_that_had_none_takes_all
         assert any("taken back: " in one.text and "cannot listen" in one.text for one in view.decisions)
         assert list(running(rig).values()) == [heads]
         assert heads.left_with is None
+
+
+@in_loop
+async def test_a_new_router_gets_the_socket_of_one_that_the_next_controller_has_not_reached_yet() -> None:
+    """Without it the new router finds its port taken, and the change would be taken back for that."""
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        rig.launcher.prepare["router~2"] = lambda router, _: setattr(router, "starts_at_once", False)
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await settle()
+        rig.launcher.routers = [router for router in rig.launcher.routers if router.name == "router"]
+        rig.hosts.forget_waiters()
+        await rig.kill_controller()  # its new router was recorded, and its process never came to be
+        starting = asyncio.create_task(rig.controller.start())
+        await settle()
+        new = rig.launcher.router
+        assert (new.name, new.door) == ("router~2", "door of router 0")
+        new.may_start.set()
+        await rig.clock.advance(LONG_S)
+        await starting
+        assert list(running(rig)) == ["router~2"]
+        assert await rollout_of(rig) is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from tandem.engine.request import RequestStatus
+from tandem.engine.scheduling.output import ModelOutput
+from tandem.wire.errors import DeadlineExceeded, InternalError, InvalidImage, InvalidLogits, InvalidRequest
 from tandem.wire.requests import STEP_TOKEN_BOUNDS
 from tests.engine.scheduling.driving import Driver, FakeConnector
 
@@ -46,6 +49,24 @@ def test_totals_add_up():
     assert stats.output_tokens == 3 + 2 + 1
     assert (stats.requests_started, stats.requests_finished) == (3, {"length": 2, "abort": 1})
     assert (stats.steps, stats.cached_blocks) == (4, 3)
+
+
+def test_errors_that_clients_cause_are_counted_apart():
+    driver = Driver()
+    causes = {
+        "a": InvalidRequest("the grammar is too large"),
+        "b": DeadlineExceeded("too late"),
+        "c": InternalError("a bug"),
+        "d": None,
+    }
+    for name in [*causes, "e", "f"]:
+        driver.add(name)
+    for name, error in causes.items():
+        driver.scheduler.finish_requests([name], RequestStatus.FINISHED_ERROR, error)
+    errors = {"e": InvalidImage("no image"), "f": InvalidLogits("no number")}
+    driver.book(driver.schedule(), ModelOutput({}, errors=errors))
+    stats = driver.scheduler.stats()
+    assert (stats.requests_finished, stats.client_errors) == ({"error": 6}, 3)
 
 
 def test_what_a_preempted_request_computes_again_is_counted_again():
