@@ -201,15 +201,21 @@ def copy_seconds(one: OneModel, config: TierConfig) -> float:
     assert room is not None
     blocks = list(range(1, count + 1))
     tier.mover.submit([Copy(0, blocks, room.slots, keys)], [])
-    tier.mover.wait([0])
+    _await(tier, ended)
     seconds = []
     for job in range(1, 3 * REPEATS):
         started = time.perf_counter()
         tier.mover.submit([], [Copy(job, blocks, room.slots, keys)])
-        tier.mover.wait([job])
+        _await(tier, ended)
         seconds.append(time.perf_counter() - started)
     tier.close()
     return min(seconds)
+
+
+def _await(tier: Tier, ended: threading.Event) -> None:
+    while not tier.mover.take_ended():
+        ended.wait()
+        ended.clear()
 
 
 def replay(rows: Sequence[TraceRow]) -> dict[str, float]:

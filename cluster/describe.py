@@ -62,6 +62,8 @@ def format_tier(node_id: str, tier: TierStatus) -> str:
         said.append(f"{format_size(tier.fetched_bytes)} were copied from other nodes")
     if tier.mirrored_bytes:
         said.append(f"{format_size(tier.mirrored_bytes)} mirrored")
+    if tier.left_out:
+        said.append(f"left out for now: {tier.left_out}")
     return ", ".join(said)
 
 

@@ -48,11 +48,10 @@ request took, before it has run; nor about one that was preempted too often.
   it any more.
 - *Cache*: a connector that copies blocks elsewhere reads them while their request runs. When the request ends,
   `request_finished` returns True if copies are still running, and `finished_sending` names the request when they have
-  ended. When the request is preempted, its blocks are free at once: `handle_preemptions` waits for the copies that
-  read them.
+  ended. When the request is preempted, its blocks are free at once, but for those that `blocks_given_up` names.
 - *Reads*: blocks that a running request gives up (a checkpoint of its states, blocks that its window has left) are free
   at once, too. A connector that copies them names them in its metadata's `reads`. The engine then uses them for nothing
-  else before `ended_reads` names them, once for each time that `reads` did.
+  else before `ended_reads` names them, once for each time that `reads` or `blocks_given_up` did.
 
 **What a cache must forget.** `reset_cache` means that a connector must forget all KV that it keeps: new weights came,
 or a block's content turned out wrong, and a hash cannot tell which other blocks were computed from that one. A block
@@ -360,6 +359,11 @@ class SchedulerConnector(abc.ABC):
     def update_connector_output(self, output: ConnectorOutput) -> None:
         """`output` is the worker half's report. Called before the scheduler acts on it; may add to it."""
 
+    def blocks_given_up(self, request_id: str) -> Sequence[int]:
+        """The request is about to lose blocks, and goes on later. Returns those that copies still read: *Reads* in the
+        module's docstring."""
+        return ()
+
     def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
         """The request has ended and still owns its blocks. Returns True to keep them: see the module's docstring."""
         return False
@@ -423,8 +427,7 @@ class WorkerConnector(abc.ABC):
 
     def handle_preemptions(self) -> None:
         """This step may overwrite blocks of preempted requests, so bytes read from them after this call do not count
-        as their KV. A connector that could not tell such bytes apart later waits here until nothing reads the blocks.
-        This is the only method that may wait, and only briefly."""
+        as their KV."""
 
     def start_load_kv(self) -> None:
         """The step begins: begin the loads."""

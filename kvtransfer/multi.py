@@ -167,6 +167,9 @@ class MultiScheduler(SchedulerConnector):
                 blocks = blocks - early
         return blocks
 
+    def blocks_given_up(self, request_id: str) -> Sequence[int]:
+        return [block for part in self._parts for block in part.blocks_given_up(request_id)]
+
     def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
         self._loaders.pop(request.request_id, None)
         keepers = {

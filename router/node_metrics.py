@@ -138,7 +138,7 @@ def _tiers(reporting: list[Member]) -> Iterable[Metric]:
     for field in TierStatus.__struct_fields__:
         if field == "name":
             continue
-        gauge = field in ("used_bytes", "total_bytes")
+        gauge = field in ("used_bytes", "total_bytes", "left_out")
         family: GaugeMetricFamily | CounterMetricFamily = (
             GaugeMetricFamily if gauge else CounterMetricFamily
         )(
@@ -148,7 +148,9 @@ def _tiers(reporting: list[Member]) -> Iterable[Metric]:
         )
         for member in reporting:
             for tier in member.status.tiers:
-                family.add_metric([*labels_of(member), tier.name], getattr(tier, field))
+                value = getattr(tier, field)
+                shown = float(bool(value)) if isinstance(value, str) else value
+                family.add_metric([*labels_of(member), tier.name], shown)
         yield family
 
 

@@ -131,6 +131,7 @@ class Lifecycle:
 
     def preempt(self, request: Request) -> None:
         """Frees a running request's blocks and queues it to be computed again. The caller has removed it from `running`."""
+        self._keep_what_is_read(request)
         self._state.cache.free(request)
         request.num_computed_tokens = 0
         self._line_up_again(request)
@@ -138,8 +139,14 @@ class Lifecycle:
     def interrupt(self, request: Request, num_valid_tokens: int) -> None:
         """Rewinds a running request to its first `num_valid_tokens` tokens, whose blocks it keeps, and queues it. The caller
         removes it from `running`."""
+        self._keep_what_is_read(request)
         self._state.cache.rewind(request, num_valid_tokens)
         self._line_up_again(request)
+
+    def _keep_what_is_read(self, request: Request) -> None:
+        """The request is about to lose blocks. Those that a connector still copies from stay out of the pool until it has."""
+        if self._state.connector is not None:
+            self._state.cache.begin_reads(self._state.connector.blocks_given_up(request.request_id))
 
     def _line_up_again(self, request: Request) -> None:
         state = self._state
@@ -161,6 +168,7 @@ class Lifecycle:
         holder = state.waiting.least_urgent_holder(besides)
         if holder is None:
             return False
+        self._keep_what_is_read(holder)
         state.cache.free(holder)
         holder.num_computed_tokens = 0
         holder.lost_load = True

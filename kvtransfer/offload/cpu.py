@@ -10,16 +10,19 @@ from __future__ import annotations
 import abc
 import contextlib
 import ctypes
+import dataclasses
+import logging
 import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
+from tandem.kvtransfer.offload.patience import PROBE_S, Absence, GivenUp, Hold
 from tandem.kvtransfer.offload.spec import Copy, Mover
 from tandem.kvtransfer.protocol.transport import runs_of
 from tandem.wire.errors import ConfigurationError, InternalError
@@ -27,9 +30,10 @@ from tandem.wire.errors import ConfigurationError, InternalError
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 STOP_GRACE_S = 5.0
-# A copy of the largest prompt takes a second. After this long without an end, the thread counts as hung.
-PATIENCE_S = 60.0
+_LOOK_S = 0.5  # between two looks at deadlines while there are copies
 
 
 def create(config: TierConfig) -> CpuTier:
@@ -55,7 +59,7 @@ class CpuTier:
         pooled = CudaCopier if memory.tensor.is_cuda else HostCopier
         copier = pooled(memory, num_slots * config.block_factor)
         self._places = copier.places
-        return manager, CopyThread(copier, wake)
+        return manager, CopyThread(copier, wake, self.name)
 
     def places(self) -> torch.Tensor:
         """Returns the pool in blocks of the device's size, with as many axes. Callers must not keep it: the tier
@@ -73,9 +77,17 @@ class Copier(abc.ABC):
         """Called in the step thread. A store that gets the returned fence may read everything computed so far."""
         return None
 
+    def open(self) -> None:
+        """Called first, in the thread that copies. It may take long: the tier is left out meanwhile."""
+
     @abc.abstractmethod
-    def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
-        """Returns when all bytes are copied; False if some are missing or wrong."""
+    def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
+        """Returns when all bytes are copied; False if some are missing or wrong. Touches the device's blocks only in
+        `with hold`, and does nothing there that can hang, such as a call to a disk."""
+
+    def probe(self) -> bool:
+        """Tries a small read and write. Returns whether the tier works."""
+        return True
 
     def close(self) -> None:
         """Called when no copy is running, and none will be."""
@@ -93,12 +105,13 @@ class HostCopier(Copier):
                 self._pool.madvise(mmap.MADV_HUGEPAGE)
         self._places = ctypes.addressof(ctypes.c_char.from_buffer(self._pool))
 
-    def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
+    def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
         size = self.block_bytes
-        for block, place, count in runs_of(job.blocks, job.places):
-            device, host = self._device + block * size, self._places + place * size
-            # ctypes releases Python's lock, so the step goes on meanwhile.
-            ctypes.memmove(*((device, host) if to_device else (host, device)), count * size)
+        with hold:
+            for block, place, count in runs_of(job.blocks, job.places):
+                device, host = self._device + block * size, self._places + place * size
+                # ctypes releases Python's lock, so the step goes on meanwhile.
+                ctypes.memmove(*((device, host) if to_device else (host, device)), count * size)
         return True
 
     def places(self) -> torch.Tensor:
@@ -133,50 +146,98 @@ class CudaCopier(Copier):
         event.record(self._cuda.current_stream(self._device))
         return event
 
-    def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
+    def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
         stream = self._streams[to_device]
         if fence is not None:
             stream.wait_event(fence)
-        with self._cuda.stream(stream):
+        with hold, self._cuda.stream(stream):
             for block, place, count in runs_of(job.blocks, job.places):
                 blocks, places = self._blocks[block : block + count], self._pool[place : place + count]
                 if to_device:
                     blocks.copy_(places, non_blocking=True)
                 else:
                     places.copy_(blocks, non_blocking=True)
-        stream.synchronize()
+            stream.synchronize()
         return True
 
 
-class CopyThread(Mover):
-    """One thread makes the copies in the order of submission, but loads before stores, and first those that `wait`
-    waits for."""
+@dataclasses.dataclass(slots=True, eq=False)
+class _Queued:
+    job: Copy
+    fence: Any
+    is_load: bool
+    until: float
+    hold: Hold = dataclasses.field(default_factory=Hold)
 
-    def __init__(self, copier: Copier, wake: Callable[[], None]) -> None:
+
+class CopyThread(Mover):
+    """One thread makes the copies in the order of submission, but loads before stores. Another one gives up those whose
+    time is over, because the first may be in a call that does not return."""
+
+    def __init__(
+        self,
+        copier: Copier,
+        wake: Callable[[], None],
+        name: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._copier = copier
         self._wake = wake
-        self._changed = threading.Condition()  # guards the fields from here on
-        self._loads: deque[tuple[Copy, Any]] = deque()
-        self._stores: deque[tuple[Copy, Any]] = deque()
-        self._under_way: set[int] = set()  # queued or being copied
-        self._ended: dict[int, bool] = {}
+        self._clock = clock
+        lock = threading.RLock()  # guards the fields from here on
+        self._changed = threading.Condition(lock)
+        self._to_watch = threading.Condition(lock)
+        self._watches = False
+        self._loads: deque[_Queued] = deque()
+        self._stores: deque[_Queued] = deque()
+        self._first: deque[Callable[[], None]] = deque()
+        self._current: _Queued | None = None
+        self._ended: dict[int, bool | None] = {}
         self._failure: BaseException | None = None
         self._closing = False
         self._stored_blocks = 0
         self._loaded_blocks = 0
+        self._given_up = 0
+        self._absence = Absence(name, clock)
+        self._is_open = False
+        self._is_late = False  # it was awaited in vain
         self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
+        self._watch = threading.Thread(target=self._watch_deadlines, name="kv-tier-watch", daemon=True)
         self._thread.start()
+        self._watch.start()
+
+    # ── what the step thread calls ──
+
+    def await_open(self, timeout_s: float) -> bool:
+        """Returns whether the copier is open. Raises what its `open` raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_open or self._failure is not None, timeout_s)
+            if self._failure is not None:
+                raise self._failure
+            self._is_late = not self._is_open
+            return self._is_open
 
     def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
         fence = self._copier.fence() if stores else None
         with self._changed:
-            self._loads += [(job, None) for job in loads]
-            self._stores += [(job, fence) for job in stores]
-            self._under_way.update(job.job for job in (*stores, *loads))
+            now = self._clock()
+            queued = [_Queued(job, None, True, now + job.within_s) for job in loads]
+            self._loads += queued
+            self._stores += [_Queued(job, fence, False, now + job.within_s) for job in stores]
+            if self.left_out:
+                self._drop_queued()
+            self._changed.notify_all()
+            if not self._watches:
+                self._to_watch.notify()
+
+    def do_first(self, work: Callable[[], None]) -> None:
+        """Has the thread do this before any other copy. If it raises OSError, the tier is left out until it does not."""
+        with self._changed:
+            self._first.append(work)
             self._changed.notify_all()
 
-    def take_ended(self) -> dict[int, bool]:
-        if self._failure is not None:
+    def take_ended(self) -> dict[int, bool | None]:
+        if self._failure is not None and self._is_open:
             raise InternalError("the thread that copies KV to and from a tier died") from self._failure
         if not self._ended:  # read without the lock: a copy that ends now is taken the next time
             return {}
@@ -184,19 +245,20 @@ class CopyThread(Mover):
             ended, self._ended = self._ended, {}
         return ended
 
-    def wait(self, jobs: Iterable[int]) -> None:
-        """Moves these stores to the front of the queue, and waits. Raises InternalError after PATIENCE_S."""
-        wanted = set(jobs)
-        until = time.monotonic() + PATIENCE_S
+    def leave_out(self, why: str) -> None:
         with self._changed:
-            self._stores = deque(sorted(self._stores, key=lambda queued: queued[0].job not in wanted))
-            while not self._under_way.isdisjoint(wanted):
-                if self._failure is not None:
-                    raise InternalError(
-                        "the thread that copies KV to and from a tier died"
-                    ) from self._failure
-                if not self._changed.wait(max(until - time.monotonic(), 0)) and time.monotonic() >= until:
-                    raise InternalError(f"copies to a tier did not end within {PATIENCE_S:g} s")
+            self._leave_out(why)
+            self._changed.notify_all()
+
+    @property
+    def left_out(self) -> str:
+        if not self._is_open:
+            return "its disk has not answered since the start"
+        return self._absence.why
+
+    @property
+    def given_up(self) -> int:
+        return self._given_up
 
     @property
     def stored_bytes(self) -> int:
@@ -206,43 +268,137 @@ class CopyThread(Mover):
     def loaded_bytes(self) -> int:
         return self._loaded_blocks * self._copier.block_bytes
 
+    # ── deadlines ──
+
+    def _watch_deadlines(self) -> None:
+        with self._changed:
+            while not self._closing:
+                self._watches = bool(self._loads or self._stores or self._current is not None)
+                self._to_watch.wait(_LOOK_S if self._watches else None)
+                self.look()
+
+    def look(self) -> None:
+        """Gives up the copies whose time is over."""
+        with self._changed:
+            now, current = self._clock(), self._current
+            for store in [queued for queued in self._stores if queued.until <= now]:
+                self._stores.remove(store)
+                self._give_up(store)
+            late_copy = current is not None and current.until <= now
+            late_load = any(queued.until <= now for queued in self._loads)
+            if (late_load or late_copy) and not self.left_out:
+                what = "load" if late_load or (current is not None and current.is_load) else "store"
+                self._leave_out(f"a {what} was not done in its time")
+            if late_copy and current is not None and current.hold.give_up():
+                self._current = None
+                self._give_up(current)
+
+    def _leave_out(self, why: str) -> None:
+        self._absence.leave_out(why)
+        self._drop_queued()
+
+    def _drop_queued(self) -> None:
+        for queued in (*self._loads, *self._stores):
+            self._give_up(queued)
+        self._loads.clear()
+        self._stores.clear()
+
+    def _give_up(self, queued: _Queued) -> None:
+        self._given_up += 1
+        self._ended[queued.job.job] = None
+        self._wake()
+
+    # ── the thread that copies ──
+
     def _run(self) -> None:
         try:
-            while (queued := self._next()) is not None:
-                job, fence, is_load = queued
-                self._end(job, is_load, self._copier.copy(job, is_load, fence))
+            self._copier.open()
+            with self._changed:
+                self._is_open = True
+                self._changed.notify_all()
+            while (work := self._next()) is not None:
+                if isinstance(work, _Queued):
+                    with contextlib.suppress(GivenUp):
+                        self._end(work, self._copier.copy(work.job, work.is_load, work.fence, work.hold))
+                else:
+                    self._do(work)
         except BaseException as error:
+            if not self._is_open and self._is_late:
+                logger.error("a tier that was not open in time cannot be opened: %s", error)
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
             self._wake()
 
-    def _next(self) -> tuple[Copy, Any, bool] | None:
+    def _next(self) -> _Queued | Callable[[], None] | None:
         with self._changed:
-            while not self._closing:
-                if self._loads:
-                    return (*self._loads.popleft(), True)
-                if self._stores:
-                    return (*self._stores.popleft(), False)
+            while True:
+                if self._absence.why:
+                    left = self._absence.until - self._clock()
+                    if self._closing:
+                        return self._first[0] if self._first else None
+                    if left <= 0:
+                        return self._probe
+                    self._changed.wait(left)
+                    continue
+                if self._first:
+                    return self._first[0]
+                if self._closing:
+                    return None
+                queue = self._loads or self._stores
+                if queue:
+                    self._current = queue.popleft()
+                    self._changed.notify_all()
+                    return self._current
                 self._changed.wait()
-        return None
 
-    def _end(self, job: Copy, is_load: bool, right: bool) -> None:
+    def _do(self, work: Callable[[], None]) -> None:
+        problem = ""
+        try:
+            work()
+        except OSError as error:
+            problem = error.strerror or str(error)
         with self._changed:
-            if is_load:
-                self._loaded_blocks += len(job.blocks)
+            if problem:
+                self._leave_out(problem)
+                if self._closing:
+                    self._first.clear()
+            elif self._first and self._first[0] is work:
+                self._first.popleft()
+
+    def _probe(self) -> None:
+        began = self._clock()
+        while self._first:
+            self._first[0]()
+            self._first.popleft()
+        works = self._copier.probe()
+        with self._changed:
+            if works and self._clock() - began <= PROBE_S:
+                self._absence.end()
             else:
-                self._stored_blocks += len(job.blocks)
-            self._under_way.remove(job.job)
-            self._ended[job.job] = right
+                self._leave_out("a small read and write did not succeed in a second")
+
+    def _end(self, queued: _Queued, right: bool) -> None:
+        with self._changed:
+            if self._current is not queued:
+                return  # it was given up meanwhile
+            self._current = None
+            if queued.is_load:
+                self._loaded_blocks += len(queued.job.blocks)
+                self._absence.loaded_in_time()
+            else:
+                self._stored_blocks += len(queued.job.blocks)
+            self._ended[queued.job.job] = right
             self._changed.notify_all()
         self._wake()
 
     def close(self) -> None:
         with self._changed:
             self._closing = True
+            hangs = bool(self.left_out) and not self._first
             self._changed.notify_all()
+            self._to_watch.notify_all()
         if self._thread.is_alive():
-            self._thread.join(STOP_GRACE_S)
+            self._thread.join(0.0 if hangs else STOP_GRACE_S)
             if not self._thread.is_alive():
                 self._copier.close()

@@ -5,35 +5,44 @@ Slots are not synced and are written in no special order. Whatever a crash leave
 taken for a key only if both checksums agree when it is read. Otherwise it is computed again.
 
 The file's first page has its generation, and each header has the generation in which its store was planned. When the
-tier forgets everything, it changes and syncs the generation: what is in the file, or still on its way there, is then
-no longer valid.
+tier forgets everything, its thread changes and syncs the generation before it does anything else: what is in the file,
+or still on its way there, is then no longer valid.
+
+Every call to the file is made by the tier's thread, opening it too, and none while the step thread, or a copy of the
+device's blocks, waits for it.
 
 Nodes of one machine with the same folder take a file each: the first one that no other process has locked.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import itertools
+import logging
 import os
 import shutil
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread
-from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
+from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom, TierManager, filtered
+from tandem.kvtransfer.offload.patience import OPEN_S, Hold
+from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.spec import Copy, Mover
-from tandem.wire.errors import ConfigurationError
+from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.versions import KV_VERSION
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _MAGIC = b"tandemkv"
 _KEY_BYTES = 64
@@ -54,6 +63,7 @@ class DiskTier:
 
     def __init__(self, config: TierConfig) -> None:
         self._config = config
+        self._followed: int | None = None
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
         config = self._config
@@ -63,28 +73,80 @@ class DiskTier:
             raise ConfigurationError(
                 f"cache.tiers: {config.size} bytes of disk have no room for one entry of {slot_bytes} bytes"
             )
-        file = SlotFile(Path(config.disk or ""), identity(memory, config.block_factor), num_slots, slot_bytes)
-        self._file = file
-        manager = filtered(DiskManager(num_slots, config.policy, file), config.store_threshold)
-        return manager, CopyThread(DiskCopier(memory, file, config.block_factor), wake)
+        name = identity(memory, config.block_factor)
+
+        def opened() -> SlotFile:
+            file = SlotFile(Path(config.disk or ""), name, num_slots, slot_bytes)
+            if self._followed is not None:
+                file.follow(self._followed)
+            return file
+
+        copier = DiskCopier(memory, opened, config.block_factor)
+        thread = CopyThread(copier, wake, f"disk ({config.disk})")
+        if not thread.await_open(OPEN_S):
+            logger.error(
+                "cache.tiers: disk %r does not answer within %g s: the node starts without this tier, and uses it once it does",
+                config.disk,
+                OPEN_S,
+            )
+        self._copier = copier
+        index = DiskIndex(copier.content, lambda: thread.do_first(copier.forget_all))
+        manager = filtered(DiskManager(num_slots, config.policy, index), config.store_threshold)
+        return manager, thread
 
     @property
-    def generation(self) -> int:
-        return self._file.generation
+    def generation(self) -> int | None:
+        """None: the disk does not answer."""
+        return self._copier.generation
 
     def follow(self, generation: int) -> None:
-        """Takes rank 0's generation. If the file has another one, its content was not stored with rank 0's: forgets
-        it."""
-        self._file.follow(generation)
+        """Takes rank 0's generation when the tier is opened. If the file has another one, its content was not stored with
+        rank 0's: forgets it."""
+        self._followed = generation
+
+
+class Index(Protocol):
+    """What a disk's manager must know of the file."""
+
+    def content(self) -> list[tuple[bytes, int]] | None:
+        """The keys and slots that the file began with, the oldest first; None while it is not known."""
+        ...
+
+    def forget_all(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskIndex:
+    content: Callable[[], list[tuple[bytes, int]] | None]
+    forget_all: Callable[[], None]
 
 
 class DiskManager(SlotManager):
-    def __init__(self, num_slots: int, policy: EvictionPolicy, file: SlotFile) -> None:
+    """Never waits for the disk. While the file's content is not known, the tier is left out."""
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy, file: Index) -> None:
         super().__init__(num_slots, policy)
         self._file = file
-        self.fill(file.content())
+        self._is_filled = False
+        self._fill_once()
+
+    def _fill_once(self) -> None:
+        if not self._is_filled and (content := self._file.content()) is not None:
+            self._is_filled = True
+            self.fill(content)
+
+    def lookup(self, keys: Iterable[Key]) -> int:
+        if not self._is_filled:
+            self._fill_once()
+        return super().lookup(keys)
+
+    def prepare_store(self, keys: Sequence[Key]) -> StoreRoom | None:
+        if not self._is_filled:
+            self._fill_once()
+        return super().prepare_store(keys)
 
     def reset(self) -> None:
+        self._is_filled = True  # with nothing, if the content was not known yet
         super().reset()
         self._file.forget_all()
 
@@ -102,7 +164,7 @@ def identity(memory: KVCacheMemory, block_factor: int) -> str:
 
 
 class SlotFile:
-    """The file and its lock. One thread uses `write` and `read`, another uses `forget_all`."""
+    """The file and its lock. Only the thread that copies uses it."""
 
     def __init__(self, folder: Path, name: str, num_slots: int, slot_bytes: int) -> None:
         self._num_slots = num_slots
@@ -203,6 +265,17 @@ class SlotFile:
             return False
         return count == into.nbytes and xxhash.xxh3_128_digest(into) == header[2]
 
+    def probe(self) -> bool:
+        """Writes the rest of the first page, and reads it back from the disk itself. Returns whether that went well."""
+        start, nonce = HEADER_BYTES // 2, os.urandom(16)
+        try:
+            os.pwrite(self._file, nonce, start)
+            os.fdatasync(self._file)
+            os.posix_fadvise(self._file, 0, HEADER_BYTES, os.POSIX_FADV_DONTNEED)
+            return os.pread(self._file, len(nonce), start) == nonce
+        except OSError:
+            return False
+
     def close(self) -> None:
         os.close(self._file)
 
@@ -234,19 +307,44 @@ class DiskCopier(Copier):
     """Copies through one chunk of host memory, and compares its checksum before anything reaches the device's
     blocks."""
 
-    def __init__(self, memory: KVCacheMemory, file: SlotFile, block_factor: int) -> None:
-        import torch
+    def __init__(self, memory: KVCacheMemory, open_file: Callable[[], SlotFile], block_factor: int) -> None:
 
         super().__init__(memory)
-        self._file = file
+        self._open_file = open_file
+        self._opened: SlotFile | None = None
         self._factor = block_factor
         self._blocks: torch.Tensor = flat_bytes(memory.tensor).view(memory.num_blocks, -1)
-        self._chunk: torch.Tensor = torch.empty((block_factor, self.block_bytes), dtype=torch.uint8)
-        host: Any = self._chunk.numpy()
-        self._bytes = memoryview(host).cast("B")
         self._on_device = memory.tensor.is_cuda
         # In host memory numpy copies, because torch would use more threads for it.
         self._rows: Any = None if self._on_device else self._blocks.numpy()
+
+    def open(self) -> None:
+        import torch
+
+        opened = self._open_file()
+        self._chunk: torch.Tensor = torch.empty((self._factor, self.block_bytes), dtype=torch.uint8)
+        host: Any = self._chunk.numpy()
+        self._bytes = memoryview(host).cast("B")
+        self._opened = opened
+
+    @property
+    def _file(self) -> SlotFile:
+        if self._opened is None:
+            raise InternalError("a disk tier's file is used before it is open")
+        return self._opened
+
+    def content(self) -> list[tuple[bytes, int]] | None:
+        return self._opened.content() if self._opened is not None else None
+
+    @property
+    def generation(self) -> int | None:
+        return self._opened.generation if self._opened is not None else None
+
+    def forget_all(self) -> None:
+        self._file.forget_all()
+
+    def probe(self) -> bool:
+        return self._file.probe()
 
     def fence(self) -> Any:
         if not self._on_device:
@@ -257,7 +355,7 @@ class DiskCopier(Copier):
         event.record(torch.cuda.current_stream(self._blocks.device))
         return event
 
-    def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
+    def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
         if fence is not None:
             fence.synchronize()
         parts = itertools.groupby(
@@ -266,34 +364,39 @@ class DiskCopier(Copier):
         right = True
         for key, (slot, pairs) in zip(job.keys, parts, strict=True):
             if to_device:
-                right = right and self._load(slot, key, list(pairs))
+                right = right and self._load(slot, key, list(pairs), hold)
             else:
-                right = self._store(slot, key, list(pairs), job.resets) and right
+                right = self._store(slot, key, list(pairs), job.resets, hold) and right
         return right
 
-    def _store(self, slot: int, key: bytes, pairs: Sequence[tuple[int, int]], resets: int) -> bool:
+    def _store(
+        self, slot: int, key: bytes, pairs: Sequence[tuple[int, int]], resets: int, hold: Hold
+    ) -> bool:
         chunk = self._chunk.numpy()
-        for block, place in pairs:
-            if self._on_device:
-                self._chunk[place % self._factor].copy_(self._blocks[block])
-            else:
-                chunk[place % self._factor] = self._rows[block]
+        with hold:
+            for block, place in pairs:
+                if self._on_device:
+                    self._chunk[place % self._factor].copy_(self._blocks[block])
+                else:
+                    chunk[place % self._factor] = self._rows[block]
         return self._file.write(slot, key, self._bytes, resets)
 
-    def _load(self, slot: int, key: bytes, pairs: Sequence[tuple[int, int]]) -> bool:
+    def _load(self, slot: int, key: bytes, pairs: Sequence[tuple[int, int]], hold: Hold) -> bool:
         if not self._file.read(slot, key, self._bytes):
             return False
         chunk = self._chunk.numpy()
-        for block, place in pairs:
+        with hold:
+            for block, place in pairs:
+                if self._on_device:
+                    self._blocks[block].copy_(self._chunk[place % self._factor])
+                else:
+                    self._rows[block] = chunk[place % self._factor]
             if self._on_device:
-                self._blocks[block].copy_(self._chunk[place % self._factor])
-            else:
-                self._rows[block] = chunk[place % self._factor]
-        if self._on_device:
-            import torch
+                import torch
 
-            torch.cuda.synchronize(self._blocks.device)
+                torch.cuda.synchronize(self._blocks.device)
         return True
 
     def close(self) -> None:
-        self._file.close()
+        if self._opened is not None:
+            self._opened.close()

@@ -4,7 +4,8 @@ blocks.
 Rank 0 says what is kept where, as on a node of one rank: it has the tier's manager, and a place has the same number
 on all ranks. The other ranks have a pool, or a file, with as many slots, each as large as their part of a chunk.
 Rank 0 tells them each copy over a line (`RankTiers`). A copy has ended when it has at every rank, and is right if it
-is right at every rank.
+is right at every rank. Each rank gives up what is not done in its time, so every copy ends. When one rank has given a
+copy up, rank 0 leaves the tier out for a while.
 
 All ranks have computed what a copy reads when rank 0 has computed it, because rank 0's forward pass ends with the
 others' results. On a device that is when an event on rank 0's stream has happened, so the others are told of a store
@@ -21,7 +22,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import msgspec
 
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.memory import KVCacheMemory
-from tandem.kvtransfer.offload.cpu import PATIENCE_S, STOP_GRACE_S
+from tandem.kvtransfer.offload.cpu import STOP_GRACE_S
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
@@ -64,11 +65,12 @@ class BlockSize(msgspec.Struct, frozen=True, tag=True):
 
 class TierOpened(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
+    is_late: bool = False  # its disk does not answer
 
 
 class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
     tier: int
-    right: dict[int, bool]  # by the job's number: whether every byte is right
+    right: dict[int, bool | None]  # by the job's number: see Mover.take_ended
 
 
 ToRank = TellBlock | OpenTier | MakeCopies
@@ -86,11 +88,11 @@ class TierLines:
         self._sockets = list(sockets)
         self._lines = [MessageLine(sock, FromRank) for sock in sockets]
         self._wake = wake
-        self._changed = threading.Condition()  # guards the fields from here on
+        self._changed = threading.Lock()  # guards the fields from here on
         self._unsent: deque[tuple[Any, MakeCopies]] = deque()
         self._missing: dict[tuple[int, int], int] = {}  # by tier and job: at how many ranks it has not ended
-        self._wrong: set[tuple[int, int]] = set()
-        self._ended: dict[int, dict[int, bool]] = {}
+        self._right: dict[tuple[int, int], bool | None] = {}  # what the ranks that have ended it say together
+        self._ended: dict[int, dict[int, bool | None]] = {}
         self._problem = ""
         self._died = False
         self._closing = False
@@ -108,14 +110,20 @@ class TierLines:
         """Returns the bytes of a block on each of the other ranks."""
         return [answer.num_bytes for answer in self._ask([TellBlock()] * len(self._lines), BlockSize)]
 
-    def open(self, configs: Sequence[TierConfig], generation: int) -> int:
-        """Opens the same tier at each of the other ranks, and returns its number. Raises ConfigurationError."""
-        for answer in self._ask([OpenTier(config, generation) for config in configs], TierOpened):
+    def open(self, configs: Sequence[TierConfig], generation: int) -> tuple[int, int | None]:
+        """Opens the same tier at each of the other ranks. Returns its number, and a rank whose disk does not answer.
+        Raises ConfigurationError."""
+        answers = self._ask([OpenTier(config, generation) for config in configs], TierOpened)
+        for answer in answers:
             if answer.problem:
                 raise ConfigurationError(answer.problem)
         self._tiers += 1
+        late = next((rank for rank, answer in enumerate(answers, start=1) if answer.is_late), None)
+        return self._tiers - 1, late
+
+    def keep(self) -> None:
+        """One more tier must call `close` before the lines are closed."""
         self._open += 1
-        return self._tiers - 1
 
     def _ask(self, questions: Sequence[ToRank], kind: type[Any]) -> list[Any]:
         if self._thread.ident is not None:
@@ -149,21 +157,11 @@ class TierLines:
             self._unsent += [(fence, MakeCopies(copies.tier, copies.stores, []))] if copies.stores else []
         os.eventfd_write(self._stirred, 1)
 
-    def take_ended(self, tier: int) -> dict[int, bool]:
+    def take_ended(self, tier: int) -> dict[int, bool | None]:
         if tier not in self._ended:  # read without the lock: a copy that ends now is taken the next time
             return {}
         with self._changed:
             return self._ended.pop(tier)
-
-    def wait(self, tier: int, jobs: Iterable[int]) -> None:
-        until = time.monotonic() + PATIENCE_S
-        wanted = {(tier, job) for job in jobs}
-        with self._changed:
-            while not wanted.isdisjoint(self._missing):
-                if self._problem:
-                    raise InternalError(self._problem)
-                if not self._changed.wait(max(until - time.monotonic(), 0)) and time.monotonic() >= until:
-                    raise InternalError(f"copies to a tier did not end at every rank within {PATIENCE_S:g} s")
 
     def close(self) -> None:
         """Closes the lines with the last tier."""
@@ -231,13 +229,12 @@ class TierLines:
         with self._changed:
             for job, right in message.right.items():
                 self._missing[tier, job] -= 1
-                if not right:
-                    self._wrong.add((tier, job))
-                if not self._missing[tier, job]:
+                together = both(self._right.pop((tier, job), True), right)
+                if self._missing[tier, job]:
+                    self._right[tier, job] = together
+                else:
                     del self._missing[tier, job]
-                    self._ended.setdefault(tier, {})[job] = (tier, job) not in self._wrong
-                    self._wrong.discard((tier, job))
-            self._changed.notify_all()
+                    self._ended.setdefault(tier, {})[job] = together
         self._wake()
 
     def _fail(self, why: str) -> None:
@@ -246,7 +243,6 @@ class TierLines:
             if self._problem:
                 return
             self._problem = why
-            self._changed.notify_all()
         self._wake()
 
     def _end(self) -> None:
@@ -265,8 +261,8 @@ class RanksMover(Mover):
         self._memory = memory
         self._all_bytes = all_bytes  # of a block on all ranks together
         # Jobs that have ended at rank 0, or at all other ranks, but not at both.
-        self._here: dict[int, bool] = {}
-        self._there: dict[int, bool] = {}
+        self._here: dict[int, bool | None] = {}
+        self._there: dict[int, bool | None] = {}
         self._closed = False
 
     def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
@@ -282,16 +278,24 @@ class RanksMover(Mover):
         event.record(torch.cuda.current_stream(self._memory.tensor.device))
         return event
 
-    def take_ended(self) -> dict[int, bool]:
+    def take_ended(self) -> dict[int, bool | None]:
         self._here |= self._own.take_ended()
         self._there |= self._lines.take_ended(self._tier)
-        both = self._here.keys() & self._there.keys()
-        return {job: self._here.pop(job) & self._there.pop(job) for job in both}
+        ended = {
+            job: both(self._here.pop(job), self._there.pop(job))
+            for job in self._here.keys() & self._there.keys()
+        }
+        if None in ended.values() and not self._own.left_out:
+            self._own.leave_out("another rank's part did not answer in time")
+        return ended
 
-    def wait(self, jobs: Iterable[int]) -> None:
-        wanted = list(jobs)
-        self._own.wait(wanted)
-        self._lines.wait(self._tier, wanted)
+    @property
+    def left_out(self) -> str:
+        return self._own.left_out
+
+    @property
+    def given_up(self) -> int:
+        return self._own.given_up
 
     @property
     def block_bytes(self) -> int:
@@ -331,12 +335,65 @@ class TierOfRanks:
         spec = create_tier(own).spec
         manager, mover = spec.open(memory, wake)
         generation = spec.generation if isinstance(spec, DiskTier) else 0
+        late: int | None = 0
         try:
-            tier = self._lines.open(others, generation)
+            if generation is not None:
+                tier, late = self._lines.open(others, generation)
         except TandemError:
             mover.close()
             raise
-        return manager, RanksMover(mover, self._lines, tier, memory, sum(sizes))
+        self._lines.keep()
+        if late is None:
+            return manager, RanksMover(mover, self._lines, tier, memory, sum(sizes))
+        mover.close()
+        why = f"rank {late}'s disk did not answer when the node started"
+        logger.error("cache.tiers: %s: the node serves without this tier", why)
+        return manager, AbsentMover(why, self._lines, sum(sizes))
+
+
+class AbsentMover(Mover):
+    """Of a tier that could not be opened at every rank. It is left out until the node is started again, because the ranks
+    do not know whether they have the same."""
+
+    def __init__(self, why: str, lines: TierLines, all_bytes: int) -> None:
+        self._why, self._lines, self._all_bytes = why, lines, all_bytes
+        self._ended: dict[int, bool | None] = {}
+        self._closed = False
+
+    def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
+        self._ended |= {job.job: None for job in (*stores, *loads)}
+
+    def take_ended(self) -> dict[int, bool | None]:
+        ended, self._ended = self._ended, {}
+        return ended
+
+    @property
+    def left_out(self) -> str:
+        return self._why
+
+    @property
+    def block_bytes(self) -> int:
+        return self._all_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        return 0
+
+    @property
+    def loaded_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._lines.close()
+
+
+def both(one: bool | None, other: bool | None) -> bool | None:
+    """What two ranks together say of a copy: wrong if either is, given up if either is, else right."""
+    if one is False or other is False:
+        return False
+    return None if one is None or other is None else True
 
 
 def _of_ranks(config: TierConfig, sizes: Sequence[int]) -> list[TierConfig]:
@@ -403,7 +460,7 @@ class RankTiers:
             case TellBlock():
                 self._line.send(BlockSize(self._memory.block_bytes))
             case OpenTier():
-                self._line.send(TierOpened(self._opened(message)))
+                self._line.send(self._opened(message))
             case MakeCopies():
                 tier = self._tiers[message.tier]
                 latest = max(job.resets for job in (*message.stores, *message.loads))
@@ -413,17 +470,17 @@ class RankTiers:
                 self._under_way += len(message.stores) + len(message.loads)
                 tier.mover.submit(message.stores, message.loads)
 
-    def _opened(self, message: OpenTier) -> str:
+    def _opened(self, message: OpenTier) -> TierOpened:
         try:
             tier = create_tier(message.config)
-            tier.open(self._memory, lambda: None)
             if isinstance(tier.spec, DiskTier):
                 tier.spec.follow(message.generation)
+            tier.open(self._memory, lambda: None)
         except TandemError as error:
-            return str(error)
+            return TierOpened(str(error))
         self._tiers.append(tier)
         self._resets.append(0)
-        return ""
+        return TierOpened(is_late=bool(tier.mover.left_out))
 
     def _look(self) -> None:
         for number, tier in enumerate(self._tiers):

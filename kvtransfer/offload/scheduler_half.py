@@ -31,6 +31,7 @@ from tandem.kvtransfer.base import (
     WorkerMetadata,
 )
 from tandem.kvtransfer.offload.manager import StoreRoom
+from tandem.kvtransfer.offload.patience import LEAST_LOAD_S
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.prefixes import Part, Prefixes
 from tandem.kvtransfer.offload.spec import Copy, Tier
@@ -44,6 +45,8 @@ BLOCKS_PER_STORE = 8
 # mirror may not have got further before.
 BLOCKS_BEHIND = 8
 CHECKPOINTS_KEPT = 3
+# A step with fewer prompt tokens than this is mostly fixed cost, and says little about how long computing takes.
+LEAST_PROMPT_TOKENS = 64
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,13 +56,12 @@ class TierPlan(ConnectorMetadata):
     loads: list[Copy] = dataclasses.field(default_factory=list)
     stores: list[Copy] = dataclasses.field(default_factory=list)  # of blocks that are already computed
     stores_after: list[Copy] = dataclasses.field(default_factory=list)  # of blocks that this step computes
-    preempted: list[int] = dataclasses.field(default_factory=list)  # jobs whose blocks are free now
     reads: list[int] = dataclasses.field(default_factory=list)  # see ConnectorMetadata
 
 
 @dataclasses.dataclass(slots=True)
 class EndedJobs(WorkerMetadata):
-    jobs: dict[int, bool]  # by number: whether every byte is right
+    jobs: dict[int, bool | None]  # by number: see Mover.take_ended
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,7 +80,8 @@ class _Store:
     request_id: str
     room: StoreRoom
     offered: Sequence[Key]  # all that the tier has when the store has ended
-    reads: Sequence[int] = ()  # blocks that the request may give up before it has
+    reads: Sequence[int] = ()  # blocks that the request may give up, or has given up, before it has
+    blocks: Sequence[int] = ()  # all that it copies, until the request has given them up
 
 
 @dataclasses.dataclass(slots=True)
@@ -120,6 +123,7 @@ class TierScheduler(SchedulerConnector):
         self._loaded: list[Key] = []
         self._numbers = itertools.count()
         self._resets = 0
+        self._seconds_per_token = 0.0  # of computing a prompt
         self._plan = TierPlan()
         self._carried = False  # the last metadata has stores that begin with the next step
         # Which requests each step looks at. A decoding request fills a chunk in a known number of steps.
@@ -146,7 +150,7 @@ class TierScheduler(SchedulerConnector):
         first = num_computed_tokens // self._block_size
         # The load leaves one token to compute.
         last = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
-        if request.skip_reading_prefix_cache or first >= last:
+        if request.skip_reading_prefix_cache or first >= last or self._tier.mover.left_out:
             return 0, False
         end = self._prefixes.end_of_prefix(manager, request, first, last)
         if end < last and self._fetches(entry, first, end, last):
@@ -213,7 +217,12 @@ class TierScheduler(SchedulerConnector):
         )
         self._loading.update(keys)
         entry.jobs.add(job)
-        self._plan.loads.append(Copy(job, blocks, places, keys, self._resets))
+        within_s = max(LEAST_LOAD_S, num_tokens * self._seconds_per_token)
+        self._plan.loads.append(Copy(job, blocks, places, keys, self._resets, within_s))
+
+    def step_took(self, num_prompt_tokens: int, seconds: float) -> None:
+        if num_prompt_tokens >= LEAST_PROMPT_TOKENS:
+            self._seconds_per_token = seconds / num_prompt_tokens
 
     # ── stores ──
 
@@ -226,7 +235,6 @@ class TierScheduler(SchedulerConnector):
         for request_id in step.preempted_req_ids:
             if (entry := self._entries.get(request_id)) is not None:
                 entry.asked = entry.counted = entry.fetched = False
-                plan.preempted += entry.jobs
         due = self._due.pop(self._step, ())
         for entry in due:
             if entry.due == self._step:
@@ -331,11 +339,13 @@ class TierScheduler(SchedulerConnector):
         reads: TierPlan | None = None,
         passing: int | None = None,
     ) -> list[Copy] | None:
-        """Offers these parts to the tier, and returns the copies; None if the tier has no room, because copies use
-        all of it. `reads`: the plan whose `reads` names blocks that the request may give up before they are copied.
+        """Offers these parts to the tier, and returns the copies; None if the tier is left out, or has no room because
+        copies use all of it. `reads`: the plan whose `reads` names blocks that the request may give up before they are copied.
         `passing`: the answer has come to this block; it needs these parts no more once it is well beyond it."""
         if entry.request.is_distrusted:
             return []
+        if self._tier.mover.left_out:
+            return None
         factor = self._factor
         keys = parts[0].keys if len(parts) == 1 else [key for part in parts for key in part.keys]
         room = self._tier.manager.prepare_store(keys)
@@ -366,7 +376,7 @@ class TierScheduler(SchedulerConnector):
                     if passing is not None:
                         entry.trail[group].append((passing if group == states else start, key))
         job = next(self._numbers)
-        self._jobs[job] = _Store(entry.request.request_id, room, keys, read)
+        self._jobs[job] = _Store(entry.request.request_id, room, keys, read, blocks)
         if reads is not None:
             reads.reads += read
         entry.jobs.add(job)
@@ -375,6 +385,15 @@ class TierScheduler(SchedulerConnector):
     def _tell_mirror(self, request: TransferRequest, keys: Sequence[Key]) -> None:
         if keys and self._tier.sharing is not None:
             self._tier.sharing.stored(request, keys)
+
+    def blocks_given_up(self, request_id: str) -> Sequence[int]:
+        entry, read = self._entries.get(request_id), list[int]()
+        for number in entry.jobs if entry is not None else ():
+            job = self._jobs[number]
+            if isinstance(job, _Store) and job.blocks:
+                read += job.blocks
+                job.reads, job.blocks = [*job.reads, *job.blocks], ()
+        return read
 
     # ── ends ──
 
@@ -391,26 +410,26 @@ class TierScheduler(SchedulerConnector):
             sharing.tell_mirrors()
             output.distrusted = output.distrusted or sharing.distrusted
 
-    def _end_job(self, number: int, right: bool, output: ConnectorOutput) -> None:
+    def _end_job(self, number: int, right: bool | None, output: ConnectorOutput) -> None:
         job = self._jobs.pop(number)
         entry = self._entries[job.request_id]
         entry.jobs.remove(number)
         if isinstance(job, _Store):
-            self._tier.manager.complete_store(job.room, written=right)
+            self._tier.manager.complete_store(job.room, written=bool(right))
             output.ended_reads += job.reads
             if right and not entry.ended:
                 self._tell_mirror(entry.request, job.offered)
         else:
-            self._end_load(job, right and not job.void, output)
+            self._end_load(job, False if job.void else right, output)
         if entry.ended and not entry.jobs:
             if isinstance(job, _Store):
                 output.finished_sending.add(job.request_id)
             del self._entries[job.request_id]
 
-    def _end_load(self, load: _Load, right: bool, output: ConnectorOutput) -> None:
+    def _end_load(self, load: _Load, right: bool | None, output: ConnectorOutput) -> None:
         self._loaded += load.keys
         self._tier.manager.complete_load(load.slots)
-        if not right:
+        if right is False:
             self._tier.manager.forget(load.keys)
         if right:
             self._tier.loaded_tokens += load.tokens
@@ -418,7 +437,8 @@ class TierScheduler(SchedulerConnector):
             output.finished_recving[load.request_id] = Handoff(None, load.num_tokens)
         else:
             output.failed_recving[load.request_id] = LoadFailure(
-                f"the {self._tier.spec.name} tier lost it", cached=True
+                f"the {self._tier.spec.name} tier {'lost it' if right is False else 'did not load it in time'}",
+                cached=True,
             )
 
     def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:

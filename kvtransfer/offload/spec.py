@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.manager import TierManager
+from tandem.kvtransfer.offload.patience import STORE_S
 from tandem.kvtransfer.registry import find_factory
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TierStatus
@@ -29,11 +30,12 @@ class Copy:
     places: Sequence[int]
     keys: Sequence[bytes] = ()  # the slots' keys, in order
     resets: int = 0  # how often the tier had forgotten everything when this copy was planned
+    within_s: float = STORE_S  # it is given up after this time
 
 
 class Mover(abc.ABC):
-    """Copies between the device and the tier while the engine's steps run. The step thread calls it; only `wait` makes
-    that thread wait."""
+    """Copies between the device and the tier while the engine's steps run. The step thread calls it and never waits, and
+    every copy ends in its time, done or not (`patience`)."""
 
     @abc.abstractmethod
     def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
@@ -41,12 +43,22 @@ class Mover(abc.ABC):
         that have not begun. The mover calls the context's `wake` when a copy has ended."""
 
     @abc.abstractmethod
-    def take_ended(self) -> dict[int, bool]:
-        """Returns the jobs that ended since the last call, and whether every byte of each is right."""
+    def take_ended(self) -> dict[int, bool | None]:
+        """Returns the jobs that ended since the last call, and whether every byte of each is right. None: it was given
+        up, and says nothing of what the tier has. None of them touches the device's blocks any more."""
 
-    @abc.abstractmethod
-    def wait(self, jobs: Iterable[int]) -> None:
-        """Returns when none of these copies reads or writes any more. `take_ended` still reports them."""
+    @property
+    def left_out(self) -> str:
+        """Why the tier is left out for now: it loads and stores nothing. "": it is used."""
+        return ""
+
+    def leave_out(self, why: str) -> None:
+        """Leaves the tier out for a while."""
+
+    @property
+    def given_up(self) -> int:
+        """The number of copies that were given up since the start."""
+        return 0
 
     @property
     def block_bytes(self) -> int:
@@ -129,6 +141,8 @@ class Tier:
             loading_seconds=self.loading_seconds,
             fetched_bytes=self.sharing.fetched_bytes if self.sharing is not None else 0,
             mirrored_bytes=self.sharing.mirrored_bytes if self.sharing is not None else 0,
+            given_up=mover.given_up,
+            left_out=mover.left_out,
         )
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
+from tandem.kvtransfer.offload.patience import Hold
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.spec import Copy, Mover
 from tandem.wire.errors import ConfigurationError
@@ -37,7 +38,7 @@ class SyntheticTier:
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
         logger.warning("cache.tiers has a synthetic tier: prompts are not computed, and answers mean nothing")
-        return HasEverything(), CopyThread(NoiseCopier(memory), wake)
+        return HasEverything(), CopyThread(NoiseCopier(memory), wake, self.name)
 
 
 class HasEverything(TierManager):
@@ -68,9 +69,10 @@ class NoiseCopier(Copier):
         self._noise = noise.to(memory.tensor.dtype)
         self._on_device = memory.tensor.is_cuda
 
-    def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
-        for block in job.blocks:
-            self._rows[block].copy_(self._noise)
-        if self._on_device:
-            torch.cuda.synchronize(self._rows.device)
+    def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
+        with hold:
+            for block in job.blocks:
+                self._rows[block].copy_(self._noise)
+            if self._on_device:
+                torch.cuda.synchronize(self._rows.device)
         return True

@@ -1,4 +1,4 @@
-"""The worker half of a tier: has the planned copies made. Only `handle_preemptions` waits."""
+"""The worker half of a tier: has the planned copies made. It never waits."""
 
 from __future__ import annotations
 
@@ -49,13 +49,6 @@ class TierWorker(WorkerConnector):
         if not isinstance(metadata, TierPlan):
             raise InternalError(f"metadata of another connector: {type(metadata).__name__}")
         self._plan = metadata
-
-    def handle_preemptions(self) -> None:
-        """Waits for the copies that read preempted requests' blocks: they are free now, and this step may write to
-        them."""
-        if self._plan.preempted:
-            self._submit_deferred()
-            self._tier.mover.wait(self._plan.preempted)
 
     def start_load_kv(self) -> None:
         self._submit_deferred()

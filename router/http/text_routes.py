@@ -103,7 +103,7 @@ async def tokenize(services: Services, exchange: HttpExchange) -> None:
                 ids = await _token_ids(model, request, _owner(exchange))
             named = bool(request.return_token_strs)
             del request
-            with services.kept.share(len(ids) * (TOKEN_BYTES + named * NAME_BYTES)):
+            with services.kept.share(len(ids) * (TOKEN_BYTES + named * NAME_BYTES), exchange.owner):
                 pieces = await asyncio.to_thread(_pieces, ids, model.tokenizer) if named else None
                 answer = {
                     "count": len(ids),
@@ -166,7 +166,7 @@ async def detokenize(services: Services, exchange: HttpExchange) -> None:
                 )
                 prompt = await model.tokenizer.decode_async(ids)
                 del request, ids
-            with services.kept.share(len(prompt) * CHARACTER_BYTES):
+            with services.kept.share(len(prompt) * CHARACTER_BYTES, exchange.owner):
                 await send_pieces(exchange.send, json_pieces({"prompt": prompt}))
 
 

@@ -17,7 +17,8 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
-from tandem.kvtransfer.offload.disk import HEADER_BYTES
+from tandem.kvtransfer.offload import scheduler_half
+from tandem.kvtransfer.offload.disk import HEADER_BYTES, SlotFile
 from tandem.wire.requests import TierStatus
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
@@ -214,6 +215,36 @@ def test_a_restarted_engine_goes_on_from_its_disk(runner: ModelRunner, sessions:
         runner.forget_requests()
     assert said[0] == said[1] == said[2] == said[3]
     assert computed[2] < computed[1]
+
+
+@pytest.mark.parametrize("runner", [("llama", True)], indirect=True)
+def test_while_a_disk_hangs_every_request_is_answered_and_every_block_comes_back(
+    runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first read does not return before the end, in a pool so small that requests are preempted."""
+    tier = TierConfig(disk=str(tmp_path), size=1000 * (runner.kv_cache[0].nbytes + 4096))
+    monkeypatch.setattr(scheduler_half, "LEAST_LOAD_S", 0.05)
+    go_on, read, said = threading.Event(), SlotFile.read, []
+
+    def hangs(self: SlotFile, slot: int, key: bytes, into: memoryview) -> bool:
+        assert go_on.wait(PATIENCE_S)
+        return read(self, slot, key, into)
+
+    for turn in range(2):
+        if turn:
+            monkeypatch.setattr(SlotFile, "read", hangs)
+        talks = Conversations(runner, [tier], ahead=False)
+        talks.run(seed=7, sessions=30)
+        talks.settle()
+        said.append(talks.answers)
+        if turn:
+            assert "not done in its time" in talks.tier.left_out
+            assert talks.scheduler.stats().preemptions > 0
+            assert talks.scheduler.stats().prompt_tokens_loaded == 0
+            go_on.set()
+        talks.engine.shutdown()
+        runner.forget_requests()
+    assert said[0] == said[1]
 
 
 def tear(folder: Path, slot_bytes: int) -> None:

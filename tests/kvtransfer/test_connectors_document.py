@@ -15,6 +15,7 @@ from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
 from tandem.kvtransfer.protocol.side import Outcome
 from tandem.wire.nodes import PeerAddress
+from tests.kvtransfer.kv_tiers import ended
 
 
 @pytest.fixture
@@ -56,8 +57,7 @@ def test_the_documents_tier_keeps_kv_for_the_next_process_and_reads_nothing_torn
 
     def copied(tier: Tier, job: Copy, *, load: bool) -> bool:
         tier.mover.submit([] if load else [job], [job] if load else [])
-        tier.mover.wait([job.job])
-        return tier.mover.take_ended()[job.job]
+        return bool(ended(tier.mover, job.job)[job.job])
 
     before = cache.clone()
     tier = open_tier()

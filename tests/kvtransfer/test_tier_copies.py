@@ -12,9 +12,11 @@ from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread, CpuTier, HostCopier
 from tandem.kvtransfer.offload.manager import ReuseFilter
+from tandem.kvtransfer.offload.patience import Hold
 from tandem.kvtransfer.offload.spec import Copy, create_tier
 from tandem.kvtransfer.protocol.transport import runs_of
 from tandem.wire.errors import ConfigurationError, InternalError
+from tests.kvtransfer.kv_tiers import ended
 
 PATIENCE_S = 20.0
 
@@ -42,9 +44,9 @@ def test_what_was_stored_is_what_is_loaded(transposed: bool) -> None:
     cache = memory(transposed=transposed)
     copier = HostCopier(cache, 8)
     before = cache.tensor.clone()
-    copier.copy(Copy(0, [3, 4, 9], [5, 6, 0]), to_device=False, fence=None)
+    copier.copy(Copy(0, [3, 4, 9], [5, 6, 0]), to_device=False, fence=None, hold=Hold())
     cache.tensor.zero_()
-    copier.copy(Copy(1, [1, 2], [6, 0]), to_device=True, fence=None)
+    copier.copy(Copy(1, [1, 2], [6, 0]), to_device=True, fence=None, hold=Hold())
     assert (cache.tensor[1] == before[4]).all()
     assert (cache.tensor[2] == before[9]).all()
     assert not cache.tensor[3:].any()
@@ -58,7 +60,7 @@ class GatedCopier(Copier):
         self.gate = threading.Semaphore(0)
         self.done: list[int] = []
 
-    def copy(self, job: Copy, to_device: bool, fence: object) -> bool:
+    def copy(self, job: Copy, to_device: bool, fence: object, hold: Hold) -> bool:
         self.gate.acquire()
         if job.job < 0:
             raise OSError("the copy failed")
@@ -73,21 +75,18 @@ def until(reached: object) -> None:
     assert reached()  # type: ignore[operator]
 
 
-def test_loads_go_before_stores_and_a_wait_brings_its_own_to_the_front() -> None:
+def test_loads_go_before_stores() -> None:
     copier, woken = GatedCopier(), threading.Event()
     thread = CopyThread(copier, woken.set)
     try:
         thread.submit([Copy(0, [1], [1])], [])
         until(lambda: not thread._stores)  # it has begun
         thread.submit([Copy(1, [1], [1]), Copy(2, [2], [2])], [Copy(3, [3], [3])])
-        for _ in range(3):
+        for _ in range(4):
             copier.gate.release()
-        thread.wait([2])
-        assert copier.done == [0, 3, 2]
-        copier.gate.release()
-        thread.wait([0, 1, 2, 3])
+        assert ended(thread, 0, 1, 2, 3) == {0: True, 3: True, 1: True, 2: True}
+        assert copier.done == [0, 3, 1, 2]
         assert woken.is_set()
-        assert thread.take_ended() == {0: True, 3: True, 2: True, 1: True}
         assert thread.take_ended() == {}
         assert (thread.stored_bytes, thread.loaded_bytes) == (3 * copier.block_bytes, copier.block_bytes)
     finally:
@@ -103,8 +102,6 @@ def test_a_thread_that_died_is_an_error_and_no_silence() -> None:
     assert woken.wait(PATIENCE_S)
     with pytest.raises(InternalError, match="died"):
         thread.take_ended()
-    with pytest.raises(InternalError, match="died"):
-        thread.wait([-1])
     thread.close()
 
 
@@ -119,7 +116,7 @@ def test_a_tier_tells_its_size_and_what_went_through_it() -> None:
         room = tier.manager.prepare_store([b"a", b"b"])
         assert room is not None
         tier.mover.submit([Copy(0, [1, 2], [0, 1])], [])
-        tier.mover.wait([0])
+        assert ended(tier.mover, 0) == {0: True}
         status = tier.status()
         assert (status.name, status.total_bytes, status.used_bytes) == (
             "cpu",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -14,11 +15,12 @@ import torch
 
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.kvtransfer.config import TierConfig
+from tandem.kvtransfer.offload import disk
 from tandem.kvtransfer.offload.cpu import HostCopier
 from tandem.kvtransfer.offload.disk import DiskCopier
 from tandem.kvtransfer.offload.ranks import MakeCopies, RankTiers, TierLines, TierOfRanks
 from tandem.kvtransfer.offload.spec import Copy, Tier
-from tandem.wire.errors import ConfigurationError, InternalError
+from tandem.wire.errors import ConfigurationError
 
 PATIENCE_S = 20.0
 BLOCKS, HEADS, SLOTS = 12, 2, 3
@@ -56,9 +58,9 @@ class Node:
         self.tier = Tier(TierOfRanks(config, self.lines), config.block_factor)
         self.tier.open(memories[0], self.woken.set)
 
-    def ended(self, *jobs: int) -> dict[int, bool]:
+    def ended(self, *jobs: int) -> dict[int, bool | None]:
         until = time.monotonic() + PATIENCE_S
-        found: dict[int, bool] = {}
+        found: dict[int, bool | None] = {}
         while not found.keys() >= set(jobs):
             self.woken.wait(max(0.0, until - time.monotonic()))
             self.woken.clear()
@@ -133,8 +135,9 @@ def test_a_store_is_told_when_the_device_has_computed_it_and_holds_up_no_load(co
             assert time.monotonic() < until
         assert ended == {3: True}
         step.happened.set()
-        here.lines.wait(0, [2])
-        assert here.lines.take_ended(0) == {2: True}
+        while not (ended := here.lines.take_ended(0)):
+            assert time.monotonic() < until
+        assert ended == {2: True}
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -157,7 +160,9 @@ def test_a_copy_that_is_wrong_at_one_rank_is_wrong(
         assert here.ended(1, 2) == {1: False, 2: True}
 
 
-def test_waiting_for_a_copy_waits_for_all_ranks(config: TierConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_has_ended_when_it_has_at_all_ranks(
+    config: TierConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memories, go_on, over = caches(), threading.Event(), []
     for kind in (HostCopier, DiskCopier):
         copy = kind.copy
@@ -173,28 +178,62 @@ def test_waiting_for_a_copy_waits_for_all_ranks(config: TierConfig, monkeypatch:
         monkeypatch.setattr(kind, "copy", late)
     with node(config, memories) as here:
         here.tier.mover.submit([STORE], [])
-        waiting = threading.Thread(target=here.tier.mover.wait, args=([1],))
-        waiting.start()
+        until = time.monotonic() + PATIENCE_S
         while len(over) < 3:
-            assert waiting.is_alive()
+            assert time.monotonic() < until
         assert not here.tier.mover.take_ended()
-        assert waiting.is_alive()
         go_on.set()
-        waiting.join(PATIENCE_S)
-        assert not waiting.is_alive()
         assert here.ended(1) == {1: True}
 
 
-def test_a_rank_that_has_ended_ends_the_wait_and_nothing_is_called_stored(
-    config: TierConfig,
+def test_what_one_rank_gives_up_is_given_up_and_leaves_the_tier_out(
+    config: TierConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    memories, go_on = caches(), threading.Event()
+    for kind in (HostCopier, DiskCopier):
+        copy = kind.copy
+
+        def hangs(self: object, job: Copy, *args: object, copy: object = copy) -> bool:
+            where = self._tensor if isinstance(self, HostCopier) else self._blocks  # type: ignore[attr-defined]
+            if where.data_ptr() == memories[2].tensor.data_ptr():
+                assert go_on.wait(PATIENCE_S)
+            return bool(copy(self, job, *args))  # type: ignore[operator]
+
+        monkeypatch.setattr(kind, "copy", hangs)
+    with node(config, memories) as here:
+        here.tier.mover.submit([dataclasses.replace(STORE, within_s=0.0)], [])
+        assert here.ended(1) == {1: None}
+        assert here.tier.status().left_out
+        here.tier.mover.submit([], [Copy(2, [5], [4], KEYS[:1])])
+        assert not here.ended(2)[2], "it loads nothing while it is left out"
+        go_on.set()
+
+
+def test_a_node_whose_rank_has_a_disk_that_does_not_answer_starts_without_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, made = threading.Event(), disk.SlotFile.__init__
+
+    def hangs(self: disk.SlotFile, folder: Path, *args: object) -> None:
+        if folder.name == "rank2of4":
+            assert go_on.wait(PATIENCE_S)
+        made(self, folder, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk.SlotFile, "__init__", hangs)
+    monkeypatch.setattr(disk, "OPEN_S", 0.2)
+    with node(TierConfig(disk=str(tmp_path), size=1 << 20)) as here:
+        assert "rank 2's disk did not answer" in here.tier.status().left_out
+        here.tier.mover.submit([STORE], [])
+        assert here.tier.mover.take_ended() == {1: None}
+        go_on.set()
+
+
+def test_a_copy_at_a_rank_that_has_ended_is_not_called_stored(config: TierConfig) -> None:
     with node(config) as here:
         here.tier.mover.submit([STORE], [])
         assert here.ended(1) == {1: True}
         here.ranks[1].stop(PATIENCE_S)
         here.tier.mover.submit([Copy(2, [1], [3], KEYS[:1])], [])
-        with pytest.raises(InternalError, match="rank 2 of this node has ended"):
-            here.tier.mover.wait([2])
         assert not here.tier.mover.take_ended()
 
 

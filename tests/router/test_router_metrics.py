@@ -93,7 +93,10 @@ def router(start_router: StartRouter) -> RunningRouter:
     )
     router.nodes["d0"].set(
         counters=counters,
-        status_fields={"free_blocks": 250, "tiers": [TierStatus("cpu", 1, 8, 100, 64, 0, 0, 7)]},
+        status_fields={
+            "free_blocks": 250,
+            "tiers": [TierStatus("cpu", 1, 8, 100, 64, 0, 0, 7, given_up=3, left_out="it hangs")],
+        },
     )
     router.complete(max_tokens=4)
     router.wait_for(
@@ -108,6 +111,12 @@ def test_a_dashboard_for_vllm_finds_its_figures(router: RunningRouter) -> None:
         assert found[f"tandem_{name}"]["model_name"] == "fake", name
     for name in OF_ENGINES:
         assert found[f"tandem_{name}"]["engine"] in ("p0", "d0"), name
+
+
+def test_a_tier_that_is_left_out_is_shown(router: RunningRouter) -> None:
+    of_tier = {"node": "d0", "role": "decode", "tier": "cpu"}
+    assert router.metric("tandem_node_tier_left_out", **of_tier) == 1
+    assert router.metric("tandem_node_tier_given_up_total", **of_tier) == 3
 
 
 def test_engines_are_shown_as_vllm_shows_them(router: RunningRouter) -> None:

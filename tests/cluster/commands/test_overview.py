@@ -46,7 +46,10 @@ STATUS = NodeStatus(
     step_age_s=0.0,
     counters=NodeCounters(transfer_bytes_received=3 << 20),
     tiers=[
-        TierStatus("cpu", 1 << 30, 8 << 30, 1000, 640, 0, 0, 0, fetched_bytes=3 << 20, mirrored_bytes=5 << 20)
+        TierStatus(
+            "cpu", 1 << 30, 8 << 30, 1000, 640, 0, 0, 0, fetched_bytes=3 << 20, mirrored_bytes=5 << 20
+        ),
+        TierStatus("disk", 1 << 30, 8 << 30, 0, 0, 0, 0, 0, left_out="a load was not done in its time"),
     ],
 )
 VIEW = ClusterView(
@@ -98,6 +101,8 @@ def test_one_screen_says_how_everything_is() -> None:
         "cpu tier of decode-0: 1.0 GiB of 8.0 GiB, had 64% of 1000 tokens that the device had not, "
         "3.0 MiB were copied from other nodes, 5.0 MiB mirrored"
     )
+    (row,) = [line for line in lines if line.startswith("disk tier")]
+    assert row.endswith("1.0 GiB of 8.0 GiB, left out for now: a load was not done in its time")
     assert "! prefill-0: left out: no memory" in lines
     assert "! decode-0: ready again, 3 times in a row: signal 9" in lines
     assert "! decode-1: waiting: no machine has room for it" in lines

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from tandem.engine.cache.group_manager import KVCacheGroup
+from tandem.engine.config import Reserve
 from tandem.engine.core import Engine
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory
 from tandem.kvtransfer.config import EvictionPolicy, LoadFailurePolicy, TransferConfig
@@ -32,18 +33,22 @@ class LateMover(Mover):
 
     stored_bytes = 0
     loaded_bytes = 0
+    left_out = ""
 
     def __init__(self, driver: Driver, device: LazyDevice) -> None:
         self._kv = driver.model.kv
         self._device = device
         self._tier: dict[tuple[int, int], object] = {}
         self._queue: list[tuple[Copy, bool, object]] = []
-        self._ended: dict[int, bool] = {}
+        self._ended: dict[int, bool | None] = {}
         self.loads = 0
         self.loses = False  # what it loads is not right
         self.closed = False
 
     def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
+        if self.left_out:
+            self._ended |= {job.job: None for job in (*stores, *loads)}
+            return
         last = self._device._queue[-1] if self._device._queue else None
         self._queue += [(job, True, None) for job in loads]
         self._queue += [(job, False, last) for job in stores]
@@ -64,15 +69,18 @@ class LateMover(Mover):
                     self._tier[place, position] = self._kv.get((block, position), WRONG)
         self._ended[job.job] = not (is_load and self.loses)
 
-    def take_ended(self) -> dict[int, bool]:
+    def take_ended(self) -> dict[int, bool | None]:
         ended, self._ended = self._ended, {}
         return ended
 
-    def wait(self, jobs: Iterable[int]) -> None:
-        wanted = set(jobs)
-        for index in range(len(self._queue) - 1, -1, -1):
-            if self._queue[index][0].job in wanted:
-                self.make(index)
+    def stall(self) -> None:
+        """The disk does not answer: everything is given up, and the tier is left out."""
+        self.left_out = "it hangs"
+        self._ended |= {job.job: None for job, *_ in self._queue}
+        self._queue.clear()
+
+    def answer_again(self) -> None:
+        self.left_out = ""
 
     @property
     def busy(self) -> bool:
@@ -264,6 +272,60 @@ def test_a_preempted_request_loads_what_it_had_computed() -> None:
     stats = world.scheduler.stats()
     assert stats.preemptions > 0
     assert world.movers[0].loads > 0
+
+
+def test_a_preemption_waits_for_no_copy_and_gives_no_block_away_that_is_being_copied() -> None:
+    """Nothing is copied before the end, and the steps go on."""
+    world = TierWorld(num_blocks=13, reserve=Reserve.NONE)
+    world.ask([*range(200, 200 + 4 * BLOCK)], max_tokens=20)
+    world.ask([*range(300, 300 + 4 * BLOCK)], max_tokens=20)
+    cache = world.scheduler._state.cache
+    for _ in range(40):
+        world.step()
+        if world.scheduler.stats().preemptions:
+            break
+    assert world.scheduler.stats().preemptions
+    assert cache._reads
+    assert all(cache.pool.ref_counts[block] for block in cache._reads)
+    reading = {block for job, is_load, _ in world.movers[0]._queue if not is_load for block in job.blocks}
+    assert set(cache._reads) <= reading
+    world.finish()
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_load_that_is_given_up_is_computed_and_its_blocks_are_free(comes_back: bool) -> None:
+    world = TierWorld()
+    first = world.run(PROMPT)
+    push_out(world)
+    asked = [world.ask(PROMPT), world.ask([*PROMPT, 7])]
+    world.step()
+    assert world.scheduler.stats().blocked == 1
+    world.movers[0].stall()
+    world.finish()
+    assert world.driver.outputs[asked[0]] == first
+    assert (world.loaded, world.scheduler.stats().loads_failed) == (0, 1)
+    push_out(world)
+    if comes_back:
+        world.movers[0].answer_again()
+    assert world.run(PROMPT) == first
+    assert world.loaded == (6 * BLOCK if comes_back else 0), "what it has is not lost"
+
+
+def test_a_request_that_is_aborted_while_its_load_hangs_gives_its_blocks_back() -> None:
+    world = TierWorld()
+    world.run(PROMPT)
+    push_out(world)
+    request_id = world.ask(PROMPT)
+    world.step()
+    world.driver.abort(request_id)
+    world.aborted.add(request_id)
+    world.step()
+    assert world.scheduler.stats().held_requests == 1
+    world.movers[0].stall()
+    world.step()
+    stats = world.scheduler.stats()
+    assert stats.free_blocks == stats.total_blocks
+    world.finish()
 
 
 def test_an_aborted_request_keeps_its_blocks_until_its_load_has_ended() -> None:
@@ -491,6 +553,10 @@ def run(number: int, *, states: bool = False) -> int:
             case 3 | 4 | 5 | 6 | 7:
                 for _ in range(draw.randrange(4)):
                     draw.choice(world.movers).make(draw.randrange(100))
+            case 8:
+                draw.choice(world.movers).stall()
+            case 9 | 10:
+                draw.choice(world.movers).answer_again()
         world.step()
     world.finish()
     return world.loaded
