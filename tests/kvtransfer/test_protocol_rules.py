@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import msgspec
@@ -1051,7 +1052,7 @@ def test_nothing_is_said_to_the_dead_and_no_connection_with_them_is_kept(pair: P
 def test_the_connection_with_an_earlier_incarnation_is_not_kept(pair: Pair, started_anew: str) -> None:
     served(pair, "r1")
     reborn = Node(pair.world, started_anew, 12, 0.0, pair.world.direction)
-    reborn.identity = reborn.identity._replace(endpoint="tcp://elsewhere")
+    reborn.identity = dataclasses.replace(reborn.identity, endpoint="tcp://elsewhere")
     pair.world.nodes["elsewhere"] = reborn
     if started_anew == "p":
         pair.consumer.start_receive(

@@ -5,12 +5,9 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
-<<<<<<< HEAD
-from types import SimpleNamespace
-=======
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
->>>>>>> wt-text
 
 import msgspec
 import pytest
