@@ -112,7 +112,7 @@ class Envelope(msgspec.Struct, frozen=True):
     """Who sends a message, to which incarnation. Every message on this channel has one.
 
     `generation` is that of the sender's cache. Once it is higher than when a peer got KV from the sender, that KV may be
-    wrong. (Before version 0.2 nodes named none: they stay at 0.)"""
+    wrong."""
 
     sender_id: str
     sender_epoch: int

@@ -1019,6 +1019,7 @@ def test_nothing_is_kept_for_nodes_that_went_for_good(pair: Pair) -> None:
             pair.consumer = pair.world.add(f"c{number}", 100 + number)
         served(pair, f"r{number}")
         assert len(survivor.transport.remotes) == min(1 + number, 3)
+        pair.world.kill((pair.producer if pull else pair.consumer).name, proven=False)
         pair.world.advance(SETTINGS.keep_link_s / 2 - 1)
 
 

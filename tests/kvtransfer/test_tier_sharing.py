@@ -318,6 +318,23 @@ def test_what_was_copied_from_a_tier_that_is_wrong_is_forgotten_too() -> None:
     assert (a.manager.used, b.manager.used) == (0, 0)
 
 
+def test_a_reader_that_was_away_when_a_tier_was_distrusted_learns_it_from_the_next_message() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
+    world.settle()
+    a.sharing.forget_all()
+    world.mail.clear()  # b does not hear of it
+    assert b.manager.used == 3
+    assert list(b.exchange.sources) == [a.address]
+    a.store(keys(1, "other"))
+    assert b.sharing.begin_fetch(Asker("s", CachePeers(source=a.address)), keys(1, "other"))  # type: ignore[arg-type]
+    world.settle()
+    assert b.manager.lookup(keys(3)) == 0
+    assert list(b.exchange.sources) in ([], [a.address])
+
+
 def test_what_is_being_copied_from_a_tier_that_is_wrong_is_not_kept() -> None:
     world = World()
     a, b = world.nodes["a"], world.nodes["b"]

@@ -178,11 +178,33 @@ def test_an_error_of_the_model_ends_its_request_alone_and_nobody_finds_its_kv():
     stats = driver.scheduler.stats()
     assert (stats.model_errors, stats.running) == (1, 1)
     driver.abort("b")
-    # The same prompts again: b's is found, a's is computed again.
+    # The same prompts again: nothing that was cached before the error is found, because some of it may have led to it.
     for name in ("b", "a"):
         driver.add(f"{name}2", prompt=[*unique_tokens(name, 8), 5])
     counts = driver.schedule().num_scheduled_tokens
-    assert counts == {"b2": 1, "a2": 9}
+    assert counts == {"b2": 9, "a2": 9}
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_what_a_request_computes_after_a_reset_from_blocks_before_it_is_never_found(asked_before):
+    """Also not the second time, when other blocks have been cached under the same names."""
+    driver = Driver()
+    prompt = unique_tokens("p", 8)
+    running = driver.add("running", prompt, max_tokens=9)
+    driver.step()
+    driver.scheduler.reset_prefix_cache()
+    if asked_before:
+        driver.add("between", prompt + [5], max_tokens=1)
+    for _ in range(4):
+        driver.step()
+    old = set(driver.scheduler._state.cache.block_ids("running")[0])
+    driver.run()
+    continued = list(running.all_token_ids)
+    for turn in range(2):
+        again = driver.add(f"again{turn}", continued, max_tokens=1)
+        hits, _ = driver.scheduler.find_prefix(again)
+        assert not old & set(hits[0])
+        driver.run()
 
 
 def test_an_error_for_a_request_that_has_ended_meanwhile_is_nobodys():

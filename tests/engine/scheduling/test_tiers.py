@@ -348,7 +348,7 @@ def test_wrong_kv_is_never_loaded_again() -> None:
     push_out(world)
     world.ask(PROMPT)
     world.step()
-    world.scheduler.uncache([1])
+    world.scheduler.convict(None)
     world.finish()
     assert world.scheduler.stats().loads_failed == 1
     assert world.loaded == 0
@@ -549,7 +549,7 @@ def run(number: int, *, states: bool = False) -> int:
             case 1:
                 world.scheduler._state.cache.reset_prefix_cache()
             case 2:
-                world.scheduler.uncache([draw.randrange(1, 12)]) if number % 3 == 0 else None
+                world.scheduler.convict(None) if number % 3 == 0 else None
             case 3 | 4 | 5 | 6 | 7:
                 for _ in range(draw.randrange(4)):
                     draw.choice(world.movers).make(draw.randrange(100))
