@@ -194,7 +194,7 @@ def test_what_a_request_computes_after_a_reset_from_blocks_before_it_is_never_fo
     driver.step()
     driver.scheduler.reset_prefix_cache()
     if asked_before:
-        driver.add("between", prompt + [5], max_tokens=1)
+        driver.add("between", [*prompt, 5], max_tokens=1)
     for _ in range(4):
         driver.step()
     old = set(driver.scheduler._state.cache.block_ids("running")[0])
