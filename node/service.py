@@ -44,7 +44,15 @@ from tandem.node.loop import (
     RouterLost,
     SetAdapters,
 )
-from tandem.node.requests import LiveRequests, RoleRules, check_submit, failed_chunk, keeps_here, request_of, writes_states_here
+from tandem.node.requests import (
+    LiveRequests,
+    RoleRules,
+    check_submit,
+    failed_chunk,
+    keeps_here,
+    request_of,
+    writes_states_here,
+)
 from tandem.node.routers import CacheNewsDesk, RouterLine, Routers
 from tandem.node.status import node_counters, node_status
 from tandem.wire.errors import (

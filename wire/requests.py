@@ -363,7 +363,8 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defau
     tiers: tuple[TierStatus, ...] = ()
     # Prefill nodes from which this node takes nothing for a while, because their KV arrived wrong here.
     left_out: tuple[str, ...] = ()
-    adapters: Mapping[str, str] = EMPTY_TABLE  # the LoRA adapters that the node serves: their digests, by name
+    # The LoRA adapters that the node serves: their digests, by name.
+    adapters: Mapping[str, str] = EMPTY_TABLE
     # The age of this status. It lacks requests submitted since then, because the node reads them between two steps.
     age_s: float = 0.0
     # What the node still has of the adapters that these replaced: digests by name, the newest first.

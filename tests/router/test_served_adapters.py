@@ -41,9 +41,7 @@ class Node:
         return self.slots.has(identity_of("law", version))
 
     def tell(self, pool: NodePool) -> None:
-        pool.on_status(
-            status(self.info, adapters=self.slots.served, replaced_adapters=self.slots.replaced)
-        )
+        pool.on_status(status(self.info, adapters=self.slots.served, replaced_adapters=self.slots.replaced))
 
 
 def router(*nodes: Node) -> NodePool:
@@ -157,7 +155,9 @@ class Replacing(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorded = self.newest = 0  # the version that a node gets before it is announced; the one being given out
+        self.recorded = self.newest = (
+            0  # the version that a node gets before it is announced; the one being given out
+        )
         self.nodes = [Node(info("p0", role=Role.PREFILL), "0"), Node(info("d0"), "0")]
         self.came = 0
         self.routers = [router(*self.nodes), router(*self.nodes)]

@@ -104,9 +104,7 @@ class ComingAndGoing(RuleBasedStateMachine):
         used = {one.identity for one in self.running}
         self.slots.forget_others(used, self.now)
         self.replaced = {
-            each: at
-            for each, at in self.replaced.items()
-            if each in used or self.now < at + KEEP_REPLACED_S
+            each: at for each, at in self.replaced.items() if each in used or self.now < at + KEEP_REPLACED_S
         }
         served = {one.identity for one in self.wanted.values()}
         assert self.slots.has_others == bool((used | self.replaced.keys()) - served)
@@ -136,7 +134,9 @@ def test_what_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
 
 
 def version(number: int, name: str = "a") -> Adapter:
-    return Adapter(name, f"{number:032d}" + "0" * 32, {"layer": LayerUpdate(torch.zeros(1, SIZE), torch.zeros(SIZE, 1))})
+    return Adapter(
+        name, f"{number:032d}" + "0" * 32, {"layer": LayerUpdate(torch.zeros(1, SIZE), torch.zeros(SIZE, 1))}
+    )
 
 
 def slots_with(free_memory: int) -> AdapterSlots:
