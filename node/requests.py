@@ -189,6 +189,12 @@ def keeps_here(submit: Submit) -> bool:
     return submit.keep is not None and not is_sent_away
 
 
+def writes_states_here(submit: Submit) -> bool:
+    """Whether this node is to write the prompt's hidden states. A decode node does not while a prefill node reads the prompt."""
+    is_read_elsewhere = submit.transfer is not None and submit.transfer.role is TransferRole.CONSUME
+    return submit.sampling.hidden_states is not None and not is_read_elsewhere
+
+
 def failed_chunk(submit: Submit, error: WireError) -> TokenChunk:
     """The chunk that tells the router that the request has ended with an error."""
     return TokenChunk.failed(submit.request_id, len(submit.output_token_ids), error)

@@ -283,6 +283,7 @@ class CacheNewsDesk:
         self._epoch = epoch
         self._tell = tell
         self._publish = publish
+        self._publishes = True  # the last events were published
         self._cached = cached
         self._numbers: dict[str, int] = {}  # router's address -> the number of the next message to it
         self._inbox: queue.SimpleQueue[Sequence[KVEvent] | _Begin | _Forget | None] = queue.SimpleQueue()
@@ -338,16 +339,27 @@ class CacheNewsDesk:
                 case _Forget():
                     self._numbers.pop(item.reply_to, None)
                 case _:
-                    if self._publish is not None:
-                        self._publish(item)
+                    # First what routers are told, then other programs: whatever the publisher raises, no event is lost to routers.
                     if self._cached is not None:
                         for event in item:
                             changes += self._cached.apply(event)
+                    self._publish_events(item)
             try:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 self._send(changes)
                 return True
+
+    def _publish_events(self, events: Sequence[KVEvent]) -> None:
+        if self._publish is None:
+            return
+        try:
+            self._publish(events)
+            self._publishes = True
+        except Exception:
+            if self._publishes:  # not with every step while it lasts
+                logger.exception("KV events are not published to other programs; routers are told of them")
+            self._publishes = False
 
     def _send(self, changes: list[tuple[str, bool, list[int]]]) -> None:
         merged = _merged(changes)

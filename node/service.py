@@ -44,13 +44,22 @@ from tandem.node.loop import (
     RouterLost,
     SetAdapters,
 )
-from tandem.node.requests import LiveRequests, RoleRules, check_submit, failed_chunk, keeps_here, request_of
+from tandem.node.requests import (
+    LiveRequests,
+    RoleRules,
+    check_submit,
+    failed_chunk,
+    keeps_here,
+    request_of,
+    writes_states_here,
+)
 from tandem.node.routers import CacheNewsDesk, RouterLine, Routers
 from tandem.node.status import node_counters, node_status
 from tandem.wire.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NodeLost,
+    Overloaded,
     TandemError,
     Unavailable,
 )
@@ -220,6 +229,7 @@ class NodeService:
             tiers=transfer.tiers if transfer else [],
             left_out=transfer.left_out if transfer else (),
             adapters=self._adapters.served if self._adapters is not None else None,
+            replaced_adapters=self._adapters.replaced if self._adapters is not None else None,
             age_s=max(0.0, self._clock() - self._stats_of),
         )
 
@@ -245,8 +255,8 @@ class NodeService:
         return reset.done.wait(timeout_s)
 
     def set_adapters(self, read: list[Adapter], kept: frozenset[str], timeout_s: float) -> bool:
-        """Serves the adapters in `read` and the served ones named in `kept` to new requests; running requests keep theirs. Returns False
-        if the running step takes longer than `timeout_s`; the change is then made after that step."""
+        """Serves the adapters in `read` and the served ones named in `kept`. Requests that were planned with replaced ones still find
+        those. Returns False if the running step takes longer than `timeout_s`; the change is then made after that step."""
         self._mailbox.put(change := SetAdapters(read, kept, threading.Event()))
         return change.done.wait(timeout_s)
 
@@ -395,7 +405,13 @@ class NodeService:
             adapters=self._adapters,
             writes_hidden_states=bool(self._config.engine.model.hidden_states_folder),
         )
+        if self._engine.runner.states_wait and writes_states_here(submit):
+            raise Overloaded(
+                "hidden_states: the folder takes files more slowly than they come; try again later"
+            )
         now = self._clock()
+        if submit.lora is not None and self._adapters is not None:
+            self._adapters.asked_for(submit.lora, now)
         request = request_of(submit, self._rules.sampling_for(submit), now, self._eos, self._block_hasher)
         if keeps_here(submit):
             self._kept.begin(submit)
@@ -439,18 +455,18 @@ class NodeService:
 
     def _set_adapters(self, item: SetAdapters) -> None:
         if self._adapters is not None:
-            self._adapters.serve(item.read, item.kept)
+            self._adapters.serve(item.read, item.kept, self._clock())
             self._forget_adapters()
         item.done.set()
         self._routers.tell_all_status()
 
     def _forget_adapters(self) -> None:
-        """Forgets the adapters that are no longer served, once no request (and no canary check) uses them."""
+        """Forgets adapters that are no longer served, nor used by a request or a canary check, nor kept because they were replaced."""
         if self._adapters is not None and self._adapters.has_others:
             used = {live.submit.lora for live in self._live if live.submit.lora is not None}
             if (canary := self._engine.canary) is not None and canary.lora is not None:
                 used.add(canary.lora)
-            self._adapters.forget_others(used)
+            self._adapters.forget_others(used, self._clock())
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [failed_chunk(submit, error.to_wire())])

@@ -33,6 +33,7 @@ def node_status(
     tiers: Sequence[TierStatus],
     left_out: Sequence[str] = (),
     adapters: Mapping[str, str] | None = None,
+    replaced_adapters: Mapping[str, tuple[str, ...]] | None = None,
     age_s: float = 0.0,
 ) -> NodeStatus:
     oldest = scheduler.oldest_arrival
@@ -62,6 +63,7 @@ def node_status(
         tiers=tuple(tiers),
         left_out=tuple(left_out),
         adapters=adapters or EMPTY_TABLE,
+        replaced_adapters=replaced_adapters or EMPTY_TABLE,
         age_s=age_s,
     )
 

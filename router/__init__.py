@@ -14,6 +14,7 @@ Floor 2: it imports wire and no other package of ours. It knows neither engine n
     formats/    how models write calls and reasoning, told apart from an answer's text
     text/       tokenizer, chat template, incremental detokenization, stop strings
     pool        the members of the cluster, and their last reports
+    adapters    which weights of each LoRA adapter are served while nodes take a change one after another
     prefixes    which nodes have a prompt's first blocks cached, by their reports and by what was sent
     policy/     chooses a request's nodes, from pool, prefixes and a policy that explains itself
     dispatch/   a request's life: queue, submission to both nodes, deadlines, failover, cancellation

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from tandem.router.adapters import ServedAdapters
 from tandem.router.config import Heartbeat
 from tandem.router.policy.shortlist import Shortlist
 from tandem.router.policy.views import Average, NodeRates, NodeView, PoolSnapshot, first_by_rendezvous
@@ -134,7 +135,8 @@ class NodePool:
         self._checked_at: float | None = None
         self._max_model_len: int | None = None
         self._knows_max_model_len = False
-        self._adapters: dict[str, str] | None = None  # None: must be computed again
+        self._adapters: Mapping[str, str] | None = None  # None: must be computed again
+        self._served_adapters = ServedAdapters()
         self.handover = Average()
         self._accusers: dict[
             str, list[str]
@@ -174,17 +176,11 @@ class NodePool:
         return next((info.vectors for info in infos if info.role in ENGINE_ROLES), None)
 
     def adapters(self) -> Mapping[str, str]:
-        """The digests, by name, of the LoRA adapters that every node in view has with the same weights. An
-        adapter that some nodes lack gets no new requests."""
+        """The digests, by name, of the LoRA adapters that new requests may name."""
         if self._adapters is None:
             views = self.snapshot()
-            of_nodes = {view.info.node_id: view.status.adapters for view in (*views.prefill, *views.decode)}
-            known = list(of_nodes.values())
-            self._adapters = {
-                name: digest
-                for name, digest in (known[0] if known else {}).items()
-                if all(each.get(name) == digest for each in known)
-            }
+            of_nodes = {view.info.node_id: view.status for view in (*views.prefill, *views.decode)}
+            self._adapters = self._served_adapters.of(list(of_nodes.values()))
         return self._adapters
 
     def member(self, node_id: str) -> Member | None:
@@ -283,8 +279,10 @@ class NodePool:
         member.lists_any = bool(latest.left_out or latest.adapters)
         if latest.left_out != before.left_out:
             self._note_accusers(latest)
-        if latest.adapters != before.adapters:
+        if latest.adapters != before.adapters or latest.replaced_adapters != before.replaced_adapters:
             self._adapters = None
+            for name in before.adapters.keys() - latest.adapters.keys():
+                self._served_adapters.forget(name)
 
     def _note_accusers(self, latest: NodeStatus) -> None:
         logger.warning(

@@ -368,9 +368,12 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defau
     tiers: tuple[TierStatus, ...] = ()
     # Prefill nodes from which this node takes nothing for a while, because their KV arrived wrong here.
     left_out: tuple[str, ...] = ()
-    adapters: Mapping[str, str] = EMPTY_TABLE  # the LoRA adapters that the node has: their digests, by name
+    # The LoRA adapters that the node serves: their digests, by name.
+    adapters: Mapping[str, str] = EMPTY_TABLE
     # The age of this status. It lacks requests submitted since then, because the node reads them between two steps.
     age_s: float = 0.0
+    # What the node still has of the adapters that these replaced: digests by name, the newest first.
+    replaced_adapters: Mapping[str, tuple[str, ...]] = EMPTY_TABLE
 
     @property
     def totals(self) -> NodeCounters:

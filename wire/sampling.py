@@ -41,7 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     # The grammar that the answer must follow, in llguidance's Lark dialect: a JSON schema is `start: %json {...}`.
     grammar: str | None = None
     repetition_detection: RepetitionDetection | None = None
-    hidden_states: str | None = None  # write the prompt's hidden states to a file of this name
+    # Write the prompt's hidden states to a file of this name, which may begin with the folder of the key that asks.
+    hidden_states: str | None = None
 
 
 class FinishReason(enum.StrEnum):

@@ -6,6 +6,7 @@ when the prompt is complete. A preempted request is computed again from its firs
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -28,8 +29,8 @@ from tandem.wire.errors import ConfigurationError, InternalError
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
-_MOST_FILES = 8  # files that wait to be written
-_PATIENCE_S = 5.0  # how long a step waits for room among them
+# What may wait to be written, in host memory. Several steps of long prompts, so only a folder that is slower than the model fills it.
+_MOST_BYTES = 2 << 30
 
 
 class ObservedLayers:
@@ -128,10 +129,15 @@ class HiddenStates:
     def forget(self, row: int) -> None:
         self._prompts.pop(row, None)
 
+    @property
+    def is_full(self) -> bool:
+        return self._files.is_full
+
 
 class StatesFiles:
-    """Writes files in a thread. A file appears under its name only when it is complete. A file that cannot be written is logged, and
-    does not fail its request."""
+    """Writes files in a thread, for which no step waits. A file appears under its name only when it is complete. A file that cannot be
+    written is logged, and does not fail its request; while the thread has as much to write as it may, new requests for files are
+    refused (node.requests)."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -144,24 +150,40 @@ class StatesFiles:
             raise ConfigurationError(
                 f"model.hidden_states_folder is {folder}, where this process cannot write: {error.strerror}"
             ) from error
-        self._room = threading.BoundedSemaphore(_MOST_FILES)
+        self._lock = threading.Lock()
+        self._waiting = 0  # bytes
         self._writer = ThreadPoolExecutor(1, "hidden-states")
 
-    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Queues a file. Waits up to _PATIENCE_S if _MOST_FILES are queued, and then drops it."""
-        if not self._room.acquire(timeout=_PATIENCE_S):
-            logger.error("the hidden states for %s are dropped: %s takes no more", name, self._folder)
-            return
-        self._writer.submit(self._write, name, tensors)
+    @property
+    def is_full(self) -> bool:
+        return self._waiting >= _MOST_BYTES
 
-    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Queues a file, or drops it if as much as may wait is queued. `name` may begin with its owner's folder."""
+        if self.is_full:
+            logger.error(
+                "the hidden states for %s are dropped: %s takes them more slowly than they come",
+                name, self._folder,
+            )  # fmt: skip
+            return
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        with self._lock:
+            self._waiting += num_bytes
+        self._writer.submit(self._write, name, tensors, num_bytes)
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor], num_bytes: int) -> None:
+        whole = self._folder / (name + SUFFIX)
         # Another node may write to the same folder, so the temporary name contains this process's id.
-        unfinished = self._folder / f".{name}-{os.getpid()}-{id(self)}"
+        unfinished = whole.parent / f".{whole.name}-{os.getpid()}-{id(self)}"
         try:
+            if whole.parent != self._folder:
+                whole.parent.mkdir(exist_ok=True)
             save_file(tensors, unfinished)
-            unfinished.replace(self._folder / (name + SUFFIX))
+            unfinished.replace(whole)
         except (OSError, SafetensorError) as error:
             logger.error("the hidden states for %s are not in %s: %s", name, self._folder, error)
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
         finally:
-            self._room.release()
+            with self._lock:
+                self._waiting -= num_bytes

@@ -110,6 +110,11 @@ class ModelRunner(Protocol):
         """The LoRA adapters that requests may name; None when none are served."""
         ...
 
+    @property
+    def states_wait(self) -> bool:
+        """So many hidden states wait to be written that no further request may ask for them."""
+        ...
+
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> StartedStep:
         """Starts a step without waiting for the device. It reads the tokens that the unfinished step samples on the device."""
         ...

@@ -124,6 +124,10 @@ class TorchRunner:
         return self._adapters
 
     @property
+    def states_wait(self) -> bool:
+        return self._hidden_states is not None and self._hidden_states.is_full
+
+    @property
     def draft_model(self) -> DraftModel | EagleHead | None:
         return self._draft_model
 

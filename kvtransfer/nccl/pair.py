@@ -4,12 +4,17 @@
       │ ── Open ───────────────────────────────▶ │   each makes its member of the group
       │ ── Announce(write, units) ─────────────▶ │   posts the receive
       │ ═ the units, side by side ═════════════▶ │   copies them into its cache, if it still expects them
-      │ ◀───────────────────────────────Landed ─ │
+      │ ◀───────────────────────────────Landed ─ │   so also if it dropped them
       │ ── Announce(read, units) ──────────────▶ │
       │ ◀═════════════ the units, side by side ═ │
 
 Each end is one thread, which sleeps while there is nothing to do. Every wait has a deadline. An error takes the pair
 down: its moves fail, and the next transfer with this peer makes a new pair.
+
+A write whose transfer has ended at the callee, because its request was aborted, is no error, or one client's abort would
+cost all others their transfers. Its bytes have been received like all others, so both ends agree on what comes next. They
+are dropped, and the caller counts the write as done: it needs its own blocks for it no longer, and the callee takes no
+further word about that transfer, so nobody can take the blocks for written.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tandem.kvtransfer.nccl.group import Group, StoreServer, join_store
 from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits, StagingBuffer
+from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits, Landing, StagingBuffer
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation
 from tandem.wire.errors import TransferError
 
@@ -69,7 +74,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
 
 
 class Landed(msgspec.Struct, frozen=True, tag="landed"):
-    """To the caller: a write is in the callee's cache, or `problem` says why it is not."""
+    """To the caller: a write is over, in the callee's cache or dropped with its transfer. `problem`: why the pair breaks."""
 
     pair_id: str
     number: int
@@ -371,9 +376,10 @@ class PairCallee(PairEnd):
             group.receive(room, timeout_s)
             with self._cache() as pool:
                 blocks = pool.blocks_of(message.unit_bytes, message.units)
-                with self.node.gate.landing(message.transfer_id, blocks) as allowed:
-                    if not allowed:
-                        return "it is not expected here any more"
-                    pool.scatter(message.unit_bytes, units, room)
-                    staging.finish()
+                with self.node.gate.landing(message.transfer_id, blocks) as landing:
+                    if landing is Landing.FOREIGN:
+                        return "these blocks are not its transfer's"
+                    if landing is Landing.COPIED:
+                        pool.scatter(message.unit_bytes, units, room)
+                        staging.finish()
         return None

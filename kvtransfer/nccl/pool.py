@@ -4,6 +4,7 @@ arrive."""
 from __future__ import annotations
 
 import contextlib
+import enum
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -82,6 +83,14 @@ class StagingBuffer:
             self._stream.synchronize()
 
 
+class Landing(enum.Enum):
+    """What becomes of a write that has arrived."""
+
+    COPIED = enum.auto()  # its transfer goes on, and the blocks are its own
+    DROPPED = enum.auto()  # its transfer has ended here
+    FOREIGN = enum.auto()  # its transfer goes on, and some of the blocks are not its own
+
+
 class BlockGate:
     """Says which of our blocks a peer may write to, for each transfer. Thread-safe."""
 
@@ -99,7 +108,11 @@ class BlockGate:
             self._open.pop(transfer_id, None)
 
     @contextlib.contextmanager
-    def landing(self, transfer_id: str, blocks: set[int]) -> Iterator[bool]:
-        """Yields whether a write may be copied into these blocks; the answer holds while the context is open."""
+    def landing(self, transfer_id: str, blocks: set[int]) -> Iterator[Landing]:
+        """Yields what a write into these blocks may do; the answer holds while the context is open."""
         with self._lock:
-            yield blocks <= self._open.get(transfer_id, frozenset())
+            expected = self._open.get(transfer_id)
+            if expected is None:
+                yield Landing.DROPPED
+            else:
+                yield Landing.COPIED if blocks <= expected else Landing.FOREIGN

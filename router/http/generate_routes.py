@@ -321,6 +321,7 @@ def caller_of(services: Services, exchange: HttpExchange, request: object, arriv
         most_urgent=tenant.most_urgent if tenant is not None else None,
         trace=exchange.trace,
         arrived=arrived,
+        key=tenant.name if tenant is not None else None,
     )
 
 

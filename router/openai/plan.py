@@ -3,8 +3,10 @@ what they used."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -45,6 +47,7 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.sampling import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
+_LONGEST_FOLDER = 200  # file systems take names of 255 bytes
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -59,6 +62,13 @@ class Caller(msgspec.Struct, frozen=True):
     most_urgent: int | None = None  # the lowest priority number that it may ask for; None: any
     trace: RequestTrace | None = None
     arrived: float | None = None
+    key: str | None = None  # its key's name; None: it needs none
+
+    def file(self, name: str | None) -> str | None:
+        """The path of a file that the caller names. Each key's files are in a folder of its own, so that no key replaces another's."""
+        if name is None or self.key is None:
+            return name
+        return f"{_folder_of(self.key)}/{name}"
 
     def cache_owner(self, cache_salt: str | None) -> CacheOwner:
         """Whose the request's entries in this router's caches are: apart like its KV blocks."""
@@ -67,6 +77,16 @@ class Caller(msgspec.Struct, frozen=True):
     def priority(self, asked: int | None) -> int:
         wanted = asked or 0
         return wanted if self.most_urgent is None else max(wanted, self.most_urgent)
+
+
+def _folder_of(key: str) -> str:
+    """Key names are any text: returns it as a file's name, a distinct one for each."""
+    folder = quote(key, safe="", errors="surrogatepass")
+    if folder.startswith("."):
+        folder = "%2E" + folder[1:]
+    if 0 < len(folder) <= _LONGEST_FOLDER:
+        return folder
+    return "%" + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class GenerationPlan(msgspec.Struct, frozen=True):
@@ -358,6 +378,7 @@ def _plan(
                 prompt_logprobs=max(shown, default=None),
                 grammar=grammar_of_tokens(allowed, wanted, model.tokenizer) if allowed else grammar,
                 bad_words=bad_words,
+                hidden_states=caller.file(request.hidden_states),
             )
         for index in range(best_of):
             specs.append(

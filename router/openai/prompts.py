@@ -134,7 +134,7 @@ class ServedModel:
         if name is None or name in self.names:
             return None
         digest = self.adapters.get(name)
-        if digest is None:  # a node without it has joined since the name was checked
+        if digest is None:  # it was unloaded since the name was checked
             raise UnknownModel(f"the model {name[:200]!r} does not exist any more")
         return identity_of(name, digest)
 

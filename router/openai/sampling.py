@@ -99,6 +99,7 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     grammar: str | None = None,
     bad_words: list[list[int]],
+    hidden_states: str | None = None,
 ) -> SamplingParams:
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -135,7 +136,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
         repetition_detection=_repetition(request.repetition_detection),
-        hidden_states=request.hidden_states,
+        hidden_states=hidden_states,
     )
 
 

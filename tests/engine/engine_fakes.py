@@ -37,6 +37,7 @@ class FakeRunner:
         self.kv_cache = None
         self.grammars = None
         self.adapters = None
+        self.states_wait = False
         self.tokens: dict[str, int] = {}  # request id -> how many tokens it has
         self.error: Exception | None = None
         self.failing: dict[str, TandemError] = {}  # requests that the model can make nothing of

@@ -55,6 +55,7 @@ OWN_CLUSTERS = {
     "test_rollout.py",
     "test_router_processes.py",
     "test_scaling.py",
+    "test_serve_adapters.py",
     "test_serve_command.py",
     "test_serve_ranks.py",
     "test_serve_realtime.py",

@@ -94,20 +94,43 @@ def test_both_operations_move_units(sides: tuple[Side, Side]) -> None:
     assert float(there.tensor.sum()) == (3 + 1 + 7) * there.tensor[0].numel()
 
 
-def test_a_write_that_is_not_expected_any_more_is_refused_and_touches_nothing(
+def test_a_write_that_is_not_expected_any_more_touches_nothing_and_costs_no_other_transfer(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client aborts while its KV is on its way, and another one's KV is behind it on the same pair."""
+    here, there = sides
+    remote = here.transport.connect(there.memory)
+    here.tensor[3], here.tensor[4] = 3.0, 4.0
+    there.transport.expect("t", [5])
+    here.write(remote, [3], [5])
+    there.tensor[:] = 9.0
+    pairs = set(there.transport._callees)
+    held = Held(monkeypatch)
+    aborted = here.transport.post(remote, here.move(Operation.WRITE, [3], [5]))
+    assert held.heard.wait(5)
+    there.transport.expect_no_more("t")
+    there.transport.expect("another", [5, 6])  # the block has been given to another request
+    behind = here.transport.post(remote, here.move(Operation.WRITE, [4], [6], "another"))
+    held.go_on.set()
+    here.finish(aborted)
+    here.finish(behind)
+    assert (there.tensor[6] == 4.0).all()
+    there.tensor[6] = 9.0
+    assert (there.tensor == 9.0).all()
+    assert set(there.transport._callees) == pairs
+
+
+def test_a_write_to_blocks_of_another_transfer_ends_the_pair_and_touches_nothing(
     sides: tuple[Side, Side],
 ) -> None:
     here, there = sides
     remote = here.transport.connect(there.memory)
     here.tensor[:] = 1.0
     there.transport.expect("t", [5])
-    here.write(remote, [3], [5])
-    there.transport.expect_no_more("t")
-    there.transport.expect("another", [5, 6])  # the block has been given to another request
-    there.tensor[:] = 9.0
-    with pytest.raises(TransferError, match="not expected here any more"):
-        here.write(remote, [3], [5])
-    assert (there.tensor == 9.0).all()
+    there.transport.expect("another", [6])
+    with pytest.raises(TransferError, match="not its transfer's"):
+        here.write(remote, [3], [6])
+    assert (there.tensor == 0.0).all()
 
 
 def test_a_pair_that_nobody_needs_is_taken_down_and_made_again() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 from array import array
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +17,7 @@ from tandem.node.routers import CacheNewsDesk, NamedBlocks
 from tandem.router.prefixes import CachedBlocks, NodeBits, PromptHashes
 from tandem.wire.errors import NodeLost
 from tandem.wire.images import MediaFeature
-from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tandem.wire.requests import CacheChange, CacheNews, ListCache
 from tandem.wire.sampling import SamplingParams
 from tests.engine.cache.tables import BLOCK, FULL, admit, manager, request
@@ -169,6 +171,39 @@ def test_a_block_that_left_the_device_is_known_as_long_as_a_tier_has_it() -> Non
     assert blocks.on_news(told[-1])
     assert blocks.levels(hashes) == []
     assert blocks.count == 0
+
+
+def test_a_publisher_that_fails_loses_nothing_for_routers(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[CacheNews] = []
+    published: list[object] = []
+    broken = True
+
+    def publish(events: Sequence[KVEvent]) -> None:
+        if broken:
+            raise RuntimeError("no room for a message")
+        published.extend(events)
+
+    blocks = CachedBlocks(NodeBits(), 100)
+    desk = CacheNewsDesk("n", 1, NamedBlocks(2), lambda reply_to, news: told.append(news), publish)
+    desk.begin("r")
+    desk.turn()
+    hashes = PromptHashes([1, 2, 3, 4], None).of(2)
+    desk.happened([BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2)])
+    desk.happened([BlockRemoved([b"b"])])  # in the same turn, behind what failed
+    desk.turn()
+    for news in told:
+        assert blocks.on_news(news)
+    assert [length for length, _ in blocks.levels(hashes)] == [1]
+    assert caplog.text.count("KV events are not published") == 1, "it is not said with every step"
+    broken = False
+    desk.happened([BlockRemoved([b"a"])])
+    desk.turn()
+    assert blocks.on_news(told[-1])
+    assert blocks.levels(hashes) == []
+    assert published == [BlockRemoved([b"a"])]
+    desk.begin("another")  # the list that a new router gets is true, too
+    desk.turn()
+    assert told[-1].changes == []
 
 
 def test_a_group_of_blocks_that_slide_is_not_told() -> None:

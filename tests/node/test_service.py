@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tandem.decode_node.node import DecodeRules
-from tandem.engine.config import SchedulerConfig, SchedulingPolicy
+from tandem.engine.config import EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
 from tandem.engine.model.lora.folder import Adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
@@ -22,6 +22,7 @@ from tandem.engine.model.vision.rows import rows_of
 from tandem.engine.structured.grammars import Grammars
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
+from tandem.node.requests import writes_states_here
 from tandem.node.service import NodeService
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.adapters import identity_of
@@ -117,6 +118,7 @@ class Node:
         ahead: bool = False,
         scheduler: SchedulerConfig | None = None,
         adapters: AdapterSlots | None = None,
+        states_folder: str = "",
     ) -> None:
         # The context is so long that a request without a stop outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
@@ -127,7 +129,12 @@ class Node:
             status_period_s=status_period_s, router_silence_s=silence_s, grammar_s=grammar_s
         )
         self.service = NodeService(
-            NodeConfig(node_id="n0", role=rules.role, timeouts=timeouts),
+            NodeConfig(
+                node_id="n0",
+                role=rules.role,
+                timeouts=timeouts,
+                engine=EngineConfig(model=ModelConfig(hidden_states_folder=states_folder)),
+            ),
             epoch=7,
             rules=rules,
             engine=Engine(
@@ -555,9 +562,36 @@ def test_hidden_states_are_refused_where_no_folder_is_for_them() -> None:
         made.service.stop()
 
 
+def test_while_hidden_states_wait_for_their_folder_further_ones_are_refused() -> None:
+    made = Node(DecodeRules(Role.DECODE), states_folder="/states")
+    wanting = SamplingParams(max_tokens=4, temperature=0, hidden_states="x")
+    try:
+        made.submit("r", sampling=wanting)
+        assert made.outgoing.until_finished("r")[-1].finish is FinishReason.LENGTH
+        made.runner.states_wait = True
+        made.submit("s", sampling=wanting)
+        [chunk] = made.outgoing.until_finished("s")
+        assert chunk.error is not None
+        assert chunk.error.code == "overloaded"
+        assert "hidden_states: the folder takes files more slowly" in chunk.error.message
+        made.submit("t")  # asks for none
+        assert made.outgoing.until_finished("t")[-1].finish is FinishReason.LENGTH
+    finally:
+        made.service.stop()
+
+
+@pytest.mark.parametrize("role", list(TransferRole))
+def test_of_a_pair_the_prefill_node_writes_hidden_states(role: TransferRole) -> None:
+    transfer = KVTransferParams("t", role, PeerAddress("p", 1, "tcp://127.0.0.1:9"))
+    asked = Submit("r", ROUTER, [5], SamplingParams(hidden_states="x"), 60.0, transfer=transfer)
+    assert writes_states_here(asked) == (role is TransferRole.PRODUCE)
+
+
 def few_adapters() -> AdapterSlots:
     """Adapter slots with one served adapter."""
-    slots = AdapterSlots(AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"))
+    slots = AdapterSlots(
+        AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"), lambda: 1 << 40
+    )
     slots.serve([Adapter("sql", "d" * 64, {})])
     return slots
 
@@ -582,7 +616,7 @@ def test_a_request_for_an_adapter_that_is_not_here_is_refused_by_its_name(lora: 
         node.service.stop()
 
 
-def test_an_adapter_that_is_dropped_stays_for_the_requests_that_use_it() -> None:
+def test_an_adapter_that_is_replaced_stays_for_requests_that_were_planned_with_it() -> None:
     slots = few_adapters()
     node = Node(DecodeRules(Role.DECODE), adapters=slots)
     try:
@@ -592,15 +626,35 @@ def test_an_adapter_that_is_dropped_stays_for_the_requests_that_use_it() -> None
         assert node.service.set_adapters([law, Adapter("sql", "e" * 64, {})], frozenset(), PATIENCE_S)
         status = node.outgoing.status_where(lambda s: "law" in s.adapters)
         assert status.adapters == {"law": "1" * 64, "sql": "e" * 64}
-        assert slots.has(old)
+        assert status.replaced_adapters == {"sql": ("d" * 64,)}
         node.submit("s", lora=identity_of("sql", "e" * 64))
         assert node.outgoing.until_finished("s")[-1].finish is FinishReason.LENGTH
+        node.service.receive(Cancel(reply_to=ROUTER, request_ids=["r"]))
+        node.outgoing.status_where(lambda s: s.totals.requests_finished.get("abort") == 1)
+        # It waited in its router's line, or began at a node that died.
+        node.submit("t", lora=old, output_token_ids=[105])
+        assert node.outgoing.until_finished("t")[-1].finish is FinishReason.LENGTH
+    finally:
+        node.service.stop()
+
+
+def test_an_adapter_that_is_unloaded_stays_for_the_requests_that_use_it_alone() -> None:
+    slots = few_adapters()
+    node = Node(DecodeRules(Role.DECODE), adapters=slots)
+    try:
+        old, new = identity_of("sql", "d" * 64), identity_of("sql", "e" * 64)
+        node.submit(lora=old, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+        node.outgoing.batches.get(timeout=PATIENCE_S)
+        assert node.service.set_adapters([Adapter("sql", "e" * 64, {})], frozenset(), PATIENCE_S)
+        assert node.service.set_adapters([], frozenset(), PATIENCE_S)
+        status = node.outgoing.status_where(lambda s: not s.adapters)
+        assert status.replaced_adapters == {}
+        until(lambda: not slots.has(new))
+        assert slots.has(old)
         node.service.receive(Cancel(reply_to=ROUTER, request_ids=["r"]))
         until(lambda: not slots.has(old))
         node.submit("t", lora=old)
         assert node.outgoing.until_finished("t")[-1].error.code == "adapter_missing"
-        assert node.service.set_adapters([], frozenset(["law"]), PATIENCE_S)
-        assert slots.served == {"law": "1" * 64}
     finally:
         node.service.stop()
 

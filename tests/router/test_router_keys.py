@@ -31,6 +31,24 @@ def ask(router: RunningRouter, key: str | None, **headers: str) -> httpx.Respons
     return router.client.post("/v1/completions", json=body, headers=raw)
 
 
+def test_no_key_can_replace_anothers_file_of_hidden_states(start_router: StartRouter) -> None:
+    names = ("team-a", "team-b", "../team-a", "team-a/x", "Team \u00e4", ".", "..", "%2E", "", "a" * 300)
+    keys = tuple(ApiKey(name, f"secret-{place}") for place, name in enumerate(names))
+    router = start_router(prefill=0, api_keys=keys)
+    body = {"prompt": "x", "max_tokens": 2, "hidden_states": "one"}
+    for place in range(len(names)):
+        headers = {"authorization": f"Bearer secret-{place}"}
+        assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    told = [submit.sampling.hidden_states or "" for submit in router.nodes["d0"].submits]
+    assert told[:2] == ["team-a/one", "team-b/one"]
+    assert len(set(told)) == len(names)
+    for path in told:
+        folder, _, file = path.partition("/")
+        assert file == "one"
+        assert not folder.startswith(".")
+        assert 0 < len(folder.encode()) <= 255
+
+
 def test_a_key_is_asked_for_and_probes_have_none(start_router: StartRouter) -> None:
     router = start_router(api_keys=(ApiKey("a", "secret-a"), ApiKey("b", "secret-b")))
     assert ask(router, "secret-a").status_code == 200

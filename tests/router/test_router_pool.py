@@ -432,15 +432,17 @@ def test_a_paused_node_gets_nothing_new_while_another_is_there(world: World) -> 
     assert world.in_view == {"p0", "d0", "d1", "x0"}
 
 
-def test_an_adapter_is_served_when_every_node_in_view_has_the_same(world: World) -> None:
+def test_an_adapter_is_served_once_every_node_in_view_has_the_same_and_until_one_has_unloaded_it(
+    world: World,
+) -> None:
     nodes = [info("p0", role=Role.PREFILL), info("d0"), info("d1")]
     world.pool.set_members(nodes)
     assert world.pool.adapters() == {}
     for node in nodes[:2]:
         world.say(node, adapters={"sql": "1", "law": "2"})
     assert world.pool.adapters() == {"sql": "1", "law": "2"}
-    world.say(nodes[2], adapters={"sql": "1", "law": "other"})
-    assert world.pool.adapters() == {"sql": "1"}
+    world.say(nodes[2], adapters={"sql": "1", "law": "other", "tax": "3"})
+    assert world.pool.adapters() == {"sql": "1", "law": "2"}, "those that can serve it"
     world.say(nodes[1], adapters={})
     assert world.pool.adapters() == {}
     world.say(nodes[1], adapters={"sql": "1"})
@@ -448,6 +450,8 @@ def test_an_adapter_is_served_when_every_node_in_view_has_the_same(world: World)
     assert world.pool.adapters() == {"sql": "1"}
     world.pool.set_members(nodes[:1])
     assert world.pool.adapters() == {"sql": "1", "law": "2"}
+    world.pool.set_members([])
+    assert world.pool.adapters() == {"sql": "1", "law": "2"}, "requests wait for nodes like the model's own"
 
 
 def test_nodes_of_the_next_version_serve_and_those_further_off_get_nothing(world: World) -> None:

@@ -145,6 +145,10 @@ class Adapter(msgspec.Struct, frozen=True):
     def identity(self) -> str:
         return identity_of(self.name, self.digest)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(update.down.nbytes + update.up.nbytes for update in self.updates.values())
+
 
 def read_adapter(
     name: str,

@@ -8,6 +8,7 @@ import random
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,26 +144,54 @@ def test_a_folder_that_goes_away_harms_no_answer(tmp_path: Path, caplog: pytest.
     assert f"the hidden states for lost are not in {folder}" in caplog.text
 
 
-def test_a_disk_that_takes_nothing_costs_a_step_some_seconds_and_no_answer(
+def test_no_step_waits_for_a_folder_that_takes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tandem.engine.model import hidden_states
 
     path, folder = tiny.save("llama", tmp_path / "model"), tmp_path / "states"
-    stuck = threading.Event()
-    monkeypatch.setattr(hidden_states, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(hidden_states, "save_file", lambda *_: stuck.wait(60))
+    folder_goes_on = threading.Event()
+    save = hidden_states.save_file
+
+    def slow_save(*given: Any) -> None:
+        assert folder_goes_on.wait(60)
+        save(*given)
+
+    monkeypatch.setattr(hidden_states, "save_file", slow_save)
     runner = load(path, folder)
     driver = Driver(runner)
-    asked = prompts((5,) * 9)
+    asked = prompts((5,) * 3)
     expected = [found.tokens for found in tiny.reference(path, asked, 1)]
+    two_files = 2 * 5 * (8 + len(LAYERS) * 32 * 4)  # of five tokens, with 32 float32 of each layer
+    monkeypatch.setattr(hidden_states, "_MOST_BYTES", two_files)
     for index, prompt in enumerate(asked):
+        assert runner.states_wait == (index == 2)
         driver.add(f"r{index}", prompt, wanting(f"file-{index}"))
         assert driver.generate(1)[f"r{index}"] == expected[index]
         driver.finish(f"r{index}")
-    stuck.set()
-    assert "the hidden states for file-8 are dropped" in caplog.text
+    assert not folder_goes_on.is_set(), "every step has ended before the folder went on"
+    assert "the hidden states for file-2 are dropped" in caplog.text
+    folder_goes_on.set()
     close_files(runner)
+    assert not runner.states_wait
+    assert sorted(file.name for file in folder.iterdir()) == [f"file-{index}{SUFFIX}" for index in range(2)]
+
+
+def test_files_of_one_name_are_kept_apart_by_their_owners_folders(tmp_path: Path) -> None:
+    path, folder = tiny.save("llama", tmp_path / "model"), tmp_path / "states"
+    ours, theirs = prompts((9, 12))
+    runner = load(path, folder)
+    driver = Driver(runner)
+    driver.add("a", ours, wanting("team-a/one"))
+    driver.add("b", theirs, wanting("team-b/one"))
+    driver.generate(2)
+    close_files(runner)
+    check(folder, "team-a/one", path, ours)
+    check(folder, "team-b/one", path, theirs)
+    assert sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()) == [
+        f"team-a/one{SUFFIX}",
+        f"team-b/one{SUFFIX}",
+    ]
 
 
 @pytest.mark.parametrize("layers", [[5], [-6], [0, 99]])
