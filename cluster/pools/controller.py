@@ -334,9 +334,7 @@ class Controller:
             sized = before.with_sizes(found.sizes)
             check_writers(sized)
             check_room(running.pools, before, sized, self._pools.machines)
-            await self._pools.apply(
-                wanted, found.sizes, nodes=bool(found.nodes), routers=bool(found.routers)
-            )
+            await self._pools.apply(wanted, found.sizes, nodes=bool(found.nodes), routers=bool(found.routers))
             self._autoscale()
             for line in change.at_once:
                 self._pools.note(f"applied: {line}")

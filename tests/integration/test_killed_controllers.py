@@ -144,6 +144,31 @@ def test_detached(tandem: Tandem, ray_nodes: RayNodes) -> None:
     assert "took over 2 nodes" in tandem("status")
 
 
+# When the controller dies, counted from the first line that the command prints: while a new router is recorded, starts, or serves.
+DEATHS_S = (0.05, 0.6, 2.5)
+
+
+def test_while_routers_are_replaced(tandem: Tandem, ray_nodes: RayNodes) -> None:
+    """The next controller goes on with the change. (Follows the test before.)"""
+    for turn in range(KILLS):
+        with Load(tandem.url, "SmolLM2-135M-Instruct", clients=CLIENTS):
+            (pid,) = until(lambda: controllers(lambda: ray_nodes.processes("ray::")), "a controller")
+            changed = ("--set", f"router.max_failovers={5 + turn}")
+            with tandem.begun("apply", *SETTINGS, *IMPATIENT, *port_of(tandem), *changed) as command:
+                assert command.stdout is not None
+                said = command.stdout.readline()
+                time.sleep(DEATHS_S[turn % len(DEATHS_S)])
+                os.kill(pid, signal.SIGKILL)
+                rest, _ = command.communicate(timeout=2 * BACK_S)
+            assert command.returncode == 0, said + rest
+            assert "done: 2 nodes and 1 router serve" in rest
+            assert "taken back" not in rest + tandem("status")
+
+
+def port_of(tandem: Tandem) -> tuple[str, str]:
+    return "--set", f"router.port={tandem.url.rpartition(':')[2]}"
+
+
 # Each of these keeps every thread or place of the process busy that would answer calls. Its tokens do not pass there.
 DEAF_S = 12.0
 DEAF = {

@@ -150,6 +150,22 @@ async def test_what_answers_with_errors_is_taken_back() -> None:
 
 
 @in_loop
+async def test_what_clients_did_wrong_takes_nothing_back() -> None:
+    """Requests with a bad grammar, a late deadline or a broken image end with an error on any node."""
+    async with Rig(pools=pools(1, 2)) as rig:
+        await rig.controller.start()
+
+        def refuses(process: FakeNode, _: int) -> None:
+            process.finished, process.client_errors = {"stop": 10, "error": 40}, 39
+
+        rig.launcher.prepare |= dict.fromkeys(["decode-2", "decode-3", "prefill-1"], refuses)
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(LONG_S)
+        assert made_with(rig) == {77: 3}
+        assert (await rig.controller.view()).rollout is None
+
+
+@in_loop
 async def test_a_model_with_another_tokenizer_is_taken_back() -> None:
     async with Rig(pools=pools(1, 1)) as rig:
         for number in range(3):
@@ -306,7 +322,7 @@ async def test_a_refused_change_leaves_the_pools_as_they_were(prefill: int, deco
             await rig.clock.advance(LONG_S)
             assert rig.routed == names(rig) == before
         unchanged = await rig.controller.apply(rig.config, dry_run=False)
-        assert not (unchanged.at_once or unchanged.nodes or unchanged.routers)
+        assert (unchanged.at_once, unchanged.nodes, unchanged.routers) == ([], [], [])
 
 
 @in_loop
