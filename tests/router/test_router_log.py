@@ -240,9 +240,12 @@ def test_descriptors_are_raised_to_what_is_allowed_and_connections_held_against_
         idle = [socket.create_connection((parts.hostname or "", parts.port or 0)) for _ in range(987)]
         with socket.create_connection((parts.hostname or "", parts.port or 0)) as last:
             last.settimeout(PATIENCE_S)
-            with socket.create_connection((parts.hostname or "", parts.port or 0)) as refused:
-                refused.settimeout(PATIENCE_S)
-                assert refused.recv(100).startswith(b"HTTP/1.1 503")
+            with socket.create_connection((parts.hostname or "", parts.port or 0)) as one_more:
+                one_more.settimeout(PATIENCE_S)
+                idle[0].settimeout(PATIENCE_S)
+                assert idle[0].recv(100) == b"", "the longest idle gives way"
+                one_more.sendall(b"GET /docs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                assert one_more.recv(100).startswith(b"HTTP/1.1 200")
         router.add("d0", Role.DECODE)
         for connection in idle:
             connection.close()

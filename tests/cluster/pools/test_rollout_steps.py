@@ -17,10 +17,6 @@ from tandem.cluster.config import TandemConfig
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import (
-<<<<<<< HEAD
-    TIMEOUTS,
-=======
->>>>>>> wt-control
     FakeHosts,
     FakeNode,
     FakeProcess,
@@ -113,10 +109,6 @@ def wish(rig: Rig, kind: str) -> TandemConfig:
 async def roll_out(kind: str, fatal: int | None, seed: int) -> int:
     """Returns how many steps the rollout took."""
     chance = random.Random(seed)
-<<<<<<< HEAD
-    async with Rig(pools=pools(1, chance.choice([1, 2])), hosts=FakeHosts(one_machine(16))) as rig:
-        steps = Steps(rig, chance)
-=======
     hosts = FakeHosts(one_machine(16))
     async with (
         Rig(pools=pools(1, chance.choice([1, 2])), hosts=hosts) as rig,
@@ -124,7 +116,6 @@ async def roll_out(kind: str, fatal: int | None, seed: int) -> int:
     ):
         steps = Steps(rig, chance)
         clean_up.callback(steps.live_on)  # so that a failure can be told
->>>>>>> wt-control
         await rig.controller.start()
         steps.taken, steps.fatal = 0, fatal
         asked = wish(rig, kind)
@@ -146,12 +137,8 @@ async def roll_out(kind: str, fatal: int | None, seed: int) -> int:
                 if seed % 2 and kills == 1:
                     steps.fatal = chance.randrange(1, 30)
                 starting = asyncio.create_task(rig.controller.start())
-<<<<<<< HEAD
-                await rig.clock.advance(TIMEOUTS.unresponsive_s)
-=======
                 while not (starting.done() or steps.reached):
                     await rig.clock.advance(1.0)
->>>>>>> wt-control
                 if not steps.reached:
                     await starting
                     # The command asks the new controller again.
