@@ -61,6 +61,7 @@ class TransferJob:
     num_computed_tokens: int = 0
     cache_salt: str | None = None
     lora: str | None = None
+    media: tuple[()] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ down: its moves fail, and the next transfer with this peer makes a new pair.
 A write whose transfer has ended at the callee, because its request was aborted, is no error, or one client's abort would
 cost all others their transfers. Its bytes have been received like all others, so both ends agree on what comes next. They
 are dropped, and the caller counts the write as done: it needs its own blocks for it no longer, and the callee takes no
-further word about that transfer, so nobody can take the blocks for written.
+further word about that transfer, so the blocks cannot be taken for written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tandem.kvtransfer.nccl.group import Group, StoreServer, join_store
 from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits, Landing, StagingBuffer
+from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits, WriteVerdict, StagingBuffer
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation
 from tandem.wire.errors import TransferError
 
@@ -377,9 +377,9 @@ class PairCallee(PairEnd):
             with self._cache() as pool:
                 blocks = pool.blocks_of(message.unit_bytes, message.units)
                 with self.node.gate.landing(message.transfer_id, blocks) as landing:
-                    if landing is Landing.FOREIGN:
+                    if landing is WriteVerdict.FOREIGN:
                         return "these blocks are not its transfer's"
-                    if landing is Landing.COPIED:
+                    if landing is WriteVerdict.COPIED:
                         pool.scatter(message.unit_bytes, units, room)
                         staging.finish()
         return None

@@ -83,7 +83,7 @@ class StagingBuffer:
             self._stream.synchronize()
 
 
-class Landing(enum.Enum):
+class WriteVerdict(enum.Enum):
     """What becomes of a write that has arrived."""
 
     COPIED = enum.auto()  # its transfer goes on, and the blocks are its own
@@ -108,11 +108,11 @@ class BlockGate:
             self._open.pop(transfer_id, None)
 
     @contextlib.contextmanager
-    def landing(self, transfer_id: str, blocks: set[int]) -> Iterator[Landing]:
+    def landing(self, transfer_id: str, blocks: set[int]) -> Iterator[WriteVerdict]:
         """Yields what a write into these blocks may do; the answer holds while the context is open."""
         with self._lock:
             expected = self._open.get(transfer_id)
             if expected is None:
-                yield Landing.DROPPED
+                yield WriteVerdict.DROPPED
             else:
-                yield Landing.COPIED if blocks <= expected else Landing.FOREIGN
+                yield WriteVerdict.COPIED if blocks <= expected else WriteVerdict.FOREIGN
