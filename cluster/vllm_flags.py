@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.router.config import name_of_key
-
 Assignment = tuple[str, str]
 """A setting's name and its value as text."""
 
@@ -92,6 +90,10 @@ def _offloading(values: list[str]) -> list[Assignment]:
 
 
 def _keys(values: list[str]) -> list[Assignment]:
+    from tandem.router.config import (
+        name_of_key,  # not at the top: `--help` reads this module, and that import takes time
+    )
+
     keys = [{"name": name_of_key(key), "key": key} for key in values]
     return [("router.api_keys", json.dumps(keys))]
 

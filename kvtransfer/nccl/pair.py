@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tandem.kvtransfer.nccl.group import Group, StoreServer, join_store
 from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits, WriteVerdict, StagingBuffer
+from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits, StagingBuffer, WriteVerdict
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation
 from tandem.wire.errors import TransferError
 
