@@ -314,7 +314,62 @@ compares, and the unit tests do so for some of them.
 
 {counts}
 
+## By family
+
+What most people ask for. A family is served when all its text classes are; `-` in the last column stands for text alone.
+
+| family | its types | served | computed by | images |
+|---|---|---|---|---|
+{families}
 """
+
+# The family's name, its types, and what `docs/images.md` says of images.
+FAMILIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("Llama 2, 3; SmolLM2; Yi; TinyLlama", ("llama",), "SmolVLM, Idefics3"),
+    ("Llama 4", ("llama4_text",), "-"),
+    ("SmolLM3", ("smollm3",), "-"),
+    ("Mistral, Ministral", ("mistral", "ministral", "ministral3"), "-"),
+    ("Mixtral", ("mixtral",), "-"),
+    ("Qwen2, Qwen2.5", ("qwen2", "qwen2_moe"), "Qwen2-VL, Qwen2.5-VL"),
+    ("Qwen3", ("qwen3", "qwen3_moe"), "Qwen3-VL"),
+    ("Qwen3-Next, Qwen3.5", ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "-"),
+    ("DeepSeek-V2, V3, R1", ("deepseek_v2", "deepseek_v3"), "-"),
+    ("DeepSeek-V3.2, V4", ("deepseek_v32", "deepseek_v4"), "-"),
+    ("Gemma 2, 3", ("gemma2", "gemma3_text"), "-"),
+    ("Gemma 3n, 4", ("gemma3n_text", "gemma4_text"), "-"),
+    ("gpt-oss", ("gpt_oss",), "-"),
+    ("GLM-4, 4.5, 4.7-Flash", ("glm4", "glm4_moe", "glm4_moe_lite"), "-"),
+    ("GLM-5", ("glm_moe_dsa",), "-"),
+    ("Kimi Linear", ("kimi_linear",), "-"),
+    ("MiniMax-M2", ("minimax_m2",), "-"),
+    ("Phi-3, 4; Phi-3.5-MoE", ("phi3", "phimoe"), "-"),
+    ("Granite 3, 4", ("granite", "granitemoe", "granitemoehybrid"), "-"),
+    ("OLMo 2, 3", ("olmo2", "olmo3"), "-"),
+    ("Command R, Command A", ("cohere", "cohere2"), "-"),
+    ("Nemotron-H, Jamba, Bamba", ("nemotron_h", "jamba", "bamba"), "-"),
+    ("LFM2", ("lfm2", "lfm2_moe"), "-"),
+    ("Mamba, Mamba 2", ("mamba", "mamba2"), "-"),
+    ("GPT-2, GPT-J, GPT-NeoX, OPT", ("gpt2", "gptj", "gpt_neox", "opt"), "-"),
+    ("BLOOM, MPT, RWKV", ("bloom", "mpt", "rwkv"), "-"),
+    ("BERT and other encoders", ("bert", "roberta"), "-"),
+)
+
+
+def families(rows: dict[str, str]) -> str:
+    """The table by family, from the rows by type."""
+    return "".join(_family(name, types, images, rows) for name, types, images in FAMILIES)
+
+
+def _family(name: str, types: tuple[str, ...], images: str, rows: dict[str, str]) -> str:
+    served = [rows[kind].endswith("|") and rows[kind].count("|") > 3 for kind in types]
+    mark = "✓" if all(served) else "–" if not any(served) else "~"
+    ways = list(
+        dict.fromkeys(
+            rows[kind].split("|")[2].strip() for kind, good in zip(types, served, strict=True) if good
+        )
+    )
+    listed = ", ".join(f"`{kind}`" for kind in types)
+    return f"| {name} | {listed} | {mark} | {'; '.join(ways)} | {images} |\n"
 
 
 def page(outcomes: list[Outcome]) -> str:
@@ -327,7 +382,9 @@ def page(outcomes: list[Outcome]) -> str:
         f"{counts[verdict]} {verdict}" for verdict in ("served", "refused", "not built") if verdict in counts
     )
     text = INTRODUCTION.format(
-        version=transformers.__version__, counts=f"{len(outcomes)} classes: {summary}."
+        version=transformers.__version__,
+        counts=f"{len(outcomes)} classes: {summary}.",
+        families=families({outcome.model_type: row(outcome) for outcome in outcomes}),
     )
     text += "## Served\n\n| type | computed by | handed over | a token keeps | and states |\n|---|---|---|---|---|\n"
     text += "".join(row(outcome) + "\n" for outcome in outcomes if outcome.verdict == "served")
