@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from tandem.kvtransfer.base import KVCacheMemory
@@ -34,11 +35,14 @@ class Fabric:
         self.note = note
         self.weather = MoveWeather()
         self.bytes: dict[str, np.ndarray] = {}
-        self.on_write: Callable[[str, set[int]], None] = lambda name, blocks: None
+        # How many of these blocks of a node's memory are free
+        self.num_free_among: dict[str, Callable[[set[int]], int]] = {}
+        self.on_broken: Callable[[str], None] = lambda what: None
         self.is_cut: Callable[[str, str], bool] = lambda source, target: False
         self.moved = 0
         self.flipped = 0
         self.machine_of: dict[str, str] = {}
+        self.ways: dict[str, list[int]] = {}
         # When the link between two nodes is free again
         self.busy_until: dict[tuple[str, str], float] = {}
 
@@ -46,6 +50,7 @@ class Fabric:
 @dataclasses.dataclass
 class _Posted:
     remote: str
+    way: int
     state: str = "moving"
 
 
@@ -55,19 +60,20 @@ class WorldTransport(Transport):
     def __init__(self, fabric: Fabric, process: Process) -> None:
         self._fabric = fabric
         self._process = process
-        self._name = f"{process.name}@{process.identity.pid}"
-        self._remotes: dict[RemoteId, str] = {}
+        self.memory_name = f"{process.name}@{process.identity.pid}"
+        self._remotes: dict[RemoteId, tuple[str, int]] = {}
         self._posted: dict[HandleId, _Posted] = {}
         self._ids = itertools.count(1)
         self.wake: Callable[[], None] = lambda: None
-        self._way = 0
+        self._ways = [0]  # through which our memory is reached
 
     def register(self, memory: KVCacheMemory) -> CacheMemory:
         flat = flat_bytes(memory.tensor).numpy()
-        self._fabric.bytes[self._name] = flat
-        self._fabric.machine_of[self._name] = self._process.machine
+        self._fabric.bytes[self.memory_name] = flat
+        self._fabric.ways[self.memory_name] = self._ways
+        self._fabric.machine_of[self.memory_name] = self._process.machine
         self._memory = CacheMemory(
-            agent_metadata=self._name.encode(),
+            agent_metadata=f"{self.memory_name}#0".encode(),
             memory_type="DRAM",
             device_id=0,
             base_address=1 << 20,
@@ -78,11 +84,12 @@ class WorldTransport(Transport):
         return self._memory
 
     def _on_end(self) -> None:
-        self._fabric.bytes.pop(self._name, None)
+        self._fabric.bytes.pop(self.memory_name, None)
 
     def connect(self, memory: CacheMemory) -> RemoteId:
         remote = RemoteId(next(self._ids))
-        self._remotes[remote] = memory.agent_metadata.decode()
+        name, _, way = memory.agent_metadata.decode().rpartition("#")
+        self._remotes[remote] = name, int(way)
         return remote
 
     def disconnect(self, remote: RemoteId) -> None:
@@ -91,10 +98,10 @@ class WorldTransport(Transport):
     def post(self, remote: RemoteId, move: Move) -> HandleId:
         fabric, rng = self._fabric, self._fabric.rng
         handle = HandleId(next(self._ids))
-        there = self._remotes[remote]
-        posted = self._posted[handle] = _Posted(there)
+        there, way = self._remotes[remote]
+        posted = self._posted[handle] = _Posted(there, way)
         now = self._process.loop.time()
-        link = (self._name, there)
+        link = (self.memory_name, there)
         at = max(now, fabric.busy_until.get(link, 0.0)) + 0.0001 + move.num_bytes / fabric.weather.bytes_per_s
         if rng.random() < fabric.weather.stalls:
             at += rng.uniform(0.5, 8.0)
@@ -106,12 +113,15 @@ class WorldTransport(Transport):
 
     def _complete(self, posted: _Posted, move: Move, fails: bool, flips: bool) -> None:
         fabric = self._fabric
-        ours, theirs = fabric.bytes.get(self._name), fabric.bytes.get(posted.remote)
+        ours, theirs = fabric.bytes.get(self.memory_name), fabric.bytes.get(posted.remote)
         # A process that has ended moves nothing more, and nothing reaches the memory of one.
         if ours is None or theirs is None or not self._process.is_alive:
             posted.state = "failed"
             return
         source, target = self._process.machine, fabric.machine_of[posted.remote]
+        if move.operation is Operation.WRITE and posted.way not in fabric.ways[posted.remote]:
+            posted.state = "failed"
+            return
         if fabric.is_cut(source, target) or fabric.is_cut(target, source):
             # An unreliable way: it is tried again until the link is back, as the transport's own library does.
             self._process.loop.call_later(0.5, self._complete, posted, move, fails, flips)
@@ -125,14 +135,15 @@ class WorldTransport(Transport):
             written, where, name = theirs, remote, posted.remote
         else:
             ours[local] = theirs[remote]
-            written, where, name = ours, local, self._name
+            written, where, name = ours, local, self.memory_name
         if flips and count:
             written[where[len(where) // 2]] ^= 1
             fabric.flipped += 1
             fabric.note(f"a bit flips on its way to {name}")
         fabric.moved += move.num_bytes
         block_bytes = self._memory.block_bytes
-        fabric.on_write(name, {int(at) // block_bytes for at in where[::unit]})
+        if fabric.num_free_among[name]({int(at) // block_bytes for at in where[::unit]}):
+            fabric.on_broken(f"a {move.operation.value} of {move.transfer_id} lands in free blocks of {name}")
         posted.state = "failed" if fails else "done"
         self.wake()
 
@@ -145,8 +156,18 @@ class WorldTransport(Transport):
             raise TransferError("the move failed")
         return True
 
+    def reopen(self) -> CacheMemory | None:
+        self._ways.append(self._ways[-1] + 1)
+        return msgspec.structs.replace(
+            self._memory, agent_metadata=f"{self.memory_name}#{self._ways[-1]}".encode()
+        )
+
+    def close_earlier(self) -> bool:
+        del self._ways[:-1]
+        return True
+
     def shuts_out(self, peer: ProcessIdentity) -> bool:
-        return False
+        return peer.machine != self._process.machine
 
     def close(self) -> None:
-        self._fabric.bytes.pop(self._name, None)
+        self._fabric.bytes.pop(self.memory_name, None)

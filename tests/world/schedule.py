@@ -33,6 +33,7 @@ from tests.world.router import WorldRouter
 
 FAULTS_S = 20.0
 QUIET_S = 120.0  # after the faults, everything has ended within this time
+STARTED_S = 10.0  # nodes that were killed last serve again within this
 PROBE_S = 15.0  # and a new request is answered within this
 
 
@@ -98,6 +99,7 @@ class Schedule:
         self.network = Network(rng, self.note)
         self.fabric = Fabric(rng, self.note)
         self.fabric.is_cut = self.network.is_cut
+        self.fabric.on_broken = self._broken
         self.ended: set[ProcessIdentity] = set()
         self.nodes: dict[str, WorldNode] = {}
         self.routers: list[WorldRouter] = []
@@ -113,7 +115,7 @@ class Schedule:
         self._epochs = itertools.count(rng.randrange(1, 1 << 40))
         self._clients: dict[asyncio.Task[None], WorldRouter] = {}
         families = rng.randint(1, 4)
-        self._families = [self._tokens(rng.randint(0, 90)) for _ in range(families)]
+        self._families = [self._tokens(rng.randint(0, 50)) for _ in range(families)]
         self._router_settings = {"local_prefill": rng.choice(["auto", "never", "never"])}
 
     def note(self, text: str) -> None:
@@ -218,8 +220,8 @@ class Schedule:
     ) -> tuple[SequenceSpec, list[int]]:
         rng = self.rng
         family = rng.choice(self._families)
-        prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 60))]
-        num_tokens = rng.choice([1, 2, 5, 20, 60])
+        prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 40))]
+        num_tokens = rng.choice([1, 2, 5, 20, 45])
         spec = SequenceSpec(
             label=label,
             prompt_token_ids=prompt,
@@ -243,7 +245,9 @@ class Schedule:
         self._clients[task] = router
         task.add_done_callback(lambda task: self._clients.pop(task, None))
         if gives_up:
-            self.loop.call_later(self.rng.uniform(0.0, 3.0), self._give_up, task, label)
+            self.loop.call_later(
+                self.rng.choice([0.01, 0.1, 3.0]) * self.rng.random(), self._give_up, task, label
+            )
         return task
 
     def _give_up(self, task: asyncio.Task[None], label: str) -> None:
@@ -356,7 +360,7 @@ class Schedule:
         self.network.weather = Weather()
 
     def _fair_moves(self) -> None:
-        self.fabric.weather = MoveWeather()
+        self.fabric.weather = MoveWeather(bytes_per_s=self._bytes_per_s)
 
     def _go_on(self, process: Process) -> None:
         if process.is_alive and process.is_stopped:
@@ -375,8 +379,10 @@ class Schedule:
 
     async def run(self) -> None:
         rng = self.rng
-        self._num_blocks = rng.choice([96, 128, 200])
+        self._num_blocks = rng.choice([36, 44, 60, 100])
         self._ahead = rng.random() < 0.5
+        self._bytes_per_s = rng.choice([2e5, 1e6, 5e7])
+        self._fair_moves()
         for name, role in self._layout():
             self._start_node(name, role)
         for _ in range(rng.randint(1, 2)):
@@ -385,8 +391,10 @@ class Schedule:
             router.set_members(self._infos())
         await asyncio.sleep(1.0)
         end = self.loop.time() + FAULTS_S
-        for _ in range(rng.randint(8, 30)):
-            self.loop.call_later(rng.uniform(0.0, FAULTS_S), self._arrival)
+        bursts = [rng.uniform(0.0, FAULTS_S) for _ in range(rng.randint(1, 4))]
+        for _ in range(rng.randint(8, 40)):
+            at = rng.choice(bursts) + rng.random() if rng.random() < 0.5 else rng.uniform(0.0, FAULTS_S)
+            self.loop.call_later(at, self._arrival)
         if self.with_faults:
             for _ in range(rng.randint(1, 8)):
                 self.loop.call_later(rng.uniform(0.0, FAULTS_S), self._fault)
@@ -395,6 +403,8 @@ class Schedule:
             self._look()
         self._heal()
         await self._until_quiet()
+        await asyncio.sleep(max(0.0, end + STARTED_S - self.loop.time()))
+        self._look()
         await self._probe()
         await self._until_quiet()
         self.outcome.frames = self.network.frames
@@ -404,7 +414,7 @@ class Schedule:
         living = [router for router in self.routers if router.process.is_alive]
         if living:
             self._ask(
-                self.rng.choice(living), within_s=60.0, must_succeed=False, gives_up=self.rng.random() < 0.15
+                self.rng.choice(living), within_s=300.0, must_succeed=False, gives_up=self.rng.random() < 0.25
             )
 
     def _look(self) -> None:

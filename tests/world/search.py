@@ -3,58 +3,82 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import multiprocessing
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable
 
 from tests.world.schedule import Outcome, run
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--most", type=int, default=1 << 40)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--most", type=int, default=1 << 40, help="the most schedules")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
-    parser.add_argument("--history", action="store_true")
+    parser.add_argument("--history", action="store_true", help="print what happened")
     parser.add_argument("--no-faults", action="store_true")
     asked = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         # The order of a set of texts depends on it, and with that the history of a seed
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "tests.world.search", *sys.argv[1:]],
-            {**os.environ, "PYTHONHASHSEED": "0"},
-        )
-    began = time.monotonic()
-    seeds = asked.seeds or range(asked.first, asked.first + asked.most)
-    bad: list[Outcome] = []
-    totals = dict.fromkeys(("requests", "answered", "faults", "frames", "steps"), 0)
-    errors: dict[str, int] = {}
-    count = 0
-    simulated = 0.0
-    for seed in seeds:
-        outcome = run(seed, with_faults=not asked.no_faults)
-        count += 1
-        simulated += outcome.seconds
-        for name in totals:
-            totals[name] += getattr(outcome, name)
-        for name, number in outcome.errors.items():
-            errors[name] = errors.get(name, 0) + number
-        if asked.history:
-            print("\n".join(outcome.history))
+        arguments = [sys.executable, "-m", "tests.world.search", *sys.argv[1:]]
+        os.execve(sys.executable, arguments, {**os.environ, "PYTHONHASHSEED": "0"})
+    seeds: Iterable[int] = asked.seeds or range(asked.first, asked.first + asked.most)
+    sums = Sums()
+    if asked.processes > 1:
+        with multiprocessing.get_context("fork").Pool(asked.processes) as pool:
+            for outcome in pool.imap_unordered(
+                functools.partial(run, with_faults=not asked.no_faults), seeds
+            ):
+                sums.add(outcome)
+                if sums.seconds > 60 * asked.minutes:
+                    break
+    else:
+        for seed in seeds:
+            sums.add(outcome := run(seed, with_faults=not asked.no_faults))
+            if asked.history:
+                print("\n".join(outcome.history))
+            if not asked.seeds and sums.seconds > 60 * asked.minutes:
+                break
+    print(sums.shown())
+    return 1 if sums.broken else 0
+
+
+class Sums:
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.schedules = self.broken = 0
+        self.simulated_s = 0.0
+        self.counts: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+
+    def add(self, outcome: Outcome) -> None:
+        self.schedules += 1
+        self.simulated_s += outcome.seconds
+        for name in ("requests", "answered", "faults", "frames", "steps"):
+            self.counts[name] += getattr(outcome, name)
+        self.errors.update(outcome.errors)
         if outcome.violations:
-            bad.append(outcome)
-            print(f"seed {seed}: {outcome.violations[0]}", flush=True)
-        if not asked.seeds and time.monotonic() - began > asked.seconds:
-            break
-    took = time.monotonic() - began
-    print(
-        f"{count} schedules in {took:.1f} s ({60 * count / took:.0f} a minute, {simulated / count:.0f} simulated s each): "
-        + ", ".join(f"{number} {name}" for name, number in totals.items())
-        + f"; errors: {errors}; {len(bad)} broke a promise"
-    )
-    return 1 if bad else 0
+            self.broken += 1
+            print(f"seed {outcome.seed}: {outcome.violations[0]}", flush=True)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def shown(self) -> str:
+        counts = ", ".join(f"{number} {name}" for name, number in self.counts.items())
+        errors = ", ".join(f"{number} {name}" for name, number in self.errors.items()) or "none"
+        rate = 60 * self.schedules / self.seconds
+        return (
+            f"{self.schedules} schedules in {self.seconds:.0f} s ({rate:.0f} a minute, {self.simulated_s / self.schedules:.0f} "
+            f"simulated s each): {counts}; errors: {errors}; {self.broken} broke a promise"
+        )
 
 
 if __name__ == "__main__":
