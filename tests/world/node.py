@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.cache.manager import KVCacheManager
-from tandem.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from tandem.engine.config import CacheConfig, EngineConfig, Reserve, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext
@@ -189,7 +189,11 @@ class WorldNode:
             role=role,
             engine=EngineConfig(
                 cache=CacheConfig(block_size=BLOCK_SIZE),
-                scheduler=SchedulerConfig(max_num_batched_tokens=rng.choice([16, 32, 64]), max_num_seqs=8),
+                scheduler=SchedulerConfig(
+                    max_num_batched_tokens=rng.choice([16, 32, 64]),
+                    max_num_seqs=8,
+                    reserve=rng.choice(list(Reserve)),
+                ),
             ),
             transfer=transfer if role is not Role.AGGREGATED else None,
         )

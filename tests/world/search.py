@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import itertools
 import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from multiprocessing.queues import Queue
 
 from tests.world.schedule import Outcome, run
 
@@ -30,23 +31,44 @@ def main() -> int:
         os.execve(sys.executable, arguments, {**os.environ, "PYTHONHASHSEED": "0"})
     seeds: Iterable[int] = asked.seeds or range(asked.first, asked.first + asked.most)
     sums = Sums()
-    if asked.processes > 1:
-        with multiprocessing.get_context("fork").Pool(asked.processes) as pool:
-            for outcome in pool.imap_unordered(
-                functools.partial(run, with_faults=not asked.no_faults), seeds
-            ):
-                sums.add(outcome)
-                if sums.seconds > 60 * asked.minutes:
-                    break
-    else:
-        for seed in seeds:
-            sums.add(outcome := run(seed, with_faults=not asked.no_faults))
-            if asked.history:
-                print("\n".join(outcome.history))
-            if not asked.seeds and sums.seconds > 60 * asked.minutes:
-                break
+    for outcome in _outcomes(seeds, asked.processes, with_faults=not asked.no_faults):
+        sums.add(outcome)
+        if asked.history:
+            print("\n".join(outcome.history))
+        if not asked.seeds and sums.seconds > 60 * asked.minutes:
+            break
     print(sums.shown())
     return 1 if sums.broken else 0
+
+
+def _outcomes(seeds: Iterable[int], processes: int, *, with_faults: bool) -> Iterator[Outcome]:
+    """The outcomes of the seeds, of several processes in whatever order they come."""
+    if processes == 1:
+        yield from (run(seed, with_faults=with_faults) for seed in seeds)
+        return
+    context = multiprocessing.get_context("fork")
+    done: Queue[Outcome | None] = context.Queue(4 * processes)
+    workers = [
+        context.Process(
+            target=_work, args=(itertools.islice(seeds, i, None, processes), with_faults, done), daemon=True
+        )
+        for i in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        for _ in workers:
+            while (outcome := done.get()) is not None:
+                yield outcome
+    finally:
+        for worker in workers:
+            worker.terminate()
+
+
+def _work(seeds: Iterable[int], with_faults: bool, done: Queue[Outcome | None]) -> None:
+    for seed in seeds:
+        done.put(run(seed, with_faults=with_faults))
+    done.put(None)
 
 
 class Sums:
