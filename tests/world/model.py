@@ -116,7 +116,7 @@ class WorldModel:
             elif blocks is not None:
                 row.table += blocks[0]
         plan = {id: (self._rows[id], computed[id], count) for id, count in step.num_scheduled_tokens.items()}
-        self._took(0.001 + 0.0002 * step.total_num_scheduled_tokens)
+        self._took(0.01 + 0.001 * step.total_num_scheduled_tokens)
         return FinishedStep(self._compute(plan, hooks))
 
     def _compute(self, plan: dict[str, tuple[_Row, int, int]], hooks: LayerHooks | None) -> ModelOutput:

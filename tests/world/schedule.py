@@ -32,6 +32,7 @@ from tests.world.process import Process
 from tests.world.router import WorldRouter
 
 FAULTS_S = 20.0
+AWAY_S = 45.0
 QUIET_S = 120.0  # after the faults, everything has ended within this time
 STARTED_S = 10.0  # nodes that were killed last serve again within this
 PROBE_S = 15.0  # and a new request is answered within this
@@ -48,6 +49,8 @@ class Outcome:
     faults: int = 0
     frames: int = 0
     steps: int = 0
+    preemptions: int = 0
+    transfers: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -367,6 +370,16 @@ class Schedule:
             self.note(f"{process.name} goes on")
             process.go_on()
 
+    def _stay_away(self) -> WorldNode | None:
+        """One node may stay away for longer: the others must do its work."""
+        living = [node for node in self.nodes.values() if node.process.is_alive]
+        node = self.rng.choice(living) if living else None
+        if node is None or sum(other.role is node.role for other in living) < 2 or self.rng.random() < 0.5:
+            return None
+        self.note(f"{node.process.name} stays away for {AWAY_S:.0f} s")
+        node.process.stop()
+        return node
+
     def _heal(self) -> None:
         self.note("everything heals")
         self._fair_weather()
@@ -374,6 +387,15 @@ class Schedule:
         self.network.cut.clear()
         for node in self.nodes.values():
             self._go_on(node.process)
+
+    async def _others_do_its_work(self, away: WorldNode) -> None:
+        await asyncio.sleep(AWAY_S)
+        self._look()
+        if self._clients and not away.process.is_alive:
+            return  # it was killed meanwhile, and comes back
+        if self._clients:
+            raise _Broken(f"{len(self._clients)} clients wait although only {away.process.name} is away")
+        self._go_on(away.process)
 
     # ── the course ──
 
@@ -393,7 +415,7 @@ class Schedule:
         end = self.loop.time() + FAULTS_S
         bursts = [rng.uniform(0.0, FAULTS_S) for _ in range(rng.randint(1, 4))]
         for _ in range(rng.randint(8, 40)):
-            at = rng.choice(bursts) + rng.random() if rng.random() < 0.5 else rng.uniform(0.0, FAULTS_S)
+            at = rng.choice(bursts) + 0.3 * rng.random() if rng.random() < 0.6 else rng.uniform(0.0, FAULTS_S)
             self.loop.call_later(at, self._arrival)
         if self.with_faults:
             for _ in range(rng.randint(1, 8)):
@@ -402,6 +424,8 @@ class Schedule:
             await asyncio.sleep(0.5)
             self._look()
         self._heal()
+        if self.with_faults and (away := self._stay_away()) is not None:
+            await self._others_do_its_work(away)
         await self._until_quiet()
         await asyncio.sleep(max(0.0, end + STARTED_S - self.loop.time()))
         self._look()
@@ -409,6 +433,11 @@ class Schedule:
         await self._until_quiet()
         self.outcome.frames = self.network.frames
         self.outcome.steps = sum(node.service.loop.steps for node in self.nodes.values())
+        self.outcome.preemptions = sum(node.scheduler.stats().preemptions for node in self.nodes.values())
+        for node in self.nodes.values():
+            if node.worker is not None:
+                for name, number in node.worker.stats().outcomes.items():
+                    self.outcome.transfers[name] = self.outcome.transfers.get(name, 0) + number
 
     def _arrival(self) -> None:
         living = [router for router in self.routers if router.process.is_alive]

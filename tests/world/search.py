@@ -78,13 +78,15 @@ class Sums:
         self.simulated_s = 0.0
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
+        self.transfers: Counter[str] = Counter()
 
     def add(self, outcome: Outcome) -> None:
         self.schedules += 1
         self.simulated_s += outcome.seconds
-        for name in ("requests", "answered", "faults", "frames", "steps"):
+        for name in ("requests", "answered", "faults", "frames", "steps", "preemptions"):
             self.counts[name] += getattr(outcome, name)
         self.errors.update(outcome.errors)
+        self.transfers.update(outcome.transfers)
         if outcome.violations:
             self.broken += 1
             print(f"seed {outcome.seed}: {outcome.violations[0]}", flush=True)
@@ -96,10 +98,11 @@ class Sums:
     def shown(self) -> str:
         counts = ", ".join(f"{number} {name}" for name, number in self.counts.items())
         errors = ", ".join(f"{number} {name}" for name, number in self.errors.items()) or "none"
+        transfers = ", ".join(f"{number} {name}" for name, number in self.transfers.items())
         rate = 60 * self.schedules / self.seconds
         return (
             f"{self.schedules} schedules in {self.seconds:.0f} s ({rate:.0f} a minute, {self.simulated_s / self.schedules:.0f} "
-            f"simulated s each): {counts}; errors: {errors}; {self.broken} broke a promise"
+            f"simulated s each): {counts}; transfers: {transfers}; errors: {errors}; {self.broken} broke a promise"
         )
 
 
