@@ -11,6 +11,8 @@
 #                    2 minutes); 10,000 steps without a leak, and streams whose connections are reset thirty times (about 3 minutes);
 #                    ten times the usual examples of the API's fuzzing, of the transfer protocol's histories, and of conversations on
 #                    nodes that die (about 20 minutes)
+# make search   schedules of the whole cluster on one clock, each by a seed, with faults of networks, memory and processes: none may break a
+#                    promise; MINUTES=60 FIRST=1000, or MUTANTS=1 to see how soon it finds bugs that are put in
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it needs (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
@@ -37,7 +39,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak check wheel test-install docs clean install
+.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -89,6 +91,12 @@ test-faults: install
 	TANDEM_EXAMPLES=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal --timeout 3600 \
 		tests/router/test_router_api_fuzz.py tests/kvtransfer/test_protocol_hostile.py tests/kvtransfer/test_protocol_model.py \
 		tests/integration/test_shared_tiers_random.py
+
+# Two processes, each with seeds of its own.
+MINUTES_OF_SEARCH = $(or $(MINUTES),10)
+search: install
+	$(if $(MUTANTS),$(BIN)/python -m tests.world.mutants, \
+	$(BIN)/python -m tests.world.search --minutes '$(MINUTES_OF_SEARCH)' --first '$(or $(FIRST),0)' --processes 2)
 
 # Installed beside the environment, not in it: if Triton were in it, torch would compile for a GPU that is not there.
 test-gpu-packages: install

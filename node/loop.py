@@ -242,16 +242,23 @@ class EngineLoop(Generic[T]):
         try:
             if self._cores:
                 bind([threading.get_native_id()], self._cores)
-            longest_wait = self._IDLE_WAIT_S
-            while not self._stopping.is_set():
-                for item in self._mailbox.take(self._wait(longest_wait)):
-                    self._host.handle(item)
-                if self._stopping.is_set():
-                    return
-                longest_wait = self._turn()
+            wait_s: float | None = self._wait(self._IDLE_WAIT_S)
+            while wait_s is not None:
+                wait_s = self.turn(wait_s)
         except BaseException as error:
             logger.exception("the engine's step failed; this node can no longer answer")
             self._host.failed(error)
+
+    def turn(self, wait_s: float) -> float | None:
+        """Waits up to `wait_s` for the first item, handles what has arrived, and runs one step. Returns how long the next turn may
+        wait; None: the loop was stopped. The step thread calls it again and again."""
+        if self._stopping.is_set():
+            return None
+        for item in self._mailbox.take(wait_s):
+            self._host.handle(item)
+        if self._stopping.is_set():
+            return None
+        return self._wait(self._step())
 
     def _wait(self, longest: float) -> float:
         if longest == 0:
@@ -259,7 +266,7 @@ class EngineLoop(Generic[T]):
         due = self._host.seconds_until_due(self._clock())
         return longest if due is None else min(max(due, 0.001), longest)
 
-    def _turn(self) -> float:
+    def _step(self) -> float:
         """Runs one step and returns how long the loop may sleep before its next turn."""
         started = self._clock()
         self._host.before_step(started)

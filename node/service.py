@@ -154,6 +154,10 @@ class NodeService:
         if self._news is not None:
             self._news.start()
 
+    def report(self) -> None:
+        """Sends every router this node's status; the `node-status` thread does it regularly."""
+        self._routers.report()
+
     def receive(self, message: ToNode) -> None:
         """Takes a message from a router. Called in the inbox's thread."""
         is_new = self._routers.heard(message.reply_to)

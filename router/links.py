@@ -65,13 +65,40 @@ class Links(Protocol):
     def forget(self, node: NodeInfo) -> None: ...
 
 
+class RouterInbox(Protocol):
+    """What NodeLinks needs of a LoopInbox."""
+
+    endpoint: str
+    malformed: int
+    handler_errors: int
+
+    def listen(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class RouterOutbox(Protocol):
+    """What NodeLinks needs of an Outbox."""
+
+    def send_frame(self, endpoint: str, frame: bytes) -> None: ...
+    def forget(self, endpoint: str) -> None: ...
+    def close(self) -> None: ...
+
+
 class NodeLinks:
     """Numbered lines to all nodes. It can send at once, and receives from `listen` on."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        *,
+        open_inbox: Callable[..., RouterInbox] = LoopInbox,
+        open_outbox: Callable[[], RouterOutbox] = Outbox,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._clock = clock
         self._cancels: dict[NodeInfo, list[str]] = {}
-        self._outbox = Outbox()
+        self._outbox = open_outbox()
         self._leaving: list[tuple[str, bytes]] = []  # frames to send, with their endpoints
         self._leave_by = 0.0
         self._members: dict[str, NodeInfo] = {}  # by endpoint
@@ -79,11 +106,9 @@ class NodeLinks:
         # by node and epoch: when the last ping that it answered was sent
         self._answered: dict[tuple[str, int], float] = {}
         self.lines: Lines[ToRouter] = Lines(
-            new_epoch(), self._send_frame, self._receive, meets_strangers=False
+            new_epoch(), self._send_frame, self._receive, meets_strangers=False, clock=clock
         )
-        self._inbox: LoopInbox[LetterToRouter] = LoopInbox(
-            host, LetterToRouter, self.lines.receive, name="router-inbox"
-        )
+        self._inbox = open_inbox(host, LetterToRouter, self.lines.receive, name="router-inbox")
         self.lines.endpoint = self._inbox.endpoint
 
     def listen(
@@ -118,10 +143,10 @@ class NodeLinks:
             self._reached.add(endpoint)
             return
         if not self._leaving:
-            self._leave_by = time.monotonic() + TOGETHER_S
+            self._leave_by = self._clock() + TOGETHER_S
             self._loop.call_soon(self._send_together)
         self._leaving.append((endpoint, frame))
-        if len(self._leaving) > 1 and time.monotonic() > self._leave_by:
+        if len(self._leaving) > 1 and self._clock() > self._leave_by:
             self._send_together()
 
     def _send_together(self) -> None:
@@ -214,7 +239,7 @@ class NodeLinks:
             self._try(node, Cancel(self.endpoint, request_ids))
 
     def ping(self, node: NodeInfo) -> None:
-        self._try(node, Ping(self.endpoint, asked_at=time.monotonic()))
+        self._try(node, Ping(self.endpoint, asked_at=self._clock()))
 
     def ask(self, node: NodeInfo) -> None:
         """Asks the node which requests it holds. It answers with Holding."""

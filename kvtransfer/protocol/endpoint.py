@@ -15,7 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -141,6 +141,21 @@ class SideChannel(Generic[M]):
         self._inbox.close()
         self._outbox.close()
         self._probe.close()
+
+
+class Channel(Protocol):
+    """How a node's messages to other nodes leave, and what is known of the ways there: see SideChannel."""
+
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def malformed(self) -> int: ...
+    @property
+    def died(self) -> str | None: ...
+    def send(self, endpoint: str, message: msgspec.Struct) -> None: ...
+    def forget(self, endpoint: str) -> None: ...
+    def listener(self, endpoint: str) -> Listener: ...
+    def close(self) -> None: ...
 
 
 class Outcomes(msgspec.Struct, frozen=True):
@@ -304,6 +319,8 @@ class ProtocolLoop:
         self._queue: queue.SimpleQueue[HandoffMessage | Sequence[Command] | _Stop] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stop_grace_s = 0.0
+        self._next_tick = 0.0
+        self._poll_s = POLL_MIN_S
         self.handler_errors = 0
         self.failure: BaseException | None = None
 
@@ -314,11 +331,14 @@ class ProtocolLoop:
 
     def message(self, message: HandoffMessage) -> None:
         """Queues a peer's message. Any thread may call this."""
-        self._queue.put(message)
+        self._put(message)
 
     def command(self, commands: Sequence[Command]) -> None:
         """Queues our own engine's commands, which are carried out in this order. Any thread may call this."""
-        self._queue.put(commands)
+        self._put(commands)
+
+    def _put(self, item: HandoffMessage | Sequence[Command] | _Stop) -> None:
+        self._queue.put(item)
 
     def _run(self, endpoint: TransferEndpoint) -> None:
         try:
@@ -329,30 +349,31 @@ class ProtocolLoop:
             self._on_failure()
 
     def _serve(self, endpoint: TransferEndpoint) -> None:
-        next_tick = 0.0
-        poll_s = POLL_MIN_S
-        activity = Activity.NONE
-        while True:
-            timeout: float | None
-            if activity is Activity.IN_FLIGHT:
-                timeout = poll_s
-                poll_s = min(2 * poll_s, POLL_MAX_S)
-            elif activity is Activity.DUE:
-                timeout = 0.0
-                poll_s = POLL_MIN_S
-            else:
-                timeout = ASK_S if endpoint.is_idle else max(0.0, next_tick - self._clock())
-                poll_s = POLL_MIN_S
-            if not self._take(endpoint, timeout):
-                break
-            activity = endpoint.pump()
-            now = self._clock()
-            if now >= next_tick:
-                endpoint.tick()
-                next_tick = now + self._settings.tick_s
+        wait_s: float | None = ASK_S
+        while wait_s is not None:
+            wait_s = self.turn(endpoint, wait_s)
         self._wind_down(endpoint)
 
-    def _take(self, endpoint: TransferEndpoint, timeout: float | None) -> bool:
+    def turn(self, endpoint: TransferEndpoint, wait_s: float) -> float | None:
+        """Waits up to `wait_s` for the first item, handles what has arrived, moves blocks and looks at deadlines.
+        Returns how long the next turn may wait; None: the loop was stopped. The thread calls it again and again."""
+        if not self._take(endpoint, wait_s):
+            return None
+        activity = endpoint.pump()
+        now = self._clock()
+        if now >= self._next_tick:
+            endpoint.tick()
+            self._next_tick = now + self._settings.tick_s
+        if activity is Activity.IN_FLIGHT:
+            poll_s = self._poll_s
+            self._poll_s = min(2 * poll_s, POLL_MAX_S)
+            return poll_s
+        self._poll_s = POLL_MIN_S
+        if activity is Activity.DUE:
+            return 0.0
+        return ASK_S if endpoint.is_idle else max(0.0, self._next_tick - self._clock())
+
+    def _take(self, endpoint: TransferEndpoint, timeout: float) -> bool:
         """Handles what has arrived, at most ITEMS_PER_TURN; waits for the first item. False: stop."""
         for _ in range(ITEMS_PER_TURN):
             try:
@@ -398,7 +419,7 @@ class ProtocolLoop:
             return
         self._thread = None
         self._stop_grace_s = grace_s
-        self._queue.put(_Stop())
+        self._put(_Stop())
         thread.join(timeout=grace_s + 5)
         if thread.is_alive():
             raise InternalError(

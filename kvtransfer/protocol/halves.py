@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -48,12 +48,13 @@ from tandem.kvtransfer.protocol.commands import (
     StepCommands,
     VoidSend,
 )
-from tandem.kvtransfer.protocol.endpoint import Outcomes, ProtocolLoop, SideChannel, TransferEndpoint
+from tandem.kvtransfer.protocol.endpoint import Channel, Outcomes, ProtocolLoop, SideChannel, TransferEndpoint
 from tandem.kvtransfer.protocol.processes import has_ended, this_process
 from tandem.kvtransfer.protocol.settings import ProtocolOptions, ProtocolSettings
-from tandem.kvtransfer.protocol.side import ComputeRate, Identity, NodeSide, Recorder
+from tandem.kvtransfer.protocol.side import Clock, ComputeRate, Identity, NodeSide, Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.wire.errors import InternalError
+from tandem.wire.handoff import HandoffMessage, ProcessIdentity
 from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
@@ -281,6 +282,17 @@ class SchedulerHalf(SchedulerConnector):
         return bool(self._commands)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the protocol of a node needs of its process, its machine and its network. A simulation brings its own."""
+
+    clock: Clock = time.monotonic
+    process: Callable[[], ProcessIdentity] = this_process
+    has_ended: Callable[[ProcessIdentity], bool] = has_ended
+    loop: type[ProtocolLoop] = ProtocolLoop
+    channel: Callable[[str, str, Callable[[HandoffMessage], None]], Channel] = SideChannel
+
+
 class WorkerHalf(WorkerConnector):
     """No method waits. Commands go to the protocol's thread, and `get_finished` collects its outcomes."""
 
@@ -290,24 +302,27 @@ class WorkerHalf(WorkerConnector):
         transport: Transport,
         direction: Direction,
         options: ProtocolOptions | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
+        self._surroundings = surroundings = surroundings or Surroundings()
+        self._clock = clock = surroundings.clock
         self._context = context
         self._transport = transport
         self._direction = direction
         self._settings = ProtocolSettings.from_config(context.config)
         self._layerwise_tokens = (options or ProtocolOptions()).layerwise_tokens
-        self._recorder = Recorder()
+        self._recorder = Recorder(clock)
         self._lock = threading.Lock()
         self._output = ConnectorOutput()
         self._plan = StepCommands()
         self._memory: KVCacheMemory | None = None
         self._layers_sent = range(0)
         self._closed = False
-        self._loop = ProtocolLoop(
-            f"{context.node_id}-transfers", self._settings, time.monotonic, on_failure=context.wake
+        self._loop = surroundings.loop(
+            f"{context.node_id}-transfers", self._settings, clock, on_failure=context.wake
         )
         # Opened here, so that the address is known before the model is; the loop answers once it runs.
-        self._channel = SideChannel(context.host, f"{context.node_id}-handoff", self._loop.message)
+        self._channel = surroundings.channel(context.host, f"{context.node_id}-handoff", self._loop.message)
 
     @property
     def hands_over_states(self) -> bool:
@@ -350,16 +365,16 @@ class WorkerHalf(WorkerConnector):
             self._settings,
             send=self._channel.send,
             forget=self._channel.forget,
-            clock=time.monotonic,
+            clock=self._clock,
             recorder=self._recorder,
-            process=this_process(),
+            process=self._surroundings.process(),
             checksums=CacheChecksums(self._transport.as_peers_see(memory), self._transport.sums_elsewhere),
             checksum_policy=context.config.checksums,
         )
         endpoint = TransferEndpoint(
             side,
             listener=self._channel.listener,
-            has_ended=has_ended,
+            has_ended=self._surroundings.has_ended,
             outcomes=Outcomes(
                 self._finished_sending,
                 self._unwanted_sending,
@@ -382,7 +397,7 @@ class WorkerHalf(WorkerConnector):
         """Does not wait. A write that was in flight when the blocks were taken counts as not written, and its grains
         are written again when the request has been computed again."""
         if self._plan.preempted:
-            self._loop.command([PreemptedRequests(self._plan.preempted, time.monotonic())])
+            self._loop.command([PreemptedRequests(self._plan.preempted, self._clock())])
 
     def start_load_kv(self) -> None:
         if self._plan.before_forward:
@@ -391,7 +406,7 @@ class WorkerHalf(WorkerConnector):
     def wait_for_save(self) -> None:
         """Does not wait either: the blocks keep their content until `finished_sending`, or are preempted."""
         if self._plan.computed:
-            self._loop.command([ComputedTokens(self._plan.computed, time.monotonic(), self._fence())])
+            self._loop.command([ComputedTokens(self._plan.computed, self._clock(), self._fence())])
         self._plan = StepCommands()
 
     def _fence(self) -> Fence | None:

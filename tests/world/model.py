@@ -1,0 +1,165 @@
+"""A model of the world: each position's KV is a function of its token and of the KV before it *as it lies in the blocks*, and the next
+token is a function of all of it. So one foreign, stale or torn block changes the text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
+from tandem.engine.model.runner import FinishedStep, LayerHooks, ModelInfo
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+
+VOCABULARY = 50_000
+LAYERS = 2
+_MASK = (1 << 64) - 1
+_SALT, _STEP, _FOLD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mixed(value: int) -> int:
+    value &= _MASK
+    value ^= value >> 31
+    value = value * _STEP & _MASK
+    value ^= value >> 29
+    value = value * _FOLD & _MASK
+    return value ^ value >> 32
+
+
+@functools.lru_cache(maxsize=1)
+def _root() -> int:
+    return mixed(_SALT)
+
+
+def next_cell(before: int, token: int) -> int:
+    return mixed(before + (token + 1) * _SALT)
+
+
+def token_of(last: int, folded: int) -> int:
+    return mixed(last ^ folded) % VOCABULARY
+
+
+def answer_to(prompt: list[int], num_tokens: int) -> list[int]:
+    """The right answer: what a model without any cache, peer or fault would say."""
+    cell, folded, tokens = _root(), 0, []
+    known = list(prompt)
+    at = 0
+    while len(tokens) < num_tokens:
+        for token in known[at:]:
+            cell = next_cell(cell, token)
+            folded = (folded + cell) & _MASK
+        at = len(known)
+        tokens.append(token_of(cell, folded))
+        known.append(tokens[-1])
+    return tokens
+
+
+class _Row:
+    def __init__(self, tokens: list[int], table: list[int]) -> None:
+        self.tokens, self.table = list(tokens), list(table)
+
+
+class WorldModel:
+    """`took` is told how many seconds a step takes. As on a CPU, `start` computes the step."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_model_len: int, took: Callable[[float], None]
+    ) -> None:
+        # A token has one number for each layer, as key and once more as value
+        self.kv_cache = torch.zeros(num_blocks, LAYERS, 2, 1, block_size, 2, dtype=torch.float32)
+        self._cells: np.ndarray = (
+            self.kv_cache.numpy().view(np.uint64).reshape(num_blocks, LAYERS, 2, block_size)
+        )
+        self._block_size = block_size
+        self._took = took
+        self._rows: dict[str, _Row] = {}
+        self.grammars = None
+        self.adapters = None
+        self.states_wait = False
+        self.info = ModelInfo(
+            name="world",
+            dtype="float32",
+            device="cpu",
+            vocab_size=VOCABULARY,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset(),
+            num_layers=LAYERS,
+            num_kv_heads=1,
+            head_dim=2,
+            groups=(KVCacheGroup(AttentionKind.FULL, block_size, tuple(range(LAYERS))),),
+            num_blocks=num_blocks,
+            content="world",
+        )
+
+    def forget_requests(self) -> None:
+        self._rows.clear()
+
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> FinishedStep:
+        for request_id in (*step.finished_req_ids,):
+            self._rows.pop(request_id, None)
+        computed: dict[str, int] = {}
+        for new in step.new_reqs:
+            self._rows[new.req_id] = _Row(new.token_ids, new.block_ids[0])
+            computed[new.req_id] = new.num_computed_tokens
+        cached = step.cached_reqs
+        for request_id, before, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            computed[request_id] = before
+            row = self._rows[request_id]
+            if request_id in cached.resumed_req_ids:
+                row.tokens = list(cached.resumed_token_ids[request_id])
+                row.table = list(blocks[0]) if blocks is not None else []
+            elif blocks is not None:
+                row.table += blocks[0]
+        plan = {id: (self._rows[id], computed[id], count) for id, count in step.num_scheduled_tokens.items()}
+        self._took(0.01 + 0.001 * step.total_num_scheduled_tokens)
+        return FinishedStep(self._compute(plan, hooks))
+
+    def _compute(self, plan: dict[str, tuple[_Row, int, int]], hooks: LayerHooks | None) -> ModelOutput:
+        if hooks is not None:
+            for layer in range(LAYERS):
+                hooks.wait_for_layer_load(layer)
+        sampled: dict[str, list[int]] = {}
+        for request_id, (row, first, count) in plan.items():
+            end = first + count
+            table = np.array(row.table, dtype=np.int64)
+            positions = np.arange(end)
+            blocks, offsets = table[positions // self._block_size], positions % self._block_size
+            there = self._cells[blocks[:first], :, :, offsets[:first]]  # [first, layers, 2]
+            # Every part of a token has its own number; the key of layer 0 goes on
+            cell = int(there[-1, 0, 0]) if first else _root()
+            folded = self._folded(there)
+            for position in range(first, end):
+                cell = next_cell(cell, row.tokens[position])
+                self._write(int(blocks[position]), int(offsets[position]), cell)
+                folded = (folded + cell) & _MASK
+            if end == len(row.tokens):
+                token = token_of(cell, folded)
+                row.tokens.append(token)
+                sampled[request_id] = [token]
+        if hooks is not None:
+            for layer in range(LAYERS):
+                hooks.save_kv_layer(layer)
+        return ModelOutput(sampled)
+
+    def _write(self, block: int, offset: int, cell: int) -> None:
+        for layer in range(LAYERS):
+            for part in (0, 1):
+                self._cells[block, layer, part, offset] = (cell + 2 * layer + part) & _MASK
+
+    @staticmethod
+    def _folded(there: np.ndarray) -> int:
+        """The sum of all cells; a token whose parts disagree counts as another."""
+        if not len(there):
+            return 0
+        keys = there[:, 0, 0]
+        parts = (np.arange(LAYERS, dtype=np.uint64)[:, None] * np.uint64(2) + np.arange(2, dtype=np.uint64))[
+            None
+        ]
+        torn = (there != keys[:, None, None] + parts).any(axis=(1, 2))
+        total = int(keys.sum(dtype=np.uint64))
+        return (total + int(torn.sum()) * _SALT) & _MASK

@@ -1,0 +1,96 @@
+"""The network of the world: frames between endpoints, each of one process. What the weather says may happen to a frame does."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+
+from tandem.wire.errors import NodeLost
+from tandem.wire.listening import Listener
+from tests.world.process import Process
+
+
+@dataclasses.dataclass
+class Weather:
+    """How likely each of these is for one frame. All 0: a healthy network."""
+
+    lost: float = 0.0
+    doubled: float = 0.0
+    overtaken: float = 0.0  # comes later than frames that were sent after it
+    slow: float = 0.0  # takes a second or two
+
+
+@dataclasses.dataclass
+class _Open:
+    process: Process
+    receive: Callable[[bytes], None]
+
+
+class Network:
+    def __init__(self, rng: random.Random, note: Callable[[str], None]) -> None:
+        self.rng = rng
+        self.note = note
+        self.weather = Weather()
+        self.cut: set[tuple[str, str]] = set()  # (from, to): machines between which nothing passes this way
+        self._open: dict[str, _Open] = {}
+        self._machine_at: dict[str, str] = {}
+        self._last: dict[
+            tuple[str, str], float
+        ] = {}  # when the last frame from one process to an endpoint arrives
+        self._ports = itertools.count(10_000)
+        self.frames = 0
+
+    def open(self, process: Process, receive: Callable[[bytes], None], endpoint: str = "") -> str:
+        endpoint = endpoint or f"tcp://10.0.0.1:{next(self._ports)}"
+        self._open[endpoint] = _Open(process, receive)
+        self._machine_at[endpoint] = process.machine
+        process.on_end.append(lambda: self.close(endpoint))
+        return endpoint
+
+    def close(self, endpoint: str) -> None:
+        self._open.pop(endpoint, None)
+
+    def is_cut(self, source: str, target: str) -> bool:
+        return source != target and (source, target) in self.cut
+
+    def listener(self, process: Process, endpoint: str) -> Listener:
+        machine = self._machine_at.get(endpoint, "")
+        if self.is_cut(process.machine, machine) or self.is_cut(machine, process.machine):
+            return Listener.DOES_NOT_ANSWER
+        return Listener.ACCEPTS if endpoint in self._open else Listener.REFUSES
+
+    def send(self, process: Process, endpoint: str, frame: bytes, after_s: float = 0.0) -> None:
+        """`after_s`: it leaves so much later than now."""
+        if not process.is_alive:
+            return
+        if endpoint not in self._machine_at:
+            raise NodeLost(f"nothing is known of {endpoint}")
+        self.frames += 1
+        rng, weather = self.rng, self.weather
+        if rng.random() < weather.lost:
+            return
+        self._send_once(process, endpoint, frame, after_s)
+        if rng.random() < weather.doubled:
+            self._send_once(process, endpoint, frame, after_s)
+
+    def _send_once(self, process: Process, endpoint: str, frame: bytes, after_s: float) -> None:
+        rng, weather = self.rng, self.weather
+        line = (process.name, endpoint)
+        now = process.loop.time()
+        at = now + after_s + rng.uniform(0.0001, 0.002)
+        if rng.random() < weather.slow:
+            at += rng.uniform(0.1, 2.0)
+        if rng.random() >= weather.overtaken:
+            at = max(at, self._last.get(line, 0.0) + 1e-6)
+            self._last[line] = at
+        source, target = process.machine, self._machine_at[endpoint]
+        process.loop.call_at(at, self._arrive, source, target, endpoint, frame)
+
+    def _arrive(self, source: str, target: str, endpoint: str, frame: bytes) -> None:
+        if self.is_cut(source, target):
+            return
+        there = self._open.get(endpoint)
+        if there is not None:
+            there.process.do(lambda: there.receive(frame))

@@ -1,0 +1,312 @@
+"""A node of the world: the product's service, loop, scheduler, cache and connector around the world's model. Only threads, sockets and
+moves are the world's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.decode_node.node import DecodeRules
+from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.config import CacheConfig, EngineConfig, Reserve, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kvtransfer.base import ConnectorContext
+from tandem.kvtransfer.config import TransferConfig
+from tandem.kvtransfer.protocol.commands import Command
+from tandem.kvtransfer.protocol.endpoint import ASK_S, ProtocolLoop, TransferEndpoint
+from tandem.kvtransfer.protocol.halves import SchedulerHalf, Surroundings, WorkerHalf
+from tandem.kvtransfer.protocol.settings import parse_direction
+from tandem.node.config import NodeConfig
+from tandem.node.loop import Item, Mailbox
+from tandem.node.service import NodeService
+from tandem.prefill_node.node import PrefillRules
+from tandem.wire.errors import NodeLost
+from tandem.wire.handoff import HandoffMessage, ProcessIdentity
+from tandem.wire.lines import LetterToNode, Lines, Position
+from tandem.wire.listening import Listener
+from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.requests import ToNode
+from tests.world.model import WorldModel
+from tests.world.moves import Fabric, WorldTransport
+from tests.world.network import Network
+from tests.world.process import Process, Timer
+
+MODEL = "world"
+BLOCK_SIZE = 4
+MAX_LEN = 140
+AUDITED = 8  # the scheduler audits itself after one of so many turns
+
+
+class WorldMailbox(Mailbox[Item]):
+    """Brings the next turn of the loop forward when something comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_item: Callable[[], None] = lambda: None
+
+    def put(self, item: Item) -> None:
+        super().put(item)
+        self.on_item()
+
+    def wake(self) -> None:
+        super().wake()
+        self.on_item()
+
+
+class WorldLine:
+    """The node's end of the lines to routers: `wire.lines.Lines` over the world's network."""
+
+    malformed = 0
+    died = None
+
+    def __init__(self, network: Network, process: Process, epoch: int, after_s: Callable[[], float]) -> None:
+        self._decoder = msgspec.msgpack.Decoder(LetterToNode)
+        self.lines: Lines[ToNode] = Lines(
+            epoch,
+            lambda endpoint, frame: network.send(process, endpoint, frame, after_s()),
+            lambda message: self.deliver(message),
+            begun=lambda endpoint: self.begun(endpoint),
+            replaced=lambda endpoint: self.replaced(endpoint),
+            meets_strangers=True,
+            clock=process.clock,
+        )
+        self.endpoint = network.open(process, lambda frame: self.lines.receive(self._decoder.decode(frame)))
+        self.lines.endpoint = self.endpoint
+        self.deliver: Callable[[ToNode], None]
+        self.begun: Callable[[str], None]
+        self.replaced: Callable[[str], None]
+
+    @property
+    def gaps(self) -> int:
+        return self.lines.gaps
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        self.lines.send(endpoint, message)
+
+    def received(self, endpoint: str) -> Position:
+        return self.lines.received(endpoint)
+
+    def forget(self, endpoint: str) -> None:
+        self.lines.forget(endpoint)
+
+
+class WorldChannel:
+    """The node's end of the way to its peers."""
+
+    malformed = 0
+    died = None
+
+    def __init__(
+        self, network: Network, process: Process, on_message: Callable[[HandoffMessage], None]
+    ) -> None:
+        self._network, self._process = network, process
+        self._decoder = msgspec.msgpack.Decoder(HandoffMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self.endpoint = network.open(process, lambda frame: on_message(self._decoder.decode(frame)))
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        try:
+            self._network.send(self._process, endpoint, self._encoder.encode(message))
+        except NodeLost:
+            return
+
+    def forget(self, endpoint: str) -> None:
+        pass
+
+    def listener(self, endpoint: str) -> Listener:
+        return self._network.listener(self._process, endpoint)
+
+    def close(self) -> None:
+        self._network.close(self.endpoint)
+
+
+class WatchedHalf(SchedulerHalf):
+    """Knows the pool, to say which blocks are free when something is written."""
+
+    tables: KVCacheManager
+
+    def bind_block_tables(self, tables: Any) -> None:
+        self.tables = tables
+        super().bind_block_tables(tables)
+
+
+def protocol_loop_of(process: Process, transport: WorldTransport) -> type[ProtocolLoop]:
+    class WorldProtocolLoop(ProtocolLoop):
+        """Takes the turns of the protocol's thread on the world's clock."""
+
+        _timer: Timer | None = None
+
+        def start(self, endpoint: TransferEndpoint) -> None:
+            self._endpoint = endpoint
+            self._timer = Timer(process, self._fire)
+            transport.wake = lambda: self._timer.within(0.0) if self._timer is not None else None
+            self._timer.within(0.0)
+
+        def _fire(self) -> float | None:
+            wait = self.turn(self._endpoint, 0.0)
+            # Moves wake the loop themselves, so that a schedule need not poll.
+            return None if wait is None else min(max(wait, 0.02), ASK_S)
+
+        def _put(self, item: HandoffMessage | Sequence[Command] | object) -> None:
+            super()._put(item)  # type: ignore[arg-type]
+            if self._timer is not None:
+                self._timer.within(0.0)
+
+        def stop(self, grace_s: float) -> None:
+            self._timer = None
+
+    return WorldProtocolLoop
+
+
+class WorldNode:
+    def __init__(
+        self,
+        process: Process,
+        network: Network,
+        fabric: Fabric,
+        role: Role,
+        epoch: int,
+        transfer: TransferConfig,
+        rng: random.Random,
+        ended_processes: set[ProcessIdentity],
+        *,
+        num_blocks: int = 64,
+        ahead: bool = False,
+        on_broken: Callable[[str, BaseException], None],
+    ) -> None:
+        self.process = process
+        self.role = role
+        self.epoch = epoch
+        self.step_s = 0.0  # of the turn under way: its messages leave so much later
+        self._turns_taken = 0
+        self._on_broken = on_broken
+        config = NodeConfig(
+            node_id=process.name,
+            role=role,
+            engine=EngineConfig(
+                cache=CacheConfig(block_size=BLOCK_SIZE),
+                scheduler=SchedulerConfig(
+                    max_num_batched_tokens=rng.choice([16, 32, 64]),
+                    max_num_seqs=8,
+                    reserve=rng.choice(list(Reserve)),
+                ),
+            ),
+            transfer=transfer if role is not Role.AGGREGATED else None,
+        )
+        self.mailbox = mailbox = WorldMailbox()
+        self.model = model = WorldModel(num_blocks, BLOCK_SIZE, MAX_LEN, self._took)
+        scheduler_half, self.worker = None, None
+        if role is not Role.AGGREGATED:
+            transport = WorldTransport(fabric, process)
+            self.transport = transport
+            context = ConnectorContext(process.name, epoch, "10.0.0.1", BLOCK_SIZE, transfer, mailbox.wake)
+            scheduler_half = half = WatchedHalf(BLOCK_SIZE)
+            fabric.num_free_among[transport.memory_name] = lambda blocks: half.tables.pool.num_free_among(
+                blocks
+            )
+            self.worker = WorkerHalf(
+                context,
+                transport,
+                parse_direction(transfer.direction),
+                None,
+                Surroundings(
+                    clock=process.clock,
+                    process=lambda: process.identity,
+                    has_ended=lambda other: other.machine == process.machine and other in ended_processes,
+                    loop=protocol_loop_of(process, transport),
+                    channel=lambda host, name, on_message: WorldChannel(network, process, on_message),
+                ),
+            )
+        self.scheduler = Scheduler(
+            config.engine.scheduler,
+            config.engine.cache,
+            groups=model.info.groups,
+            num_blocks=num_blocks,
+            max_model_len=MAX_LEN,
+            connector=scheduler_half,
+            load_failure_policy=transfer.on_failure,
+            clock=self._step_clock,
+        )
+        self.engine = Engine(
+            self.scheduler,
+            model,
+            self.worker,
+            ahead=ahead,
+            canary_share=transfer.canary_share if role is Role.DECODE else 0.0,
+            clock=self._step_clock,
+        )
+        self.line = WorldLine(network, process, epoch, lambda: self.step_s)
+        rules = PrefillRules() if role is Role.PREFILL else DecodeRules(role)
+        self.service = NodeService(config, epoch, rules, self.engine, mailbox, self.line, process.clock)
+        self.line.deliver = self.service.receive
+        self.line.begun = self.service.line_begun
+        self.line.replaced = self.service.router_replaced
+        self._turns = Timer(process, self._turn)
+        mailbox.on_item = lambda: self._turns.within(max(0.0, self._free_at - process.loop.time()))
+        self._free_at = 0.0  # when the step under way ends
+        self._reports = Timer(process, self._report)
+        self._reports.within(rng.uniform(0.0, 0.25))
+        self._turns.within(0.0)
+        self.info = NodeInfo(
+            node_id=process.name,
+            role=role,
+            epoch=epoch,
+            request_endpoint=self.line.endpoint,
+            peer_endpoint=self.worker.peer_endpoint if self.worker is not None else "",
+            model=MODEL,
+            max_model_len=MAX_LEN,
+            block_size=BLOCK_SIZE,
+            content="world",
+        )
+
+    def _took(self, seconds: float) -> None:
+        self.step_s += seconds
+
+    def _step_clock(self) -> float:
+        return self.process.clock() + self.step_s
+
+    def _turn(self) -> float | None:
+        self.step_s = 0.0
+        try:
+            wait = self.service.loop.turn(0.0)
+            self._turns_taken += 1
+            if self._turns_taken % AUDITED == 0:
+                self.scheduler.check_integrity()
+        except BaseException as error:
+            self._on_broken(self.process.name, error)
+            return None
+        took, self.step_s = self.step_s, 0.0
+        self._free_at = self.process.loop.time() + took
+        return None if wait is None else took + wait
+
+    def _report(self) -> float:
+        self.service.report()
+        return 0.25
+
+    # ── how it stands ──
+
+    @property
+    def is_quiet(self) -> bool:
+        stats = self.scheduler.stats()
+        return (
+            not stats.running
+            and not stats.waiting
+            and stats.free_blocks == stats.total_blocks
+            and (self.worker is None or not self.worker.stats().in_progress)
+        )
+
+    def left_over(self) -> str:
+        stats = self.scheduler.stats()
+        transfers = self.worker.stats() if self.worker is not None else None
+        return (
+            f"{self.process.name}: {stats.running} run, {stats.waiting} wait, {stats.free_blocks} of {stats.total_blocks} blocks free"
+            + (
+                f", {transfers.in_progress} transfers, {transfers.quarantined_blocks} blocks in quarantine"
+                if transfers
+                else ""
+            )
+        )

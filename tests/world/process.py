@@ -1,0 +1,91 @@
+"""A process of the world. What is due in it happens only while it runs: a stopped one does it later, an ended one never."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from tandem.wire.handoff import ProcessIdentity
+
+_pids = itertools.count(1)
+
+
+class Process:
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, machine: str, skew: float = 0.0) -> None:
+        self.loop = loop
+        self.name = name
+        self.machine = machine
+        self.skew = skew
+        self.identity = ProcessIdentity(machine, 1, next(_pids), 0)
+        self.is_alive = True
+        self.is_stopped = False
+        self._put_off: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[], None]] = []
+
+    def clock(self) -> float:
+        return self.loop.time() + self.skew
+
+    def do(self, what: Callable[[], None]) -> None:
+        """Does something in this process now, when it goes on, or never."""
+        if not self.is_alive:
+            return
+        if self.is_stopped:
+            self._put_off.append(what)
+            return
+        what()
+
+    def later(self, seconds: float, what: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(max(seconds, 0.0), self.do, what)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def go_on(self) -> None:
+        self.is_stopped = False
+        put_off, self._put_off = self._put_off, []
+        for what in put_off:
+            self.do(what)
+
+    def end(self) -> None:
+        self.is_alive = False
+        self._put_off.clear()
+        for callback in self.on_end:
+            callback()
+
+
+class Timer:
+    """One thing that a process does again and again, at a time that may be brought forward."""
+
+    def __init__(self, process: Process, what: Callable[[], float | None]) -> None:
+        """`what` returns in how many seconds it is due again; None: never."""
+        self._process = process
+        self._what = what
+        self._handle: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._runs = False
+        self._again: float | None = None
+
+    def within(self, seconds: float) -> None:
+        due = self._process.loop.time() + seconds
+        if self._runs:
+            self._again = due if self._again is None else min(self._again, due)
+            return
+        if self._handle is not None:
+            if self._due <= due:
+                return
+            self._handle.cancel()
+        self._due = due
+        self._handle = self._process.later(seconds, self._fire)
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._runs, self._again = True, None
+        try:
+            wait = self._what()
+        finally:
+            self._runs = False
+        now = self._process.loop.time()
+        dues = [due for due in (self._again, None if wait is None else now + wait) if due is not None]
+        if dues:
+            self.within(max(0.0, min(dues) - now))

@@ -1,0 +1,486 @@
+"""One schedule: a cluster, requests and faults by a seed; then everything heals. What must hold:
+
+- at every moment a client has a prefix of the right answer, and at the end all of it, or a typed error that is true;
+- without faults nothing fails;
+- after the faults every request ends, every block, transfer and place comes back, and new requests are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+
+from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
+from tandem.node.loop import ResetCache
+from tandem.router.dispatch import SequenceSpec
+from tandem.simulator.clock import VirtualLoop
+from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError
+from tandem.wire.handoff import ProcessIdentity
+from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.sampling import SamplingParams
+from tests.world.model import VOCABULARY, answer_to
+from tests.world.moves import Fabric, MoveWeather
+from tests.world.network import Network, Weather
+from tests.world.node import WorldNode
+from tests.world.process import Process
+from tests.world.router import WorldRouter
+
+FAULTS_S = 20.0
+AWAY_S = 45.0
+AT_ONCE_S = 5.0  # while a node has been away for long, new requests are answered within this
+QUIET_S = 120.0  # after the faults, everything has ended within this time
+STARTED_S = 10.0  # nodes that were killed last serve again within this
+PROBE_S = 15.0  # and a new request is answered within this
+
+
+@dataclasses.dataclass
+class Outcome:
+    seed: int
+    violations: list[str] = dataclasses.field(default_factory=list)
+    history: list[str] = dataclasses.field(default_factory=list)
+    requests: int = 0
+    answered: int = 0
+    errors: dict[str, int] = dataclasses.field(default_factory=dict)
+    faults: int = 0
+    frames: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    transfers: dict[str, int] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class _Broken(Exception):
+    """A promise was broken: the schedule ends here."""
+
+
+@contextlib.contextmanager
+def _drawn_from(rng: random.Random) -> Iterator[None]:
+    """What the product draws from the system comes from the seed."""
+    real, state = os.urandom, random.getstate()
+    drawn = random.Random(rng.random()).randbytes
+    # `secrets` draws by what `random` has imported
+    os.urandom = random._urandom = drawn  # type: ignore[assignment, attr-defined]
+    random.seed(rng.random())
+    try:
+        yield
+    finally:
+        os.urandom = random._urandom = real  # type: ignore[attr-defined]
+        random.setstate(state)
+
+
+def run(seed: int, *, with_faults: bool = True) -> Outcome:
+    rng = random.Random(seed)
+    loop = VirtualLoop()
+    outcome = Outcome(seed)
+    logging.disable(logging.CRITICAL)
+    try:
+        with _drawn_from(rng):
+            schedule = Schedule(loop, rng, outcome, with_faults)
+            loop.run_until_complete(schedule.run())
+    except _Broken as broken:
+        outcome.violations.append(str(broken))
+    except Exception as error:  # a callback of the product's raised
+        outcome.violations.append(f"{type(error).__name__}: {error}")
+        import traceback
+
+        outcome.history.append(traceback.format_exc())
+    finally:
+        logging.disable(logging.NOTSET)
+        outcome.seconds = loop.time()
+        with contextlib.suppress(Exception):
+            loop.close()
+    return outcome
+
+
+class Schedule:
+    def __init__(self, loop: VirtualLoop, rng: random.Random, outcome: Outcome, with_faults: bool) -> None:
+        self.loop, self.rng, self.outcome = loop, rng, outcome
+        self.with_faults = with_faults
+        self.network = Network(rng, self.note)
+        self.fabric = Fabric(rng, self.note)
+        self.fabric.is_cut = self.network.is_cut
+        self.fabric.on_broken = self._broken
+        self.ended: set[ProcessIdentity] = set()
+        self.nodes: dict[str, WorldNode] = {}
+        self.routers: list[WorldRouter] = []
+        self.machines = [f"m{i}" for i in range(rng.choice([1, 2, 3]))]
+        self.transfer = TransferConfig(
+            direction=rng.choice(["push", "push", "pull"]),
+            lease_s=rng.choice([1.0, 3.0, 10.0]),
+            timeout_s=rng.choice([5.0, 20.0]),
+            handshake_timeout_s=2.0,
+            checksums=ChecksumPolicy.ALL,
+            canary_share=rng.choice([0.0, 0.0, 0.5]),
+        )
+        self._epochs = itertools.count(rng.randrange(1, 1 << 40))
+        self._clients: dict[asyncio.Task[None], WorldRouter] = {}
+        families = rng.randint(1, 4)
+        self._families = [self._tokens(rng.randint(0, 50)) for _ in range(families)]
+        self._router_settings = {"local_prefill": rng.choice(["auto", "never", "never"])}
+
+    def note(self, text: str) -> None:
+        self.outcome.history.append(f"{self.loop.time():8.3f} {text}")
+
+    def _broken(self, text: str) -> None:
+        self.note(f"BROKEN: {text}")
+        if not self.outcome.violations:
+            self.outcome.violations.append(text)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
+
+    # ── the cluster ──
+
+    def _layout(self) -> list[tuple[str, Role]]:
+        rng = self.rng
+        if rng.random() < 0.1:
+            return [(f"aggregated-{i}", Role.AGGREGATED) for i in range(rng.randint(1, 2))]
+        return [
+            *((f"prefill-{i}", Role.PREFILL) for i in range(rng.randint(1, 2))),
+            *((f"decode-{i}", Role.DECODE) for i in range(rng.randint(1, 3))),
+        ]
+
+    def _start_node(self, name: str, role: Role) -> WorldNode:
+        rng = self.rng
+        process = Process(self.loop, name, rng.choice(self.machines), rng.choice([0.0, 1000.0, -3.0]))
+        node = WorldNode(
+            process,
+            self.network,
+            self.fabric,
+            role,
+            next(self._epochs),
+            self.transfer,
+            rng,
+            self.ended,
+            num_blocks=self._num_blocks,
+            ahead=self._ahead,
+            on_broken=self._on_broken,
+        )
+        self.nodes[name] = node
+        self.note(f"{name} starts on {process.machine}")
+        return node
+
+    def _on_broken(self, name: str, error: BaseException) -> None:
+        import traceback
+
+        self.outcome.history.append("".join(traceback.format_exception(error)))
+        self._broken(f"{name}: its step failed: {type(error).__name__}: {error}")
+
+    def _start_router(self) -> WorldRouter:
+        process = Process(self.loop, f"router-{len(self.routers)}", self.rng.choice(self.machines))
+        router = WorldRouter(process, self.network, **self._router_settings)
+        self.routers.append(router)
+        self.note(f"{process.name} starts")
+        return router
+
+    def _infos(self) -> list[NodeInfo]:
+        return [node.info for node in self.nodes.values() if node.process.is_alive]
+
+    def _tell_members(self) -> None:
+        for router in self.routers:
+            if router.process.is_alive:
+                infos = self._infos()
+                router.process.later(
+                    self.rng.uniform(0.0, 0.3), lambda router=router, infos=infos: self._set(router, infos)
+                )
+
+    def _set(self, router: WorldRouter, infos: list[NodeInfo]) -> None:
+        # An older list must not follow a newer one
+        router.set_members(self._infos() if infos != self._infos() else infos)
+
+    def _kill_node(self, node: WorldNode) -> None:
+        name, role = node.process.name, node.role
+        self.note(f"{name} is killed")
+        node.process.end()
+        self.ended.add(node.process.identity)
+        self.loop.call_later(self.rng.uniform(0.1, 2.0), self._tell_members)
+        self.loop.call_later(self.rng.uniform(0.5, 6.0), self._restart, name, role)
+
+    def _restart(self, name: str, role: Role) -> None:
+        if not self.nodes[name].process.is_alive:
+            self._start_node(name, role)
+            self._tell_members()
+
+    def _kill_router(self, router: WorldRouter) -> None:
+        self.note(f"{router.process.name} is killed")
+        router.process.end()
+        for task, of in list(self._clients.items()):
+            if of is router:
+                task.cancel()
+        self.loop.call_later(self.rng.uniform(0.1, 3.0), self._new_router)
+
+    def _new_router(self) -> None:
+        self._start_router()
+        self._tell_members()
+
+    # ── clients ──
+
+    def _spec(
+        self, label: str, within_s: float, clock: Callable[[], float]
+    ) -> tuple[SequenceSpec, list[int]]:
+        rng = self.rng
+        family = rng.choice(self._families)
+        prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 40))]
+        num_tokens = rng.choice([1, 2, 5, 20, 45])
+        spec = SequenceSpec(
+            label=label,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
+            deadline=clock() + within_s,
+            priority=rng.choice([0, 0, 0, 1]),
+            cache_salt=rng.choice([None, "a", "b"]),
+        )
+        return spec, answer_to(prompt, num_tokens)
+
+    def _ask(
+        self, router: WorldRouter, *, within_s: float, must_succeed: bool, gives_up: bool
+    ) -> asyncio.Task[None]:
+        self.outcome.requests += 1
+        label = f"r{self.outcome.requests}"
+        spec, right = self._spec(label, within_s, router.process.clock)
+        self.note(
+            f"{label} at {router.process.name}: {len(spec.prompt_token_ids)} tokens, {len(right)} wanted"
+        )
+        task = self.loop.create_task(self._client(router, spec, right, must_succeed))
+        self._clients[task] = router
+        task.add_done_callback(lambda task: self._clients.pop(task, None))
+        if gives_up:
+            self.loop.call_later(
+                self.rng.choice([0.01, 0.1, 3.0]) * self.rng.random(), self._give_up, task, label
+            )
+        return task
+
+    def _give_up(self, task: asyncio.Task[None], label: str) -> None:
+        if not task.done():
+            self.note(f"{label}: its client goes away")
+            task.cancel()
+
+    async def _client(
+        self, router: WorldRouter, spec: SequenceSpec, right: list[int], must_succeed: bool
+    ) -> None:
+        label, error = spec.label, None
+        tenant = self.rng.choice(["x", "y"])
+        try:
+            generation = await router.dispatcher.generate([spec], tenant, eager=True)
+        except TandemError as refused:
+            self._on_error(router, spec, refused, must_succeed)
+            return
+        try:
+            (life,) = generation.lives
+            while not life.ended:
+                await generation.news()
+                tokens = list(life.ledger.tokens)
+                if tokens != right[: len(tokens)]:
+                    wrong = next(i for i, token in enumerate(tokens) if i >= len(right) or token != right[i])
+                    self._broken(
+                        f"{label}: token {wrong} is wrong (nodes {life.request_ids}, {life.failovers} failovers)"
+                    )
+                    return
+            error = life.error
+            if error is not None:
+                self._on_error(router, spec, error, must_succeed)
+            elif list(life.ledger.tokens) != right:
+                self._broken(
+                    f"{label}: ended as {life.finish} after {len(life.ledger.tokens)} of {len(right)} tokens"
+                )
+            else:
+                self.outcome.answered += 1
+                self.note(
+                    f"{label} is answered" + (f", {life.failovers} failovers" if life.failovers else "")
+                )
+        finally:
+            generation.cancel()
+
+    def _on_error(
+        self, router: WorldRouter, spec: SequenceSpec, error: TandemError, must_succeed: bool
+    ) -> None:
+        name = type(error).__name__
+        self.outcome.errors[name] = self.outcome.errors.get(name, 0) + 1
+        self.note(f"{spec.label}: {name}: {error}")
+        if must_succeed or not self.with_faults:
+            self._broken(f"{spec.label} failed although nothing was wrong: {name}: {error}")
+        elif isinstance(error, InternalError):
+            self._broken(f"{spec.label}: {name}: {error}")
+        elif isinstance(error, DeadlineExceeded) and "deadline" in str(error) and False:
+            self._broken(f"{spec.label}: too early: {error}")
+
+    # ── faults ──
+
+    def _fault(self) -> None:
+        rng = self.rng
+        self.outcome.faults += 1
+        kind = rng.choice(
+            ["weather", "weather", "cut", "moves", "moves", "stop", "stop", "kill", "kill", "router", "reset"]
+        )
+        lasts = rng.choice([0.1, 0.5, 2.0, 6.0, 12.0]) * rng.uniform(0.5, 1.5)
+        alive = [node for node in self.nodes.values() if node.process.is_alive]
+        if kind == "weather":
+            self.network.weather = Weather(
+                rng.choice([0.0, 0.05, 0.3]),
+                rng.choice([0.0, 0.1]),
+                rng.choice([0.0, 0.1, 0.5]),
+                rng.choice([0.0, 0.02, 0.2]),
+            )
+            self.note(f"the network: {self.network.weather} for {lasts:.1f} s")
+            self.loop.call_later(lasts, self._fair_weather)
+        elif kind == "cut" and len(self.machines) > 1:
+            pair = tuple(rng.sample(self.machines, 2))
+            ways = {pair, pair[::-1]} if rng.random() < 0.5 else {pair}
+            self.network.cut |= ways
+            self.note(f"cut: {sorted(ways)} for {lasts:.1f} s")
+            self.loop.call_later(lasts, self.network.cut.difference_update, ways)
+        elif kind == "moves":
+            self.fabric.weather = MoveWeather(
+                rng.choice([0.0, 0.2]),
+                rng.choice([0.0, 0.1]),
+                rng.choice([0.0, 0.1, 0.5]),
+                rng.choice([1e4, 1e6, 50e6]),
+            )
+            self.note(f"moves: {self.fabric.weather} for {lasts:.1f} s")
+            self.loop.call_later(lasts, self._fair_moves)
+        elif kind == "stop" and alive:
+            node = rng.choice(alive)
+            self.note(f"{node.process.name} is stopped for {lasts:.1f} s")
+            node.process.stop()
+            self.loop.call_later(lasts, self._go_on, node.process)
+        elif kind == "kill" and alive:
+            self._kill_node(rng.choice(alive))
+        elif kind == "router":
+            living = [router for router in self.routers if router.process.is_alive]
+            if living:
+                self._kill_router(rng.choice(living))
+        elif kind == "reset" and alive:
+            node = rng.choice(alive)
+            self.note(f"{node.process.name}: its cache is reset")
+            import threading
+
+            node.process.do(lambda: node.mailbox.put(ResetCache(threading.Event())))
+
+    def _fair_weather(self) -> None:
+        self.network.weather = Weather()
+
+    def _fair_moves(self) -> None:
+        self.fabric.weather = MoveWeather(bytes_per_s=self._bytes_per_s)
+
+    def _go_on(self, process: Process) -> None:
+        if process.is_alive and process.is_stopped:
+            self.note(f"{process.name} goes on")
+            process.go_on()
+
+    def _stay_away(self) -> WorldNode | None:
+        """One node may stay away for longer: the others must do its work."""
+        living = [node for node in self.nodes.values() if node.process.is_alive]
+        node = self.rng.choice(living) if living else None
+        if node is None or sum(other.role is node.role for other in living) < 2 or self.rng.random() < 0.5:
+            return None
+        self.note(f"{node.process.name} stays away for {AWAY_S:.0f} s")
+        node.process.stop()
+        return node
+
+    def _heal(self) -> None:
+        self.note("everything heals")
+        self._fair_weather()
+        self._fair_moves()
+        self.network.cut.clear()
+        for node in self.nodes.values():
+            self._go_on(node.process)
+
+    async def _others_do_its_work(self, away: WorldNode) -> None:
+        await asyncio.sleep(AWAY_S / 2)
+        if away.process.is_alive:
+            await self._probe(AT_ONCE_S)
+        await asyncio.sleep(AWAY_S / 2)
+        self._look()
+        if self._clients and not away.process.is_alive:
+            return  # it was killed meanwhile, and comes back
+        if self._clients:
+            raise _Broken(f"{len(self._clients)} clients wait although only {away.process.name} is away")
+        self._go_on(away.process)
+
+    # ── the course ──
+
+    async def run(self) -> None:
+        rng = self.rng
+        self._num_blocks = rng.choice([36, 38, 44, 80])
+        self._ahead = rng.random() < 0.5
+        self._bytes_per_s = rng.choice([2e5, 1e6, 5e7])
+        self._fair_moves()
+        for name, role in self._layout():
+            self._start_node(name, role)
+        for _ in range(rng.randint(1, 2)):
+            self._start_router()
+        for router in self.routers:
+            router.set_members(self._infos())
+        await asyncio.sleep(1.0)
+        end = self.loop.time() + FAULTS_S
+        bursts = [rng.uniform(0.0, FAULTS_S) for _ in range(rng.randint(1, 4))]
+        for _ in range(rng.choice([8, 20, 45])):
+            at = rng.choice(bursts) + 0.3 * rng.random() if rng.random() < 0.6 else rng.uniform(0.0, FAULTS_S)
+            self.loop.call_later(at, self._arrival)
+        if self.with_faults:
+            for _ in range(rng.randint(1, 8)):
+                self.loop.call_later(rng.uniform(0.0, FAULTS_S), self._fault)
+        while self.loop.time() < end:
+            await asyncio.sleep(0.5)
+            self._look()
+        self._heal()
+        if self.with_faults and (away := self._stay_away()) is not None:
+            await self._others_do_its_work(away)
+        await self._until_quiet()
+        await asyncio.sleep(max(0.0, end + STARTED_S - self.loop.time()))
+        self._look()
+        await self._probe()
+        await self._until_quiet()
+        self.outcome.frames = self.network.frames
+        self.outcome.steps = sum(node.service.loop.steps for node in self.nodes.values())
+        self.outcome.preemptions = sum(node.scheduler.stats().preemptions for node in self.nodes.values())
+        for node in self.nodes.values():
+            if node.worker is not None:
+                for name, number in node.worker.stats().outcomes.items():
+                    self.outcome.transfers[name] = self.outcome.transfers.get(name, 0) + number
+
+    def _arrival(self) -> None:
+        living = [router for router in self.routers if router.process.is_alive]
+        if living:
+            self._ask(
+                self.rng.choice(living), within_s=300.0, must_succeed=False, gives_up=self.rng.random() < 0.25
+            )
+
+    def _look(self) -> None:
+        if self.outcome.violations:
+            raise _Broken(self.outcome.violations.pop())
+
+    async def _until_quiet(self) -> None:
+        until = self.loop.time() + QUIET_S
+        while True:
+            await asyncio.sleep(0.5)
+            self._look()
+            busy = [node for node in self.nodes.values() if not node.is_quiet]
+            held = [router for router in self.routers if router.process.is_alive and router.dispatcher.held]
+            if not busy and not held and not self._clients:
+                return
+            if self.loop.time() > until:
+                left = "; ".join(node.left_over() for node in busy)
+                places = ", ".join(
+                    f"{router.process.name} holds {router.dispatcher.held} places" for router in held
+                )
+                raise _Broken(
+                    f"not quiet {QUIET_S:.0f} s after all faults: {left}; {places}; {len(self._clients)} clients wait"
+                )
+
+    async def _probe(self, within_s: float = PROBE_S) -> None:
+        tasks = [
+            self._ask(router, within_s=within_s, must_succeed=True, gives_up=False)
+            for router in self.routers
+            if router.process.is_alive
+            for _ in range(2)
+        ]
+        if tasks:
+            await asyncio.wait(tasks)
+        self._look()

@@ -1,0 +1,110 @@
+"""Runs schedules: `python -m tests.world.search --seconds 60`, `--seeds 17 18` with `--history` to read what happened."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from multiprocessing.queues import Queue
+
+from tests.world.schedule import Outcome, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--most", type=int, default=1 << 40, help="the most schedules")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[])
+    parser.add_argument("--history", action="store_true", help="print what happened")
+    parser.add_argument("--no-faults", action="store_true")
+    asked = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        # The order of a set of texts depends on it, and with that the history of a seed
+        arguments = [sys.executable, "-m", "tests.world.search", *sys.argv[1:]]
+        os.execve(sys.executable, arguments, {**os.environ, "PYTHONHASHSEED": "0"})
+    seeds: Iterable[int] = asked.seeds or range(asked.first, asked.first + asked.most)
+    sums = Sums()
+    for outcome in _outcomes(seeds, asked.processes, with_faults=not asked.no_faults):
+        sums.add(outcome)
+        if asked.history:
+            print("\n".join(outcome.history))
+        if not asked.seeds and sums.seconds > 60 * asked.minutes:
+            break
+    print(sums.shown())
+    return 1 if sums.broken else 0
+
+
+def _outcomes(seeds: Iterable[int], processes: int, *, with_faults: bool) -> Iterator[Outcome]:
+    """The outcomes of the seeds, of several processes in whatever order they come."""
+    if processes == 1:
+        yield from (run(seed, with_faults=with_faults) for seed in seeds)
+        return
+    context = multiprocessing.get_context("fork")
+    done: Queue[Outcome | None] = context.Queue(4 * processes)
+    workers = [
+        context.Process(
+            target=_work, args=(itertools.islice(seeds, i, None, processes), with_faults, done), daemon=True
+        )
+        for i in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        for _ in workers:
+            while (outcome := done.get()) is not None:
+                yield outcome
+    finally:
+        for worker in workers:
+            worker.terminate()
+
+
+def _work(seeds: Iterable[int], with_faults: bool, done: Queue[Outcome | None]) -> None:
+    for seed in seeds:
+        done.put(run(seed, with_faults=with_faults))
+    done.put(None)
+
+
+class Sums:
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.schedules = self.broken = 0
+        self.simulated_s = 0.0
+        self.counts: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.transfers: Counter[str] = Counter()
+
+    def add(self, outcome: Outcome) -> None:
+        self.schedules += 1
+        self.simulated_s += outcome.seconds
+        for name in ("requests", "answered", "faults", "frames", "steps", "preemptions"):
+            self.counts[name] += getattr(outcome, name)
+        self.errors.update(outcome.errors)
+        self.transfers.update(outcome.transfers)
+        if outcome.violations:
+            self.broken += 1
+            print(f"seed {outcome.seed}: {outcome.violations[0]}", flush=True)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def shown(self) -> str:
+        counts = ", ".join(f"{number} {name}" for name, number in self.counts.items())
+        errors = ", ".join(f"{number} {name}" for name, number in self.errors.items()) or "none"
+        transfers = ", ".join(f"{number} {name}" for name, number in self.transfers.items())
+        rate = 60 * self.schedules / self.seconds
+        return (
+            f"{self.schedules} schedules in {self.seconds:.0f} s ({rate:.0f} a minute, {self.simulated_s / self.schedules:.0f} "
+            f"simulated s each): {counts}; transfers: {transfers}; errors: {errors}; {self.broken} broke a promise"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
