@@ -402,7 +402,9 @@ class Node:
             return {}
         read = [slots.read(name, Path(folder)) for name, folder in folders.items()]
         if not self._service.set_adapters(read, frozenset(kept), timeout_s):
-            raise DeadlineExceeded(f"{self.config.node_id} is in a step that takes longer than {timeout_s:.0f} s")
+            raise DeadlineExceeded(
+                f"{self.config.node_id} is in a step that takes longer than {timeout_s:.0f} s"
+            )
         return dict(slots.served)
 
     def stop(self) -> None:
