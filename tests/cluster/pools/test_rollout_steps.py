@@ -30,7 +30,8 @@ from tests.cluster.pools.pools_rig import pools
 
 replace = msgspec.structs.replace
 LONG_S = 400.0
-QUIET_S = 40  # without a rollout: what leaves has gone by then
+QUIET_S = 40  # without a rollout: what leaves has gone by then, and often before
+SURELY_QUIET_S = 4  # after the last process went that leaves
 VARIATIONS = int(os.environ.get("TANDEM_ROLLOUT_VARIATIONS", "1"))  # of each kill
 FAILOVERS, SEQS = 7, 77
 
@@ -122,10 +123,13 @@ async def roll_out(kind: str, fatal: int | None, seed: int) -> int:
         goes_back_after = chance.choice([1.0, 6.0, 11.0]) if kind == "taken back" else None
         asking = asyncio.create_task(rig.controller.apply(asked, dry_run=False))
         kills = quiet = 0
+        num_wanted = 1 + sum(rig.config.pools.of(role).nodes or 0 for role in Role)
         while quiet < QUIET_S and rig.clock.now() < LONG_S:
             await rig.clock.advance(1.0)
             under_way = rig.controller._pools.state.rollout is not None or not asking.done()
             quiet = 0 if under_way or steps.reached or goes_back_after is not None else quiet + 1
+            if quiet >= SURELY_QUIET_S and sum(not one.died.done() for one in rig.launcher.everything) == num_wanted:
+                break
             if steps.reached and kills < 2:
                 kills += 1
                 asking.cancel()
