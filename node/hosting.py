@@ -18,7 +18,7 @@ import msgspec
 from tandem.engine.model.runner import ModelRunner
 from tandem.node.config import NodeConfig
 from tandem.node.node import Progress
-from tandem.wire.errors import InternalError, TandemError, Unavailable
+from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.wire.logs import LogPosition, begin_logging, recent_page
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.progress import Report, SaidProgress
@@ -186,12 +186,16 @@ class NodeHost:
     def set_adapters(self, wanted: dict[str, str], timeout_s: float) -> dict[str, str]:
         """Replaces the adapters that new requests may name; `wanted`: each adapter's source, by name. An adapter that is already served
         from the same source stays loaded. Returns the digests by name. Raises ConfigurationError, and changes nothing, if one cannot
-        be served."""
+        be served; DeadlineExceeded if the change waits for a step that takes longer than `timeout_s`."""
         with self._starting:
-            new = {name: where for name, where in wanted.items() if self._adapters.get(name) != where}
-            digests = self._node.set_adapters(
-                self._adapter_folders(new), wanted.keys() - new.keys(), timeout_s
-            )
+            kept = {name: where for name, where in wanted.items() if self._adapters.get(name) == where}
+            new = {name: where for name, where in wanted.items() if name not in kept}
+            try:
+                digests = self._node.set_adapters(self._adapter_folders(new), kept.keys(), timeout_s)
+            except DeadlineExceeded:
+                # The change is made after the running step. What it replaces is read again by the change that undoes it.
+                self._adapters = kept
+                raise
             self._adapters = dict(wanted)
             return digests
 

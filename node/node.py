@@ -34,7 +34,7 @@ from tandem.node.routers import CacheNewsDesk, NamedBlocks, RouterLine
 from tandem.node.service import NodeService
 from tandem.node.trace_file import TraceFile
 from tandem.wire.embeds import TYPES
-from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import CacheNews, NodeCounters, NodeStatus, ToNode
 
@@ -391,8 +391,8 @@ class Node:
         self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
     ) -> dict[str, str]:
         """Serves the adapters in `folders` (by name) and the served ones named in `kept` to new requests. Returns the digests of all, by
-        name. Raises ConfigurationError, and changes nothing, if an adapter cannot be served; raises Unavailable if the node has not
-        started or its step takes longer than `timeout_s`."""
+        name. Raises ConfigurationError, and changes nothing, if an adapter cannot be served; Unavailable if the node has not started;
+        DeadlineExceeded if its step takes longer than `timeout_s`: then the change is made after that step."""
         if self._service is None or self._engine is None:
             raise Unavailable(f"{self.config.node_id} has not started")
         slots = self._engine.runner.adapters
@@ -402,7 +402,9 @@ class Node:
             return {}
         read = [slots.read(name, Path(folder)) for name, folder in folders.items()]
         if not self._service.set_adapters(read, frozenset(kept), timeout_s):
-            raise Unavailable(f"{self.config.node_id} is in a step that takes longer than {timeout_s:.0f} s")
+            raise DeadlineExceeded(
+                f"{self.config.node_id} is in a step that takes longer than {timeout_s:.0f} s"
+            )
         return dict(slots.served)
 
     def stop(self) -> None:

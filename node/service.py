@@ -345,6 +345,7 @@ class NodeService:
             self._desk.seconds_until_due(now) if self._desk is not None else None,
             self._engine.scheduler.seconds_until_sweep(),
             self._encoders.seconds_until_due(now) if self._encoders is not None else None,
+            self._adapters.seconds_until_look(now) if self._adapters is not None else None,
         )
         return min((due for due in dues if due is not None), default=None)
 

@@ -8,6 +8,7 @@ A setting is a field of a frozen struct: `port: Annotated[int, Meta(ge=0, le=655
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -38,10 +39,16 @@ def description_of(annotation: Any) -> str:
     return str((extra or {}).get("description", ""))
 
 
+@functools.cache
+def struct_fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """`msgspec.structs.fields`, which evaluates all annotations of the class each time: milliseconds."""
+    return msgspec.structs.fields(kind)
+
+
 def check_fields(section: msgspec.Struct, name: str) -> None:
     """For a struct's `__post_init__`: checks values from code against the fields' types, as values from a file are.
     Raises ConfigurationError."""
-    for field in msgspec.structs.fields(section):
+    for field in struct_fields(type(section)):
         value = getattr(section, field.name)
         if isinstance(value, msgspec.Struct):
             continue
@@ -64,7 +71,7 @@ def without_defaults(value: Any) -> Any:
     shape = type(value).__struct_config__
     if shape.array_like or shape.tag is not None:
         return value
-    given = [(field, getattr(value, field.name)) for field in msgspec.structs.fields(value)]
+    given = [(field, getattr(value, field.name)) for field in struct_fields(type(value))]
     return {
         field.encode_name: without_defaults(its_value)
         for field, its_value in given

@@ -57,6 +57,8 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from tandem.wire.settings import struct_fields
+
 WIRE_VERSION = 1
 KV_VERSION = 2
 
@@ -90,7 +92,7 @@ def _versions_in(value: object) -> Iterator[int]:
     if isinstance(value, msgspec.Struct):
         name = type(value).__name__
         yield SINCE.get(name, 0)
-        for field in msgspec.structs.fields(value):
+        for field in struct_fields(type(value)):
             has = getattr(value, field.name)
             default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
             if has != default:

@@ -87,7 +87,7 @@ def test_under_a_command_with_a_ray_of_its_own(serve: Any) -> None:
 
 @pytest.fixture(scope="module")
 def ray_nodes(smollm2_path: Path) -> Iterator[RayNodes]:
-    nodes = RayNodes(prefill=1, decode=1)
+    nodes = RayNodes(prefill=2, decode=2)  # a rollout needs a place more in each pool
     yield nodes
     nodes.close()
 
@@ -144,25 +144,48 @@ def test_detached(tandem: Tandem, ray_nodes: RayNodes) -> None:
     assert "took over 2 nodes" in tandem("status")
 
 
-# When the controller dies, counted from the first line that the command prints: while a new router is recorded, starts, or serves.
-DEATHS_S = (0.05, 0.6, 2.5)
+# What `tandem apply` says when a rollout has taken a step. What the next one waits for stands behind a semicolon.
+STEP = re.compile(r"rollout of revision \d+ begins|\d+ replaced, \d+ left|drains and is replaced|is gone")
 
 
-def test_while_routers_are_replaced(tandem: Tandem, ray_nodes: RayNodes) -> None:
-    """The next controller goes on with the change. (Follows the test before.)"""
-    for turn in range(KILLS):
+def test_at_each_step_of_a_rollout(tandem: Tandem, ray_nodes: RayNodes) -> None:
+    """The next controller goes on with the change. First one dies after each step, then one after a single step: the first, the second,
+    and so on. Every second rollout brings the first configuration back, and so the last one. (Follows the test before.)"""
+    changes = ("--set", "router.max_failovers=5", "--set", "scheduler.max_num_seqs=100")
+    for turn in range(KILLS + KILLS % 2):
+        changed = () if turn % 2 else changes
         with Load(tandem.url, "SmolLM2-135M-Instruct", clients=CLIENTS):
-            (pid,) = until(lambda: controllers(lambda: ray_nodes.processes("ray::")), "a controller")
-            changed = ("--set", f"router.max_failovers={5 + turn}")
             with tandem.begun("apply", *SETTINGS, *IMPATIENT, *port_of(tandem), *changed) as command:
-                assert command.stdout is not None
-                said = command.stdout.readline()
-                time.sleep(DEATHS_S[turn % len(DEATHS_S)])
-                os.kill(pid, signal.SIGKILL)
-                rest, _ = command.communicate(timeout=2 * BACK_S)
-            assert command.returncode == 0, said + rest
-            assert "done: 2 nodes and 1 router serve" in rest
-            assert "taken back" not in rest + tandem("status")
+                kills, said = killed_at_steps(command, ray_nodes, only=turn or None)
+            assert command.returncode == 0, said
+        assert kills == 1 if turn else kills > 5, said
+        assert "done: 2 nodes and 1 router serve" in said
+        assert "taken back" not in said + tandem("status")
+
+
+def killed_at_steps(
+    command: subprocess.Popen[str], ray_nodes: RayNodes, *, only: int | None
+) -> tuple[int, str]:
+    """Follows a command to its end, and kills the controller when a new step is told: each time, or `only` at the step of this number.
+    Returns how often, and what the command said."""
+    steps: set[str] = set()
+    killed: set[int] = set()
+    said = ""
+    assert command.stdout is not None
+    for line in command.stdout:
+        said += line
+        step = line.strip().partition(";")[0]
+        if STEP.search(step) and step not in steps:
+            steps.add(step)
+            if only in (None, len(steps)):
+                living = until(
+                    lambda: controllers(lambda: ray_nodes.processes("ray::")) - killed, "a controller"
+                )
+                killed.update(living)
+                for pid in living:
+                    os.kill(pid, signal.SIGKILL)
+    command.wait(BACK_S)
+    return len(killed), said
 
 
 def port_of(tandem: Tandem) -> tuple[str, str]:
@@ -172,20 +195,21 @@ def port_of(tandem: Tandem) -> tuple[str, str]:
 # Each of these keeps every thread or place of the process busy that would answer calls. Its tokens do not pass there.
 DEAF_S = 12.0
 DEAF = {
-    "decode-0": f"node.progress_after.remote(10**9, {DEAF_S})",
+    "decode": f"node.progress_after.remote(10**9, {DEAF_S})",
     "router": f"node.hold.remote({DEAF_S})",
 }
 
 
-@pytest.mark.parametrize("name", sorted(DEAF))
-def test_what_serves_and_answers_no_call_is_left_as_it_is(tandem: Tandem, name: str) -> None:
+@pytest.mark.parametrize("kind", sorted(DEAF))
+def test_what_serves_and_answers_no_call_is_left_as_it_is(tandem: Tandem, kind: str) -> None:
     """For three times as long as the controller bears with silence. (Follows the test before.)"""
     before = epochs(tandem.url)
     with Load(tandem.url, "SmolLM2-135M-Instruct", clients=CLIENTS) as load:
         tandem.python(
             "import ray; ray.init(address='auto', namespace='tandem', log_to_driver=False)\n"
-            f"node = ray.get_actor({name!r})\n"
-            f"held = [{DEAF[name]} for _ in range(1100 if {name!r} == 'router' else 16)]\n"
+            f"(name,) = (each for each in ray.util.list_named_actors() if each.startswith({kind!r}))\n"
+            "node = ray.get_actor(name)\n"
+            f"held = [{DEAF[kind]} for _ in range(1100 if {kind!r} == 'router' else 16)]\n"
             f"ray.wait(held, num_returns=len(held), timeout={DEAF_S})"
         )
         done = load.finished

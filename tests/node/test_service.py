@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
+from tandem.engine.model.lora import slots as slots_of_adapters
 from tandem.engine.model.lora.folder import Adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.lora.rows import StepRows
@@ -587,10 +589,13 @@ def test_of_a_pair_the_prefill_node_writes_hidden_states(role: TransferRole) -> 
     assert writes_states_here(asked) == (role is TransferRole.PRODUCE)
 
 
-def few_adapters() -> AdapterSlots:
+PLENTY = 1 << 40
+
+
+def few_adapters(free_memory: Callable[[], int] = lambda: PLENTY) -> AdapterSlots:
     """Adapter slots with one served adapter."""
     slots = AdapterSlots(
-        AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"), lambda: 1 << 40
+        AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"), free_memory
     )
     slots.serve([Adapter("sql", "d" * 64, {})])
     return slots
@@ -634,6 +639,21 @@ def test_an_adapter_that_is_replaced_stays_for_requests_that_were_planned_with_i
         # It waited in its router's line, or began at a node that died.
         node.submit("t", lora=old, output_token_ids=[105])
         assert node.outgoing.until_finished("t")[-1].finish is FinishReason.LENGTH
+    finally:
+        node.service.stop()
+
+
+def test_a_node_without_requests_gives_replaced_adapters_back_when_memory_runs_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slots_of_adapters, "LOOK_AT_MEMORY_S", 0.005)
+    looks = itertools.count()
+    slots = few_adapters(lambda: PLENTY if next(looks) < 20 else -1)
+    node = Node(DecodeRules(Role.DECODE), adapters=slots)
+    try:
+        assert node.service.set_adapters([Adapter("sql", "e" * 64, {})], frozenset(), PATIENCE_S)
+        until(lambda: not slots.has(identity_of("sql", "d" * 64)))
+        assert slots.replaced == {}
     finally:
         node.service.stop()
 

@@ -112,12 +112,18 @@ class AdapterSlots:
             if kept[name] > MOST_REPLACED and identity not in leaving:
                 leaving.add(identity)
                 kept[name] -= 1
-        if unused and now >= self._look_at:
+        if now >= self._look_at:
             self._look_at = now + LOOK_AT_MEMORY_S
             # Together they may take as much memory as they leave free.
-            if self._free_memory() < sum(self._adapters[each].num_bytes for each in self._replaced):
+            if unused and self._free_memory() < sum(
+                self._adapters[each].num_bytes for each in self._replaced
+            ):
                 leaving.add(unused[0])
         return leaving
+
+    def seconds_until_look(self, now: float) -> float | None:
+        """When `forget_others` has something to look at, even on a node that does nothing else; None: nothing is kept."""
+        return max(0.0, self._look_at - now) if self._replaced else None
 
     def place(self, wanted: Collection[str]) -> dict[str, int]:
         """Copies the adapters that a step needs into slots, unless they are there; returns the slot of each, by identity."""

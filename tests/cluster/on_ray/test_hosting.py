@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ from tandem.cluster.on_ray.runtime import import_ray
 from tandem.engine.config import EngineConfig, ModelConfig
 from tandem.node.config import NodeConfig
 from tandem.node.hosting import NodeHost
-from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, Unavailable
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, NodeLost, Unavailable
 from tandem.wire.nodes import NodeInfo, Role
 from tests.cluster.pools.helpers import PATIENCE_S
 
@@ -39,6 +39,8 @@ class FakeNode:
         self.stopped = False
         self.is_at_rest = True
         self.starts = 0
+        self.served: dict[str, str] = {}
+        self.step_s = 0.0
 
     def start(
         self,
@@ -61,6 +63,15 @@ class FakeNode:
         if self.error is not None:
             raise self.error
         return msgspec.structs.replace(INFO, role=self.config.role, epoch=INFO.epoch + (runner is not None))
+
+    def set_adapters(
+        self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
+    ) -> dict[str, str]:
+        """As a node does that takes changes between two steps, and is in a step of `step_s`."""
+        self.served = {name: folder for name, folder in self.served.items() if name in kept} | dict(folders)
+        if timeout_s < self.step_s:
+            raise DeadlineExceeded("it is in a long step")
+        return dict(self.served)
 
     def drain(self, timeout_s: float) -> bool:
         self.drained_with = timeout_s
@@ -132,6 +143,20 @@ def test_a_node_that_is_told_to_end_drains_before_it_stops(
     assert node.drained_with == node.config.timeouts.drain_s
     assert node.stopped
     assert hosted.hold(0.001)
+
+
+def test_a_change_of_adapters_that_waits_for_a_long_step_is_undone_like_any_other(
+    host: tuple[NodeHost, FakeNode],
+) -> None:
+    hosted, node = host
+    before = {"law": "/old", "sql": "/sql"}
+    assert hosted.set_adapters(before, 1.0) == before
+    node.step_s = 2.0
+    with pytest.raises(DeadlineExceeded):
+        hosted.set_adapters({"law": "/new"}, 1.0)
+    assert node.served == {"law": "/new"}, "the step has ended, and so the change was made"
+    assert hosted.set_adapters(before, 5.0) == before
+    assert node.served == before
 
 
 def test_hold_ends_when_the_node_is_stopped(host: tuple[NodeHost, FakeNode]) -> None:

@@ -26,13 +26,17 @@ from tests.cluster.pools.helpers import (
     one_machine,
     settle,
 )
+from tests.cluster.pools.memory_store import MemoryStore
 from tests.cluster.pools.pools_rig import pools
 
 replace = msgspec.structs.replace
 LONG_S = 400.0
-QUIET_S = 40  # without a rollout: what leaves has gone by then
-VARIATIONS = int(os.environ.get("TANDEM_ROLLOUT_VARIATIONS", "1"))  # of each kill
+QUIET_S = 40  # without a rollout: what leaves has gone by then, and often before
+SURELY_QUIET_S = 4  # after the last process went that leaves
+VARIATIONS = int(os.environ.get("TANDEM_ROLLOUT_VARIATIONS", "1"))  # of each step
+EVERY = 5 if VARIATIONS == 1 else 1  # the steps at which something else than a kill happens
 FAILOVERS, SEQS = 7, 77
+STEPS_OF_BOTH = 60  # a rollout of one prefill node, two decode nodes and a router has some more
 
 
 class Steps:
@@ -43,6 +47,9 @@ class Steps:
         self.fatal: int | None = None
         self.taken = 0
         self.reached = False
+        self.is_slow = False
+        self.at: int | None = None  # the step at which something else happens
+        self.happens: Callable[[], None] = lambda: None
         self.delays = {name: chance.choice([0.0, 0.0, 2.0, 9.0]) for name in ("start", "finish", "stop")}
         save = rig.store.save
 
@@ -58,6 +65,9 @@ class Steps:
 
     async def step(self) -> None:
         self.taken += 1
+        if self.taken == self.at:
+            self.at = None
+            self.happens()
         if self.taken == self.fatal:
             self.reached = True
         if self.reached:
@@ -67,7 +77,7 @@ class Steps:
         def stepped(call: Callable[..., Awaitable[Any]], delay: str) -> Callable[..., Awaitable[Any]]:
             async def work(*args: Any) -> Any:
                 await self.step()
-                if (seconds := self.delays[delay]) and self.fatal is not None:
+                if (seconds := self.delays[delay]) and self.is_slow:
                     await self.rig.clock.sleep(seconds)
                 result = await call(*args)
                 await self.step()
@@ -94,7 +104,7 @@ class Steps:
         return work
 
     def live_on(self) -> None:
-        self.fatal, self.taken, self.reached = None, 0, False
+        self.fatal, self.taken, self.reached, self.is_slow = None, 0, False, False
 
 
 def wish(rig: Rig, kind: str) -> TandemConfig:
@@ -104,6 +114,30 @@ def wish(rig: Rig, kind: str) -> TandemConfig:
     if kind != "routers":
         config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=SEQS))
     return config
+
+
+async def next_controller(rig: Rig, steps: Steps, fatal: int | None) -> bool:
+    """The controller dies, and the next one starts, unless it dies at step `fatal` of its own. Returns whether it has started."""
+    rig.hosts.forget_waiters()
+    await rig.kill_controller()
+    await rig.clock.advance(steps.chance.choice([0.0, 1.0, 15.0]))
+    steps.live_on()
+    steps.fatal, steps.is_slow = fatal, fatal is not None
+    starting = asyncio.create_task(rig.controller.start())
+    while not (starting.done() or steps.reached):
+        await rig.clock.advance(1.0)
+    if not steps.reached:
+        await starting
+    return not steps.reached
+
+
+def num_living(rig: Rig) -> int:
+    return sum(not process.died.done() for process in rig.launcher.everything)
+
+
+def num_wanted(rig: Rig) -> int:
+    """How many processes are to be there after a rollout, among them one router."""
+    return 1 + sum(size or 0 for size in rig.controller._pools.state.sizes.values())
 
 
 async def roll_out(kind: str, fatal: int | None, seed: int) -> int:
@@ -117,7 +151,7 @@ async def roll_out(kind: str, fatal: int | None, seed: int) -> int:
         steps = Steps(rig, chance)
         clean_up.callback(steps.live_on)  # so that a failure can be told
         await rig.controller.start()
-        steps.taken, steps.fatal = 0, fatal
+        steps.taken, steps.fatal, steps.is_slow = 0, fatal, fatal is not None
         asked = wish(rig, kind)
         goes_back_after = chance.choice([1.0, 6.0, 11.0]) if kind == "taken back" else None
         asking = asyncio.create_task(rig.controller.apply(asked, dry_run=False))
@@ -126,21 +160,15 @@ async def roll_out(kind: str, fatal: int | None, seed: int) -> int:
             await rig.clock.advance(1.0)
             under_way = rig.controller._pools.state.rollout is not None or not asking.done()
             quiet = 0 if under_way or steps.reached or goes_back_after is not None else quiet + 1
+            if quiet >= SURELY_QUIET_S and num_living(rig) == num_wanted(rig):
+                break
             if steps.reached and kills < 2:
                 kills += 1
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-                rig.hosts.forget_waiters()
-                await rig.kill_controller()
-                await rig.clock.advance(chance.choice([0.0, 1.0, 15.0]))
-                steps.live_on()
-                if seed % 2 and kills == 1:
-                    steps.fatal = chance.randrange(1, 30)
-                starting = asyncio.create_task(rig.controller.start())
-                while not (starting.done() or steps.reached):
-                    await rig.clock.advance(1.0)
-                if not steps.reached:
-                    await starting
+                if await next_controller(
+                    rig, steps, chance.randrange(1, 30) if seed % 2 and kills == 1 else None
+                ):
                     # The command asks the new controller again.
                     with contextlib.suppress(Unavailable):
                         asking = asyncio.create_task(rig.controller.apply(asked, dry_run=False))
@@ -210,6 +238,113 @@ def test_a_controller_that_dies_at_any_step_goes_on(kind: str) -> None:
                 raise
 
 
+OTHER_SEQS = 78
+FULL_S = (3.0, 8.0, 60.0)
+DECODE = 3
+
+Call = Callable[[], Awaitable[object]]
+
+
+class Orders:
+    """Operators, each with one order. Who is told to try again, or loses the controller, asks again until it is done."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Call] = {}
+        self._asking: dict[str, asyncio.Task[object]] = {}
+
+    def begin(self, what: str, call: Call) -> None:
+        self._open[what] = call
+
+    async def look(self) -> bool:
+        """Returns whether every order is done."""
+        for what, task in list(self._asking.items()):
+            if task.done():
+                del self._asking[what]
+                if not task.cancelled() and not isinstance(task.exception(), Unavailable):
+                    task.result()
+                    del self._open[what]
+        for what in self._open.keys() - self._asking.keys():
+            self._asking[what] = asyncio.ensure_future(self._open[what]())
+        await settle()
+        return not self._open
+
+
+async def meanwhile(what: str, at: int, seed: int) -> None:
+    """A rollout of nodes and routers, and something else at one of its steps. With an odd seed the controller dies some steps later."""
+    chance = random.Random(seed)
+    async with (
+        Rig(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig,
+        contextlib.AsyncExitStack() as clean_up,
+    ):
+        store = MemoryStore()
+        rig.store = store
+        rig.controller = rig.new_controller()
+        steps, orders = Steps(rig, chance), Orders()
+        clean_up.callback(steps.live_on)
+        await rig.controller.start()
+        asked = wish(rig, "both")
+        other = replace(asked, scheduler=replace(asked.scheduler, max_num_seqs=OTHER_SEQS))
+        full_until: float | None = None
+
+        def happens() -> None:
+            nonlocal full_until
+            if seed % 2:
+                steps.fatal = steps.taken + chance.randrange(1, 20)
+            match what:
+                case "scaled":
+                    orders.begin(what, lambda: rig.controller.scale({Role.DECODE: DECODE}))
+                case "applied":
+                    orders.begin(what, lambda: rig.controller.apply(other, dry_run=False))
+                case "no space":
+                    full_until = rig.clock.now() + chance.choice(FULL_S)
+                    store.error = Unavailable("no space left on device")
+
+        orders.begin("rollout", lambda: rig.controller.apply(asked, dry_run=False))
+        steps.taken, steps.at, steps.happens, steps.is_slow = 0, at, happens, True
+        quiet = 0
+        while quiet < QUIET_S and rig.clock.now() < LONG_S:
+            done = await orders.look()
+            await rig.clock.advance(1.0)
+            if full_until is not None and rig.clock.now() >= full_until:
+                store.error = full_until = None
+            if steps.reached and store.error is None:
+                await next_controller(rig, steps, None)
+            is_over = done and full_until is None and rig.controller._pools.state.rollout is None
+            quiet = quiet + 1 if is_over else 0
+            if quiet >= SURELY_QUIET_S and num_living(rig) == num_wanted(rig):
+                break
+        assert steps.at is None, "it has happened"
+        view = await rig.controller.view()
+        assert view.rollout is None, view.rollout
+        assert not [one.text for one in view.decisions if "taken back" in one.text]
+        (router,) = (router for router in rig.launcher.routers if not router.died.done())
+        running = rig.launcher.running
+        assert router.config.max_failovers == FAILOVERS
+        assert len(running) == 1 + (DECODE if what == "scaled" else 2)
+        assert router.node_ids == {node.info.node_id for node in running}
+        (seqs,) = {node.config.engine.scheduler.max_num_seqs for node in running}
+        assert seqs in ({SEQS, OTHER_SEQS} if what == "applied" else {SEQS})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300 * VARIATIONS)
+@pytest.mark.parametrize("what", ["scaled", "applied", "no space"])
+def test_at_any_step_something_else_may_happen(what: str) -> None:
+    for at in range(1, STEPS_OF_BOTH, EVERY):
+        for variation in range(VARIATIONS):
+            seed = at * 100 + variation + at // EVERY
+
+            @in_loop
+            async def happen(at: int = at, seed: int = seed) -> None:
+                await meanwhile(what, at, seed)
+
+            try:
+                happen()
+            except BaseException as error:
+                error.add_note(f"{what} at step {at}, seed {seed}")
+                raise
+
+
 @in_loop
 async def test_a_store_that_takes_nothing_for_a_while_only_delays_a_rollout() -> None:
     async with Rig(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
@@ -251,12 +386,21 @@ async def test_a_pool_that_is_scaled_during_a_rollout_has_its_size_and_one_confi
         assert {node.config.engine.scheduler.max_num_seqs for node in nodes} == {SEQS}
 
 
-@pytest.mark.parametrize("after_s", [0.0, 2.0, 9.0, 20.0])
 @in_loop
-async def test_an_end_during_a_rollout_leaves_nothing_running(after_s: float) -> None:
-    async with Rig(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
-        await rig.controller.start()
-        await rig.controller.apply(wish(rig, "both"), dry_run=False)
-        await rig.clock.advance(after_s)
-        await rig.controller.stop()
-        assert all(process.died.done() for process in rig.launcher.everything)
+async def test_an_end_at_any_step_of_a_rollout_leaves_nothing_running() -> None:
+    for at in range(1, STEPS_OF_BOTH, EVERY):
+        async with Rig(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
+            steps = Steps(rig, random.Random(at))
+            await rig.controller.start()
+            ending: list[asyncio.Task[None]] = []
+            steps.happens = lambda: ending.append(asyncio.create_task(rig.controller.stop()))  # noqa: B023
+            steps.taken, steps.at, steps.is_slow = 0, at, True
+            asking = asyncio.create_task(rig.controller.apply(wish(rig, "both"), dry_run=False))
+            while not (ending and ending[0].done()):
+                await rig.clock.advance(1.0)
+                assert rig.clock.now() < LONG_S, f"step {at}"
+            ending[0].result()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            assert num_living(rig) == 0, f"step {at}"
+            steps.live_on()
