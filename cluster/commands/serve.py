@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar, cast
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.cluster.commands.address import forget_address, remember_address
 from tandem.cluster.commands.output import LibraryOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
 from tandem.cluster.commands.progress import Display
 from tandem.cluster.commands.ready_lines import ready_lines, ready_values
+from tandem.cluster.commands.running import forget_serving, record_serving
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
@@ -192,7 +192,7 @@ class _Serving:
             model = await self._unless_stopped(asyncio.wrap_future(found))
             return await self._on_ray(with_model(self._config, model))
         finally:
-            forget_address()
+            forget_serving()
             # Before the loop ends, so that Ray can still answer calls that are pending.
             stop_ray()
 
@@ -223,8 +223,9 @@ class _Serving:
                 "pools with `tandem scale`, give it this configuration with --detach, end it with `tandem down`, or start another "
                 "deployment beside it with --name and --port"
             )
-        if own_ray:
-            remember_address(own_address())
+        address = own_address()
+        if not self._where.detach:  # it runs as long as this command
+            record_serving(address, config.name, config.router.model_name)
         follower = Follower(controller, self._display)
         finished = False
         try:
@@ -232,6 +233,8 @@ class _Serving:
                 await self._reconfigure(controller, config)
             account = await self._unless_stopped(follower.until_serving())
             view = await controller.view()
+            if not self._where.detach:
+                record_serving(address, config.name, account.model, account.url)
             self._display.stop()
             seconds = time.monotonic() - self._began
             if self._where.as_json:
