@@ -73,8 +73,8 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.address import choose_url
     from tandem.cluster.commands.bench import run
+    from tandem.cluster.commands.router_url import choose_url
 
     options.url = choose_url(options.url)
     if wants_json(options) and options.json is None:
@@ -83,7 +83,7 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def run_profile(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.address import choose_url
+    from tandem.cluster.commands.router_url import choose_url
     from tandem.simulator.profile_command import run
 
     options.url = choose_url(options.url)
@@ -126,8 +126,8 @@ def run_chat(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.api_client import key_from_environment
-    from tandem.cluster.commands.address import choose_url
     from tandem.cluster.commands.chat import ChatClient, chat
+    from tandem.cluster.commands.router_url import choose_url
 
     client = ChatClient(choose_url(options.url), key_from_environment())
     try:
@@ -142,7 +142,7 @@ def run_trace(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.api_client import key_from_environment
-    from tandem.cluster.commands.address import choose_url
+    from tandem.cluster.commands.router_url import choose_url
     from tandem.cluster.trace.command import TraceClient, run
 
     client = TraceClient(choose_url(options.url), key_from_environment())
@@ -160,7 +160,7 @@ def run_why(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.api_client import key_from_environment
-    from tandem.cluster.commands.address import choose_url
+    from tandem.cluster.commands.router_url import choose_url
     from tandem.cluster.trace.command import TraceClient, explained
     from tandem.cluster.trace.why_text import show_explanation
 
@@ -186,7 +186,7 @@ def run_top(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.api_client import ApiClient, key_from_environment
-    from tandem.cluster.commands.address import choose_url
+    from tandem.cluster.commands.router_url import choose_url
     from tandem.cluster.commands.top import run
 
     client = ApiClient(choose_url(options.url), key_from_environment())

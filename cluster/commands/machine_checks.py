@@ -164,7 +164,8 @@ def check_torch() -> Finding:
 
 def check_compiler() -> Finding:
     """Compiles the native kernels, unless they have been compiled on this machine."""
-    from tandem.kernels.build import BuildFailed, library_path
+    from tandem.kernels.build import library_path
+    from tandem.kernels.compiler import BuildFailed
 
     try:
         return Finding("compiler", Level.OK, f"native kernels: {library_path()}")
