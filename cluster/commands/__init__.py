@@ -1,6 +1,6 @@
 """The commands that operators type, and their output.
 
-serve         with preflight (checks before the start), progress (what is shown during it), ready_lines (what is shown
+serve         with preflight and model_checks (checks before the start), progress (what is shown during it), ready_lines (what is shown
               after it) and following (how it follows the cluster until the end)
 operate       scale, drain, role, pause, down; operate_options: their arguments; address: which cluster they mean;
               router_url: which router; running: the records of what serves here; http_control: the cluster through a router

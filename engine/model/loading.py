@@ -18,12 +18,12 @@ from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.checkpoint import (
     choose_device,
     choose_dtype,
-    context_length,
     eos_tokens,
     fp8_on,
     read_config,
 )
 from tandem.engine.model.content import ModelContent, content_of
+from tandem.engine.model.context import context_length
 from tandem.engine.model.draft_loading import load_draft_model
 from tandem.engine.model.eagle import EagleHead
 from tandem.engine.model.memory import allocate_cache, size_block_pool
