@@ -111,7 +111,7 @@ def start_ray() -> Path:
             )
     except Exception as error:  # Ray raises bare exceptions, too, for example when it starts too slowly
         raise Unavailable(
-            f"Ray did not start: {error}. `tandem doctor` looks for the reason; its logs are in /tmp/ray/session_latest/logs"
+            f"Ray did not start: {' '.join(str(error).split()).rstrip('.')}. `tandem doctor` looks for the reason; its logs are in /tmp/ray/session_latest/logs"
         ) from error
     return Path(context.address_info["session_dir"]) / "logs"
 

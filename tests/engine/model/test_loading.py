@@ -87,9 +87,13 @@ def test_a_model_is_described_as_the_engine_needs_it(tmp_path: Path) -> None:
     assert not runner.kv_cache.any()
 
 
-def test_the_context_is_the_shorter_of_what_is_wanted_and_what_was_trained(llama: Path) -> None:
+def test_the_context_may_be_shorter_than_what_was_trained_and_never_longer(llama: Path) -> None:
     assert load(llama, max_model_len=100).info.max_model_len == 100
-    assert load(llama, max_model_len=1000).info.max_model_len == 256
+    assert load(llama).info.max_model_len == 256
+    with pytest.raises(
+        ConfigurationError, match="max_model_len is 1000, and the model's context is 256 tokens"
+    ):
+        load(llama, max_model_len=1000)
 
 
 def test_yarn_stretches_a_model_that_says_the_length_it_had_before(llama: Path) -> None:
