@@ -77,6 +77,8 @@ def overview(view: ClusterView, key: str | None, fetch: Fetch = fetch_status) ->
         if seen.status is not None:
             node["status"]["counters"] = seen.status.totals.in_full()
             node["status"].pop("epoch", None)  # a secret: messages with it count as the node's own
+    for pool in plain["pools"]:
+        pool["max_nodes"] = pool["max_nodes"] or None
     for router in plain["routers"]:
         try:
             router["answer"] = fetch(router["url"], key)["router"] if router["phase"] == "ready" else None
