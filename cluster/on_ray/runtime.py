@@ -184,11 +184,17 @@ def connect_to_ray(address: str) -> None:
 
 
 def _address_here() -> str:
-    """Returns the address of the Ray that this machine is part of. Ray remembers the last one it started here, which may have ended."""
-    from ray._private.services import canonicalize_bootstrap_address
+    """Returns the address of the Ray that this machine is part of. Ray remembers the last one it started here, which may have ended, and
+    would take that one of several. Raises ConfigurationError for several."""
+    from ray._private import services
 
+    there = sorted(services.find_gcs_addresses())
+    if len(there) > 1:
+        raise ConfigurationError(
+            f"{len(there)} Ray clusters run on this machine: name the one that you mean with --address ({', '.join(there)})"
+        )
     try:
-        found = canonicalize_bootstrap_address(AUTO)
+        found = services.canonicalize_bootstrap_address(AUTO)
     except ConnectionError:
         found = None
     if found is None:

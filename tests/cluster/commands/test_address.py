@@ -225,8 +225,21 @@ def test_where_nothing_serves_a_plain_sentence_says_so_at_once(monkeypatch: pyte
     runtime.import_ray()
     from ray._private import services
 
+    monkeypatch.setattr(services, "find_gcs_addresses", frozenset)
     monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda address: "127.0.0.1:1")
     with pytest.raises(
         Unavailable, match=r"^Tandem does not run on this machine: start it with `tandem serve`"
+    ):
+        runtime.connect_to_ray(runtime.AUTO)
+
+
+def test_between_two_rays_without_a_record_no_command_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself takes the one that was started last, with a warning."""
+    runtime.import_ray()
+    from ray._private import services
+
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset({"10.0.0.1:6379", "127.0.0.1:2"}))
+    with pytest.raises(
+        ConfigurationError, match=r"2 Ray clusters .*--address \(10\.0\.0\.1:6379, 127\.0\.0\.1:2\)"
     ):
         runtime.connect_to_ray(runtime.AUTO)
