@@ -51,5 +51,5 @@ def several(records: Sequence[ServingRecord], flags: Sequence[str]) -> Configura
 
 def described(record: ServingRecord) -> str:
     """Returns one line that tells a server from another one."""
-    where = record.url or "not ready yet"
-    return f"{record.name} at {where}, {record.model}, process {record.pid}, since {record.since}"
+    where = f"at {record.url}" if record.url else "still starting"
+    return f"{record.name} {where}, {record.model}, process {record.pid}, since {record.since}"

@@ -87,10 +87,11 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
             display.start()
             if where.address is None:
                 found = _in_background(_with_revision(config.model), display)
-                if computes_on_cpu(config, this_machine()):
-                    kernels = _in_own_thread("compile-kernels", lambda: _compile_kernels(display))
                 with display.step("ray", "starting", f"running, version {ray_version()}"):
                     logs = str(start_ray())
+                # After Ray, whose processes have a limited time to start.
+                if computes_on_cpu(config, this_machine()):
+                    kernels = _in_own_thread("compile-kernels", lambda: _compile_kernels(display))
             else:
                 found = _as_every_machine_finds_it(config.model.path)
                 with display.step("ray", f"joining {where.address}", f"joined {where.address}"):

@@ -30,6 +30,8 @@ from tandem.engine.model.memory import size_block_pool
 from tandem.engine.model.source import ModelSource, find_source
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward, peak_of_step
+from tandem.kernels import library
+from tandem.kernels.compiler import BuildFailed
 from tandem.wire.errors import ConfigurationError
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
@@ -463,3 +465,16 @@ def test_a_native_model_does_not_wait_for_transformers() -> None:
     """Importing it takes seconds of every node's start."""
     code = "import sys, tandem.engine.model.loading; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_a_model_that_is_computed_without_the_native_library_says_so(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_outcome", [BuildFailed("there is no C++ compiler:\ninstall g++")])
+    slower = load(llama).info.slower
+    assert slower.startswith(
+        "it computes without the native library, several times slower: there is no C++ compiler"
+    )
+    assert "\n" not in slower
+    monkeypatch.setattr(library, "_outcome", [])
+    assert load(llama).info.slower == ""
