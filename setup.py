@@ -6,8 +6,8 @@ and each machine compiles the kernels when it first needs them.
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import sys
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -21,11 +21,10 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         super().run()
         if COMPILED and not self.editable_mode:
-            place = Path(__file__).parent / "kernels" / "build.py"
-            spec = importlib.util.spec_from_file_location("kernels_build", place)
-            build = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(build)
-            build.ship(Path(self.build_lib) / "tandem" / "kernels" / "compiled")
+            sys.path.insert(0, str(Path(__file__).parent))
+            from tandem.kernels.build import ship
+
+            ship(Path(self.build_lib) / "tandem" / "kernels" / "compiled")
 
 
 class MadeForOnePlatform(Distribution):

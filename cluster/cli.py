@@ -15,8 +15,6 @@ from tandem.cluster.commands.output import add_output
 from tandem.cluster.commands.parser import CommandParser, VersionAction
 from tandem.cluster.commands.setting_options import add_settings
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     from tandem.wire.errors import TandemError
@@ -273,8 +271,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
-        default=DEFAULT_URL,
-        help=f"where the router listens (default {DEFAULT_URL})",
+        help="where the router listens (default: the `tandem serve` that runs on this machine, whatever its port)",
     )
 
 

@@ -74,15 +74,19 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 def run_bench(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.bench import run
+    from tandem.cluster.commands.router_url import choose_url
 
+    options.url = choose_url(options.url)
     if wants_json(options) and options.json is None:
         options.json = Path("-")
     return run(options)
 
 
 def run_profile(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.router_url import choose_url
     from tandem.simulator.profile_command import run
 
+    options.url = choose_url(options.url)
     costs = run(options, as_json=wants_json(options))
     if wants_json(options):
         print_json(costs)
@@ -123,8 +127,9 @@ def run_chat(options: argparse.Namespace) -> int:
 
     from tandem.cluster.api_client import key_from_environment
     from tandem.cluster.commands.chat import ChatClient, chat
+    from tandem.cluster.commands.router_url import choose_url
 
-    client = ChatClient(options.url, key_from_environment())
+    client = ChatClient(choose_url(options.url), key_from_environment())
     try:
         sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
         given = {name: value for name, value in sampling.items() if value is not None}
@@ -137,9 +142,10 @@ def run_trace(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.api_client import key_from_environment
+    from tandem.cluster.commands.router_url import choose_url
     from tandem.cluster.trace.command import TraceClient, run
 
-    client = TraceClient(options.url, key_from_environment())
+    client = TraceClient(choose_url(options.url), key_from_environment())
     try:
         if wants_json(options) and options.request is None:
             print_json(client.recent())
@@ -154,10 +160,11 @@ def run_why(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.api_client import key_from_environment
+    from tandem.cluster.commands.router_url import choose_url
     from tandem.cluster.trace.command import TraceClient, explained
     from tandem.cluster.trace.why_text import show_explanation
 
-    client = TraceClient(options.url, key_from_environment())
+    client = TraceClient(choose_url(options.url), key_from_environment())
     try:
         explanation = explained(client, options.request)
         if options.costs is not None:
@@ -179,9 +186,10 @@ def run_top(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.api_client import ApiClient, key_from_environment
+    from tandem.cluster.commands.router_url import choose_url
     from tandem.cluster.commands.top import run
 
-    client = ApiClient(options.url, key_from_environment())
+    client = ApiClient(choose_url(options.url), key_from_environment())
     try:
         return run(client, Console(), options.every, once=options.once, as_json=wants_json(options))
     finally:

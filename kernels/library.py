@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
+import threading
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
 
-from tandem.kernels.build import BuildFailed, library_path
+from tandem.kernels.build import Report, library_path, quiet
+from tandem.kernels.compiler import BuildFailed
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -199,10 +200,27 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-@functools.cache
-def load() -> ctypes.CDLL:
-    """Returns the library. Raises BuildFailed if there is none and it cannot be compiled."""
-    path = library_path()
+_loading = threading.Lock()
+_outcome: list[ctypes.CDLL | BuildFailed] = []
+
+
+def load(report: Report = quiet) -> ctypes.CDLL:
+    """Returns the library. Raises BuildFailed if there is none and it cannot be compiled, which a process tries once. `report` is called
+    while it is compiled."""
+    with _loading:
+        if not _outcome:
+            try:
+                _outcome.append(_load(report))
+            except BuildFailed as error:
+                _outcome.append(error)
+    found = _outcome[0]
+    if isinstance(found, BuildFailed):
+        raise BuildFailed(str(found)) from found
+    return found
+
+
+def _load(report: Report) -> ctypes.CDLL:
+    path = library_path(report)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -1,5 +1,5 @@
 // Kernels for AMX: bfloat16 only.
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__) && !defined(TANDEM_LEFT_OUT)
 
 #include <cpuid.h>
 #include <sys/syscall.h>

@@ -1,5 +1,5 @@
 // Kernels for AVX2 with FMA. Compiled with those flags; elsewhere the unit is empty.
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(TANDEM_LEFT_OUT)
 
 #include "unit_fma.h"
 

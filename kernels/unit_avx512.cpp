@@ -1,5 +1,5 @@
 // Kernels for AVX-512 as every server processor since Skylake has it.
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(TANDEM_LEFT_OUT)
 
 #include "unit_fma.h"
 

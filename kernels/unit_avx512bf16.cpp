@@ -1,5 +1,5 @@
 // Kernels for AVX-512 BF16 without AMX, as in AMD's processors since Zen 4: bfloat16 only.
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(TANDEM_LEFT_OUT)
 
 #include "unit_bf16.h"
 

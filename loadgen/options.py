@@ -111,8 +111,8 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument(
         "--url",
-        default="http://127.0.0.1:8000",
-        help="any OpenAI-compatible server (%(default)s); put its key into TANDEM_API_KEY or OPENAI_API_KEY",
+        help="any OpenAI-compatible server (default: the `tandem serve` that runs on this machine, whatever its port); put its key "
+        "into TANDEM_API_KEY or OPENAI_API_KEY",
     )
     server.add_argument(
         "--model", help="the model's name on the server (default: the first one that the server lists)"

@@ -235,6 +235,7 @@ class NodeService:
             adapters=self._adapters.served if self._adapters is not None else None,
             replaced_adapters=self._adapters.replaced if self._adapters is not None else None,
             age_s=max(0.0, self._clock() - self._stats_of),
+            slower=self._engine.runner.info.slower,
         )
 
     @property

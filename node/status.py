@@ -35,6 +35,7 @@ def node_status(
     adapters: Mapping[str, str] | None = None,
     replaced_adapters: Mapping[str, tuple[str, ...]] | None = None,
     age_s: float = 0.0,
+    slower: str = "",
 ) -> NodeStatus:
     oldest = scheduler.oldest_arrival
     return NodeStatus(
@@ -65,6 +66,7 @@ def node_status(
         adapters=adapters or EMPTY_TABLE,
         replaced_adapters=replaced_adapters or EMPTY_TABLE,
         age_s=age_s,
+        slower=slower,
     )
 
 

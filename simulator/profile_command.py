@@ -19,8 +19,8 @@ from tandem.wire.errors import ConfigurationError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
-        default="http://127.0.0.1:8000",
-        help="of a cluster with one node of each role, which nothing else asks meanwhile (%(default)s)",
+        help="of a cluster with one node of each role, which nothing else asks meanwhile (default: the `tandem serve` that runs on "
+        "this machine)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="for the costs")
     parser.add_argument("--name", help="what these nodes are called (default: the file's name)")

@@ -12,7 +12,6 @@ import logging
 import re
 import secrets
 import sys
-import time
 from collections import deque
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TextIO
@@ -149,17 +148,18 @@ def recent_page(after: LogPosition | None, last: int, most: int = PAGE_LINES) ->
 
 
 class TextLines(logging.Formatter):
-    """Formats `LINE`. The text of a second is made once, for all lines in it."""
+    """Formats `LINE` with a date of ISO 8601. The text of a second is made once, for all lines in it."""
 
     def __init__(self) -> None:
         super().__init__(LINE)
-        self._second, self._text = -1, ""
+        self._second, self._date, self._zone = -1, "", ""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         second = int(record.created)
         if second != self._second:
-            self._second, self._text = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
-        return f"{self._text},{int(record.msecs):03d}"
+            date = datetime.fromtimestamp(second).astimezone().isoformat()
+            self._second, self._date, self._zone = second, date[:19], date[19:]
+        return f"{self._date}.{int(record.msecs):03d}{self._zone}"
 
     def format(self, record: logging.LogRecord) -> str:
         if record.exc_info or record.exc_text or record.stack_info:

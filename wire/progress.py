@@ -13,7 +13,7 @@ from collections.abc import Callable
 Report = Callable[[str, float], None]
 """Takes what is being done, and which fraction of it is done (0 to 1)."""
 
-_AMOUNT = re.compile(r" \([\d,]+ MB\)$")
+_AMOUNT = re.compile(r" \([\d,]+ (?:MB|s of computing)\)$")
 _TINY_S = 1e-6  # less than this is rounding
 _LOOKS = 20  # how often a task is looked at within the time that it may stand still
 

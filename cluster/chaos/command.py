@@ -114,12 +114,13 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--users must be from 1 to 1000, not {options.users}")
     # Standard output goes to the log while the cluster is joined, and with -o json it is for JSON only.
     console = Console(file=sys.stderr if wants_json(options) else sys.__stdout__, highlight=False)
-    address = choose_address(options.address)
+    which = WhichCluster(options.address, options.name)
     if options.yes and options.address is None:
         raise ConfigurationError(
-            f"--yes needs --address: without it this would be done to the cluster that is found here, {address}"
+            "--yes needs --address: without it this would be done to the cluster that is found here, "
+            f"{choose_address(which)}"
         )
-    with joined(WhichCluster(address)):
+    with joined(which):
         report = asyncio.run(_run(options, rules, console))
     if isinstance(report, Intent):
         if wants_json(options):

@@ -1,9 +1,9 @@
 """The commands that operators type, and their output.
 
-serve         with preflight (checks before the start), progress (what is shown during it), ready_lines (what is shown
+serve         with preflight and model_checks (checks before the start), progress (what is shown during it), ready_lines (what is shown
               after it) and following (how it follows the cluster until the end)
 operate       scale, drain, role, pause, down; operate_options: their arguments; address: which cluster they mean;
-              http_control: the cluster through a router
+              router_url: which router; running: the records of what serves here; http_control: the cluster through a router
 apply         gives a serving cluster another configuration
 overview, status     `tandem status`, from the controller and from one router; deployments: all on a Ray cluster
 logs          the log lines of all processes, in one order

@@ -1,19 +1,18 @@
-"""Which Ray cluster a command talks to, and the record of the `tandem serve` that runs on this machine, which lets other commands find
-its Ray."""
+"""Which cluster a command is about: the one that the operator named, else the `tandem serve` that runs on this machine, else the Ray cluster
+that this machine is part of. Between several, no command guesses."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tandem.cluster.models.store import models_folder
+from tandem.cluster.commands.running import ServingRecord, running
 from tandem.cluster.on_ray.runtime import AUTO
-from tandem.wire.errors import TandemError
+from tandem.wire.errors import ConfigurationError
+
+RAY_ADDRESS = "RAY_ADDRESS"
 
 
 class WhichCluster(msgspec.Struct, frozen=True):
@@ -23,55 +22,34 @@ class WhichCluster(msgspec.Struct, frozen=True):
     name: str | None = None  # the deployment's name; None means the cluster's only deployment
 
 
-def choose_address(named: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """Returns the address that the operator named, else that of the `tandem serve` on this machine, else AUTO: this machine's cluster."""
-    return named or environ.get("RAY_ADDRESS") or remembered_address() or AUTO
+def choose_address(which: WhichCluster, environ: Mapping[str, str] = os.environ) -> str:
+    """Returns the address of a Ray cluster's head, or AUTO. Raises ConfigurationError when several serve on this machine and the operator
+    named none of them."""
+    named = which.address or environ.get(RAY_ADDRESS)
+    if named:
+        return named
+    here = running()
+    meant = [record for record in here if record.name == which.name] or here
+    addresses = {record.address for record in meant}
+    if len(addresses) > 1:
+        raise several(meant, [f"--address {record.address}" for record in meant])
+    return addresses.pop() if addresses else AUTO
 
 
-logger = logging.getLogger(__name__)
+def url_of(address: str, name: str) -> str:
+    """Returns the URL of this deployment's router; "" where no record has it."""
+    found = [record.url for record in running() if (record.address, record.name) == (address, name)]
+    return found[0] if len(found) == 1 else ""
 
 
-class AddressRecord(msgspec.Struct, frozen=True):
-    address: str
-    pid: int  # of the command, with which its Ray ends
+def several(records: Sequence[ServingRecord], flags: Sequence[str]) -> ConfigurationError:
+    lines = [f"  {flag}  ({described(record)})" for record, flag in zip(records, flags, strict=True)]
+    return ConfigurationError(
+        "\n".join([f"{len(records)} servers run on this machine: name the one that you mean", *lines])
+    )
 
 
-def _file() -> Path:
-    return models_folder().parent / "serving.json"
-
-
-def remember_address(address: str) -> None:
-    """Records the address. If several commands do, the last one wins. If it cannot be written, serving goes on, and other commands need
-    --address."""
-    try:
-        file = _file()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{os.getpid()}")
-        new.write_bytes(msgspec.json.encode(AddressRecord(address, os.getpid())))
-        new.replace(file)
-    except (OSError, TandemError) as error:
-        logger.warning(
-            "other commands need --address %s, because it could not be recorded: %s", address, error
-        )
-
-
-def forget_address() -> None:
-    """Deletes the record if this process wrote it."""
-    record = _read()
-    if record is not None and record.pid == os.getpid():
-        with contextlib.suppress(OSError):
-            _file().unlink()
-
-
-def remembered_address() -> str | None:
-    record = _read()
-    if record is None or not Path(f"/proc/{record.pid}").exists():
-        return None
-    return record.address
-
-
-def _read() -> AddressRecord | None:
-    try:
-        return msgspec.json.decode(_file().read_bytes(), type=AddressRecord)
-    except (OSError, TandemError, msgspec.DecodeError):
-        return None
+def described(record: ServingRecord) -> str:
+    """Returns one line that tells a server from another one."""
+    where = f"at {record.url}" if record.url else "still starting"
+    return f"{record.name} {where}, {record.model}, process {record.pid}, since {record.since}"

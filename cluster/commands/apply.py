@@ -57,7 +57,7 @@ def apply(
         return change, (not replaces or await follow(cluster, change.revision, say)) and done
 
     try:
-        return with_controller(which, work, url)
+        return with_controller(which, work, url, say)
     except KeyboardInterrupt:
         say(_GOES_ON)
         raise
@@ -70,7 +70,7 @@ def go_back(which: WhichCluster, url: str | None, say: Say) -> bool:
         await cluster.go_back()
         return await follow(cluster, (await cluster.view()).revision, say)
 
-    return with_controller(which, work, url)
+    return with_controller(which, work, url, say)
 
 
 def described(change: AppliedChange, *, dry_run: bool) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import httpx
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
@@ -122,13 +123,59 @@ def chat(
             messages.append({"role": "assistant", "content": answer})
 
 
+class WrappedText:
+    """Writes text as it comes, and begins a new line where a word would not fit. Without a width it writes the text as it is."""
+
+    def __init__(self, write: Callable[[str], object], width: int | None) -> None:
+        self._write = write
+        self._width = width
+        self._column = 0
+        self._space = ""
+        self._word = ""
+
+    def add(self, text: str) -> None:
+        if self._width is None:
+            self._write(text)
+            return
+        for character in text:
+            if character == "\n":
+                self.end()
+                self._write("\n")
+                self._column = 0
+            elif character.isspace():
+                self._put_word()
+                self._space += character
+            else:
+                if cell_len(character) > 1:  # Chinese and Japanese lines may break anywhere
+                    self._put_word()
+                self._word += character
+
+    def end(self) -> None:
+        """Writes what is held back: the last word may still grow."""
+        self._put_word()
+        self._space = ""
+
+    def _put_word(self) -> None:
+        if not self._word:
+            return
+        assert self._width is not None
+        if self._column and self._column + cell_len(self._space + self._word) > self._width:
+            self._write("\n")
+            self._column, self._space = 0, ""
+        self._write(self._space + self._word)
+        self._column += cell_len(self._space + self._word)
+        self._space = self._word = ""
+
+
 def _show_reply(pieces: Generator[str, None, None], console: Console) -> str:
     said: list[str] = []
+    shown = WrappedText(console.file.write, console.width if console.is_terminal else None)
     try:
         for piece in pieces:
             said.append(piece)
-            console.file.write(piece)
+            shown.add(piece)
             console.file.flush()
+        shown.end()
         console.print()
     except KeyboardInterrupt:
         console.print("\n(stopped)", style="dim")

@@ -65,5 +65,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         console.print("\nTandem can run here.")
     elif any(finding.level is Level.FAIL for finding in wrong):
         console.print("\nTandem cannot run here until what FAILs is mended.")
+    elif any(finding.is_open for finding in wrong):
+        console.print("\nWhether Tandem can run here is not known: some checks were not done in time.")
     else:
         console.print("\nTandem can run here, with the limits above.")

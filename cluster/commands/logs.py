@@ -206,7 +206,7 @@ async def looks(
 
 
 def _text(line: ShownLine) -> str:
-    at = datetime.fromtimestamp(line.time).astimezone().strftime("%m-%d %H:%M:%S.%f")[:-3]
+    at = datetime.fromtimestamp(line.time).astimezone().isoformat(timespec="milliseconds")
     style = _STYLES.get(line.level)
     level = f"[{style}]{line.level}[/]" if style is not None else line.level
     message = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", line.message)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.cluster.admin import LOADING_S, OperatedCluster
 from tandem.cluster.api_client import key_from_environment
-from tandem.cluster.commands.address import WhichCluster, choose_address
+from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
 from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.output import LibraryOutput
 from tandem.cluster.config import MOST_NODES
-from tandem.cluster.on_ray.runtime import connect_to_ray, stop_ray
+from tandem.cluster.on_ray.runtime import connect_to_ray, own_address, stop_ray
 from tandem.wire.errors import ConfigurationError, TandemError
 from tandem.wire.nodes import Role
 from tandem.wire.settings import LONGEST_S
@@ -33,14 +33,20 @@ Say = Callable[[str], None]
 
 
 def with_controller(
-    which: WhichCluster, work: Callable[[OperatedCluster], Awaitable[T]], url: str | None = None
+    which: WhichCluster,
+    work: Callable[[OperatedCluster], Awaitable[T]],
+    url: str | None = None,
+    say: Say | None = None,
 ) -> T:
-    """Runs `work` on the cluster: through the router at `url` if there is one, otherwise joined to the Ray cluster."""
+    """Runs `work` on the cluster: through the router at `url` if there is one, otherwise joined to the Ray cluster. `say` is told first
+    which deployment it is, by a command that changes it."""
     if url is not None:
         if which.address is not None or which.name is not None:
             named = "--address" if which.address is not None else "--name"
             raise ConfigurationError(f"--url and {named} name two ways to the cluster: leave one out")
         control = HttpControl(url, key_from_environment())
+        if say is not None:
+            say(f"the deployment at {url}:")
         try:
             return asyncio.run(_awaited(work(control)))
         finally:
@@ -49,9 +55,20 @@ def with_controller(
         from tandem.cluster.on_ray.remote_controller import chosen, the_controller
 
         async def run() -> T:
-            return await work(the_controller(chosen(which.name)))
+            controller = the_controller(chosen(which.name))
+            if say is not None:
+                say(f"{await _named(controller)}:")
+            return await work(controller)
 
         return asyncio.run(run())
+
+
+async def _named(controller: RemoteController) -> str:
+    """Returns the deployment's name and where its router listens."""
+    url = url_of(own_address(), controller.name) or next(
+        (router.url for router in (await controller.view()).routers if router.phase == "ready"), ""
+    )
+    return f"{controller.name} at {url}" if url else f"{controller.name} (no router is ready)"
 
 
 async def _awaited(work: Awaitable[T]) -> T:
@@ -60,7 +77,7 @@ async def _awaited(work: Awaitable[T]) -> T:
 
 @contextmanager
 def joined(which: WhichCluster) -> Iterator[None]:
-    address = choose_address(which.address)
+    address = choose_address(which)
     with redirect_stdout(LibraryOutput("ray")):
         connect_to_ray(address)
         try:
@@ -117,7 +134,7 @@ def scale(
 ) -> list[str]:
     """Returns what will be done, one line each."""
     sizes = parse_sizes(words)
-    lines = with_controller(which, lambda cluster: cluster.scale(sizes), url)
+    lines = with_controller(which, lambda cluster: cluster.scale(sizes), url, say)
     for line in lines:
         say(line)
     return lines
@@ -128,7 +145,7 @@ def drain(
 ) -> dict[str, bool]:
     """`names` are nodes, or addresses of machines for all of their nodes. Returns for each node whether its requests ended in time."""
     _check_timeout(timeout_s)
-    return with_controller(which, lambda cluster: drain_nodes(cluster, names, timeout_s, say), url)
+    return with_controller(which, lambda cluster: drain_nodes(cluster, names, timeout_s, say), url, say)
 
 
 async def drain_nodes(
@@ -166,7 +183,7 @@ def evacuate(
         )
 
     if url is not None or which.name is not None:
-        finished = with_controller(which, empty, url)
+        finished = with_controller(which, empty, url, say)
     else:
         finished = _of_every_deployment(which, empty)
     for node_id, done in finished.items():
@@ -211,7 +228,7 @@ def change_role(
     which: WhichCluster, node_id: str, role_name: str, say: Say = say_line, url: str | None = None
 ) -> Role:
     role = parse_role(role_name)
-    with_controller(which, lambda cluster: change_role_of(cluster, node_id, role, say), url)
+    with_controller(which, lambda cluster: change_role_of(cluster, node_id, role, say), url, say)
     say(f"{node_id} is ready as a {role.value} node")
     return role
 
@@ -228,13 +245,13 @@ async def change_role_of(controller: OperatedCluster, node_id: str, role: Role, 
 def pause(
     which: WhichCluster, names: Sequence[str], say: Say = say_line, url: str | None = None
 ) -> list[str]:
-    return _say_paused(with_controller(which, lambda cluster: cluster.pause(list(names)), url), say)
+    return _say_paused(with_controller(which, lambda cluster: cluster.pause(list(names)), url, say), say)
 
 
 def resume(
     which: WhichCluster, names: Sequence[str], say: Say = say_line, url: str | None = None
 ) -> list[str]:
-    return _say_paused(with_controller(which, lambda cluster: cluster.resume(list(names)), url), say)
+    return _say_paused(with_controller(which, lambda cluster: cluster.resume(list(names)), url, say), say)
 
 
 def _say_paused(paused: list[str], say: Say) -> list[str]:
@@ -245,7 +262,7 @@ def _say_paused(paused: list[str], say: Say) -> list[str]:
 def reset_cache(
     which: WhichCluster, names: Sequence[str], say: Say = say_line, url: str | None = None
 ) -> list[str]:
-    done = with_controller(which, lambda cluster: cluster.reset_cache(list(names)), url)
+    done = with_controller(which, lambda cluster: cluster.reset_cache(list(names)), url, say)
     say(
         f"the prefix cache is empty: {', '.join(done)}"
         if done
@@ -267,7 +284,7 @@ def adapters(
     async def work(cluster: OperatedCluster) -> dict[str, str]:
         return await cluster.adapters(places, unload, LOADING_S)
 
-    there = with_controller(which, work, url)
+    there = with_controller(which, work, url, say if load or unload else None)
     for name, where in sorted(there.items()):
         say(f"{name}: {where}")
     if not there:
@@ -296,7 +313,8 @@ def down(which: WhichCluster, *, now: bool, say: Say = say_line) -> bool:
         )
 
         async def work() -> bool:
-            name = chosen(which.name)
+            name, address = chosen(which.name), own_address()
+            say(f"{name} at {url_of(address, name) or f'the Ray cluster of {address}'}:")
             if find_controller(name) is None and await end_without_a_controller(name, DOWN):
                 say("it had no controller any more")
                 return False

@@ -77,6 +77,8 @@ def overview(view: ClusterView, key: str | None, fetch: Fetch = fetch_status) ->
         if seen.status is not None:
             node["status"]["counters"] = seen.status.totals.in_full()
             node["status"].pop("epoch", None)  # a secret: messages with it count as the node's own
+    for pool in plain["pools"]:
+        pool["max_nodes"] = pool["max_nodes"] or None
     for router in plain["routers"]:
         try:
             router["answer"] = fetch(router["url"], key)["router"] if router["phase"] == "ready" else None
@@ -168,10 +170,10 @@ def _reasons(view: ClusterView) -> list[tuple[str, str]]:
     reasons = [
         (name, f"{_phase(phase, restarts)}: {detail}") for name, phase, restarts, detail in named if detail
     ]
+    reported = [(node.node_id, node.status) for node in view.nodes if node.status is not None]
+    reasons += [(name, status.slower) for name, status in reported if status.slower]
     return reasons + [
-        (node.node_id, describe_left_out(node.status.left_out))
-        for node in view.nodes
-        if node.status is not None and node.status.left_out
+        (name, describe_left_out(status.left_out)) for name, status in reported if status.left_out
     ]
 
 

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
+import os
+import shutil
 import socket
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
 
+from tandem.cluster.commands.model_checks import check_context, check_hub
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.models.store import Model, check_name, find_model, weight_files
+from tandem.cluster.models.adapters import adapter_place
+from tandem.cluster.models.catalogue import PACKAGED
+from tandem.cluster.models.resolved import draft_place
+from tandem.cluster.models.store import Model, check_name, find_model, models_folder, weight_files
 from tandem.cluster.pools.placement import LocalMachine, computes_on_cpu, place_nodes
 from tandem.cluster.pools.room import check_memory
 from tandem.cluster.settings import SettingsError
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
+from tandem.router.http.certificate import Certificate
+from tandem.router.text.chat_template import template_source
 from tandem.wire.errors import ConfigurationError
+
+# NVIDIA's driver, WSL's, and Jetson's
+_CUDA_DEVICES = ("nvidia*", "dxg", "nvhost*", "nvgpu*")
 
 
 def check_before_start(config: TandemConfig, machine: LocalMachine) -> None:
     """Raises SettingsError with every reason why serving on this machine would fail."""
     _raise_all(
         lambda: check_address(config.router.host, config.router.port),
-        lambda: check_model_here(config.model.path, config.model.revision),
+        lambda: _check_events(config),
+        lambda: _check_certificate(config),
+        lambda: _check_model(config),
+        lambda: check_device(config.model.device, machine.gpus),
+        lambda: check_cache_folder(config.model.path),
+        lambda: check_context(config),
+        *_paths_on_this_machine(config),
         lambda: place_nodes(config, machine),
         lambda: check_machine_memory(config, machine),
         lambda: _check_connector(config),
@@ -28,7 +50,11 @@ def check_before_start(config: TandemConfig, machine: LocalMachine) -> None:
 
 def check_before_attach(config: TandemConfig) -> None:
     """Raises SettingsError with every reason why serving on a Ray cluster would fail, as far as that shows without its machines."""
-    _raise_all(lambda: check_name(config.model.path, config.model.revision), lambda: _check_connector(config))
+    _raise_all(
+        lambda: check_name(config.model.path, config.model.revision),
+        *_paths_on_this_machine(config),
+        lambda: _check_connector(config),
+    )
 
 
 def _raise_all(*checks: Callable[[], object]) -> None:
@@ -40,6 +66,81 @@ def _raise_all(*checks: Callable[[], object]) -> None:
             reasons.append(str(error))
     if reasons:
         raise SettingsError(reasons)
+
+
+def _paths_on_this_machine(config: TandemConfig) -> Iterator[Callable[[], object]]:
+    """Yields a check for each path that this command reads or passes on."""
+    for name, where in config.model.adapters.items():
+        yield partial(adapter_place, name, where)
+    if config.model.draft:
+        yield partial(draft_place, config.model.draft)
+    if (template := config.router.chat_template) is not None:
+        yield partial(template_source, template)
+
+
+def check_device(
+    name: str, gpus: int, environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
+) -> None:
+    """Raises ConfigurationError for a CUDA device that is certainly not here. Does not import torch, which takes seconds."""
+    if not name.startswith("cuda"):
+        return
+    if gpus:
+        index = name.partition(":")[2]
+        if index.isdecimal() and int(index) >= gpus:
+            raise ConfigurationError(
+                f"model.device is {name}, but the last CUDA device here is cuda:{gpus - 1}"
+            )
+        return
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        why = "the torch that is installed is a build for CPUs: install one with CUDA"
+    elif environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        why = "CUDA_VISIBLE_DEVICES hides all: unset it"
+    elif not any(next(devices.glob(kind), None) for kind in _CUDA_DEVICES) and not shutil.which("nvidia-smi"):
+        why = f"this machine has no CUDA device (no {devices}/nvidia*, no nvidia-smi): leave it at auto, or set it to cpu"
+    else:
+        return
+    raise ConfigurationError(f"model.device is {name}, but {why}")
+
+
+def check_cache_folder(name: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigurationError if the folder for fetched models is needed, or named, and cannot be written."""
+    if not environ.get("TANDEM_CACHE") and (name not in PACKAGED or find_model(name) is not None):
+        return
+    folder = models_folder(environ)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"the folder for fetched models, {folder}, cannot be written ({error.strerror}): name another one with TANDEM_CACHE"
+        ) from error
+
+
+def _check_model(config: TandemConfig) -> None:
+    if check_model_here(config.model.path, config.model.revision) is None:
+        check_hub(config.model.path)
+
+
+def _check_certificate(config: TandemConfig) -> None:
+    certificate, key = config.router.tls_certificate, config.router.tls_key
+    if certificate is not None and key is not None:
+        Certificate(certificate, key)
+
+
+def _check_events(config: TandemConfig) -> None:
+    """The address must be this machine's; of the ports, a node takes the next free one."""
+    events = config.cache.events
+    for name in ("endpoint", "replay_endpoint"):
+        host = urlsplit(getattr(events, name)).hostname
+        if host is None:
+            continue
+        try:
+            check_address(host, 0)
+        except ConfigurationError:
+            raise ConfigurationError(
+                f"cache.events.{name}: {host} is not an address of this machine: name one that is, or 127.0.0.1"
+            ) from None
 
 
 def check_model_here(name: str, revision: str = "") -> Model | None:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar, cast
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.cluster.commands.address import forget_address, remember_address
 from tandem.cluster.commands.output import LibraryOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
 from tandem.cluster.commands.progress import Display
 from tandem.cluster.commands.ready_lines import ready_lines, ready_values
+from tandem.cluster.commands.running import forget_serving, record_serving
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
@@ -34,11 +34,13 @@ from tandem.cluster.on_ray.runtime import (
     start_ray,
     stop_ray,
 )
-from tandem.cluster.pools.placement import this_machine
+from tandem.cluster.pools.placement import computes_on_cpu, this_machine
 from tandem.cluster.pools.room import lacking
 from tandem.cluster.saving import as_json
 from tandem.cluster.tasks import first_of, has_ended
 from tandem.engine.config import ModelConfig
+from tandem.kernels.build import is_ready, library_path
+from tandem.kernels.compiler import BuildFailed
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class ServeTarget:
 def serve(config: TandemConfig, where: ServeTarget) -> int:
     """Returns the exit status. Raises TandemError for what an operator can correct."""
     began = time.monotonic()
+    kernels: Future[None] | None = None
     if where.address is None:
         if where.detach:
             raise ConfigurationError(
@@ -86,12 +89,15 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
                 found = _in_background(_with_revision(config.model), display)
                 with display.step("ray", "starting", f"running, version {ray_version()}"):
                     logs = str(start_ray())
+                # After Ray, whose processes have a limited time to start.
+                if computes_on_cpu(config, this_machine()):
+                    kernels = _in_own_thread("compile-kernels", lambda: _compile_kernels(display))
             else:
                 found = _as_every_machine_finds_it(config.model.path)
                 with display.step("ray", f"joining {where.address}", f"joined {where.address}"):
                     connect_to_ray(where.address)
                 logs = "/tmp/ray/session_latest/logs on each machine"
-            return asyncio.run(_Serving(config, where, display, answer, logs, began).run(found))
+            return asyncio.run(_Serving(config, where, display, answer, logs, began).run(found, kernels))
         except (
             KeyboardInterrupt,
             SystemExit,
@@ -123,17 +129,34 @@ def _with_revision(model: ModelConfig) -> str:
 def _in_background(name: str, display: Display) -> Future[Model]:
     """Looks for the model, and fetches it if needed, while Ray starts. A plain daemon thread: a pool's threads are joined at exit, and a
     download must not delay that."""
-    result: Future[Model] = Future()
 
-    def work() -> None:
+    def prepare() -> Model:
+        with display.step("model", f"looking for {name}", name) as report:
+            return prepare_model(name, report)
+
+    return _in_own_thread("prepare-model", prepare)
+
+
+def _compile_kernels(display: Display) -> None:
+    """Compiles the native library if this machine has none, before several nodes wait for it."""
+    try:
+        if not is_ready():
+            with display.step("kernels", "compiling the native library", "compiled") as report:
+                library_path(report)
+    except BuildFailed as error:
+        display.trouble("kernels", f"nodes compute without the native library, several times slower: {error}")
+
+
+def _in_own_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    result: Future[T] = Future()
+
+    def run() -> None:
         try:
-            with display.step("model", f"looking for {name}", name) as report:
-                model = prepare_model(name, report)
-            result.set_result(model)
+            result.set_result(work())
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=work, name="prepare-model", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return result
 
 
@@ -186,13 +209,15 @@ class _Serving:
         self._logs = logs
         self._began = began
 
-    async def run(self, found: Future[Model]) -> int:
+    async def run(self, found: Future[Model], kernels: Future[None] | None) -> int:
         self._interrupts = _Interrupts()  # they need the loop
         try:
             model = await self._unless_stopped(asyncio.wrap_future(found))
+            if kernels is not None:
+                await self._unless_stopped(asyncio.wrap_future(kernels))
             return await self._on_ray(with_model(self._config, model))
         finally:
-            forget_address()
+            forget_serving()
             # Before the loop ends, so that Ray can still answer calls that are pending.
             stop_ray()
 
@@ -223,8 +248,9 @@ class _Serving:
                 "pools with `tandem scale`, give it this configuration with --detach, end it with `tandem down`, or start another "
                 "deployment beside it with --name and --port"
             )
-        if own_ray:
-            remember_address(own_address())
+        address = own_address()
+        if not self._where.detach:  # it runs as long as this command
+            record_serving(address, config.name, config.router.model_name)
         follower = Follower(controller, self._display)
         finished = False
         try:
@@ -232,6 +258,8 @@ class _Serving:
                 await self._reconfigure(controller, config)
             account = await self._unless_stopped(follower.until_serving())
             view = await controller.view()
+            if not self._where.detach:
+                record_serving(address, config.name, account.model, account.url)
             self._display.stop()
             seconds = time.monotonic() - self._began
             if self._where.as_json:

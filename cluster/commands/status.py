@@ -56,8 +56,7 @@ def show_status(cluster: dict[str, Any], console: Console) -> int:
             line = format_tier(node["node_id"], msgspec.convert(tier, TierStatus))
             console.print(escape(line), highlight=False)
     for node in nodes:
-        reason = node.get("detail") or node.get("unusable")
-        if reason:
+        for reason in filter(None, (node.get("detail") or node.get("unusable"), node.get("slower"))):
             console.print(f"[yellow]![/] {escape(node['node_id'])}: {escape(str(reason))}", highlight=False)
         if left_out := node.get("left_out"):
             console.print(

@@ -30,6 +30,7 @@ AUTO = "auto"  # joins the cluster that this machine is part of
 # Tokens and blocks never travel through Ray; its object store carries configurations and status.
 OBJECT_STORE_BYTES = 80 << 20
 
+_NONE_HERE = "Tandem does not run on this machine: start it with `tandem serve`, or name the head of a Ray cluster with --address HOST:6379"
 _REACH_S = 3.0
 _END_S = 5.0  # for the processes that a raylet started to end by themselves
 # The first bytes of each side of an HTTP/2 connection. Ray's control store speaks HTTP/2; a router and most other servers do not.
@@ -110,7 +111,7 @@ def start_ray() -> Path:
             )
     except Exception as error:  # Ray raises bare exceptions, too, for example when it starts too slowly
         raise Unavailable(
-            f"Ray did not start: {error}. `tandem doctor` looks for the reason; its logs are in /tmp/ray/session_latest/logs"
+            f"Ray did not start: {' '.join(str(error).split()).rstrip('.')}. `tandem doctor` looks for the reason; its logs are in /tmp/ray/session_latest/logs"
         ) from error
     return Path(context.address_info["session_dir"]) / "logs"
 
@@ -158,7 +159,14 @@ def connect_to_ray(address: str) -> None:
     ray = import_ray()
     if address == AUTO:
         address = _address_here()
-    check_reachable(address)
+        try:
+            check_reachable(address)
+        except Unavailable as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                raise Unavailable(_NONE_HERE) from error
+            raise
+    else:
+        check_reachable(address)
     keep_private()
     try:
         ray.init(
@@ -176,18 +184,21 @@ def connect_to_ray(address: str) -> None:
 
 
 def _address_here() -> str:
-    """Returns the address of the Ray that this machine is part of. Ray remembers the last one it started here, which may have ended."""
-    from ray._private.services import canonicalize_bootstrap_address
+    """Returns the address of the Ray that this machine is part of. Ray remembers the last one it started here, which may have ended, and
+    would take that one of several. Raises ConfigurationError for several."""
+    from ray._private import services
 
+    there = sorted(services.find_gcs_addresses())
+    if len(there) > 1:
+        raise ConfigurationError(
+            f"{len(there)} Ray clusters run on this machine: name the one that you mean with --address ({', '.join(there)})"
+        )
     try:
-        found = canonicalize_bootstrap_address(AUTO)
+        found = services.canonicalize_bootstrap_address(AUTO)
     except ConnectionError:
         found = None
     if found is None:
-        raise Unavailable(
-            "no Ray runs on this machine: start Tandem with `tandem serve`, or name a cluster's head with "
-            "--address HOST:6379"
-        )
+        raise Unavailable(_NONE_HERE)
     return str(found)
 
 

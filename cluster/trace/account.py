@@ -86,9 +86,18 @@ def _between(run: Sequence[Span]) -> float:
 
 
 def first_token_s(record: TraceRecord) -> float | None:
-    """Returns the time from the request's arrival until its first text was sent."""
+    """Returns the time from the request's arrival until its first text was sent; of an answer that was sent whole, until its first token
+    had been made."""
+    if is_sent_whole(record):
+        return record.arrivals[0].at - record.began
     flushes = [span for span in record.router if span.phase is TracePhase.FLUSH]
     return min(span.end for span in flushes) - record.began if flushes else None
+
+
+def is_sent_whole(record: TraceRecord) -> bool:
+    """Returns whether all tokens waited for the last one: the answer was not streamed."""
+    flushed = [span.tokens for span in record.router if span.phase is TracePhase.FLUSH]
+    return len(record.arrivals) > 1 and flushed == [sum(arrival.tokens for arrival in record.arrivals)]
 
 
 def way_to_first_token(record: TraceRecord) -> list[AccountItem]:
@@ -118,7 +127,8 @@ def way_to_first_token(record: TraceRecord) -> list[AccountItem]:
     marks.append(("in line, planning", prefills[0].start))
     marks.append((f"forward, {len(prefills)}×" if len(prefills) > 1 else "forward", prefills[-1].end))
     marks.append(("booking, to the router", arrived))
-    marks.append(("text, to the connection", began + first))
+    if not is_sent_whole(record):
+        marks.append(("text, to the connection", began + first))
     items, at = [], began
     for name, until in marks:
         items.append(AccountItem(name, max(0.0, until - at)))
@@ -167,7 +177,7 @@ def a_step(record: TraceRecord) -> list[AccountItem]:
     ways = _ways(record, writer, decodes)
     if ways:
         items.append(AccountItem("to the router (beside the next step)", median(ways)))
-    if flushes:
+    if flushes and not is_sent_whole(record):
         items.append(AccountItem("text, to the connection (beside the next step)", median(flushes)))
     return items
 

@@ -1,6 +1,6 @@
 """The model: computes a scheduler's output and samples tokens.
 
-loading         makes a runner from the configuration, with source, content, checkpoint, plain_config, gguf, leftovers, paths,
+loading         makes a runner from the configuration, with source, content, checkpoint, context, plain_config, gguf, leftovers, paths,
                 memory and prefault
 runner          the contracts of a runner and of a forward pass, and the batch that the pass gets: rows, no requests
 torch_runner    the runner, with batching (the rows of requests, and batches made of them), staging and sampling/

@@ -11,7 +11,8 @@ import torch
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
-from tandem.engine.model.checkpoint import choose_dtype, context_length, read_config
+from tandem.engine.model.checkpoint import choose_dtype, read_config
+from tandem.engine.model.context import context_length
 from tandem.engine.model.draft_model import DraftModel
 from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.paths import ForwardShape, LoadedModel, load_general, load_native

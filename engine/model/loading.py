@@ -18,12 +18,12 @@ from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.checkpoint import (
     choose_device,
     choose_dtype,
-    context_length,
     eos_tokens,
     fp8_on,
     read_config,
 )
 from tandem.engine.model.content import ModelContent, content_of
+from tandem.engine.model.context import context_length
 from tandem.engine.model.draft_loading import load_draft_model
 from tandem.engine.model.eagle import EagleHead
 from tandem.engine.model.memory import allocate_cache, size_block_pool
@@ -36,6 +36,8 @@ from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.forward import LeadingForward
 from tandem.engine.model.wide.shard import Shard
 from tandem.engine.structured.grammars import Grammars, tokenizer_json
+from tandem.kernels import library
+from tandem.kernels.compiler import BuildFailed
 from tandem.machine.resources import usable_cores
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.pooling import VectorModel
@@ -96,6 +98,7 @@ def load_runner(
     if observe and native:
         asks = "model.draft" if layers else "model.hidden_states_folder"
         log.info("%s is computed by transformers: %s asks for hidden states", source.name, asks)
+    slower = _compile_kernels(device, dtype, tell) if shard is None and not observe else ""
     loaded = None
     if native and own_kv and room is None and shard is None and not observe:
         loaded = load_native(source, config, dtype, device, threads, tell, headless)
@@ -192,6 +195,7 @@ def load_runner(
         images=loaded.tower.rules if loaded.tower is not None else None,
         image_row_size=loaded.tower.width if loaded.tower is not None else 0,
         vectors=VectorModel(pooling, loaded.vector_size, loaded.generates) if pooling is not None else None,
+        slower=slower,
     )
     runner = TorchRunner(
         info,
@@ -217,6 +221,19 @@ def _of_rank(cache: CacheConfig, elements: int, shard: Shard) -> CacheConfig:
         return cache
     share = cache.memory_bytes * elements // shard.total(elements)
     return msgspec.structs.replace(cache, memory_bytes=max(1 << 20, share))
+
+
+def _compile_kernels(device: torch.device, dtype: torch.dtype, tell: Progress) -> str:
+    """Makes the native library ready, which each machine compiles once. Returns why this node computes without it; "" if it does not."""
+    if device.type != "cpu" or dtype not in library.DTYPES:
+        return ""
+    try:
+        library.load(tell)
+    except BuildFailed as error:
+        slower = f"it computes without the native library, several times slower: {' '.join(str(error).split())[:300]}"
+        log.warning("%s", slower)
+        return slower
+    return ""
 
 
 def _read_content(source: ModelSource, tell: Progress) -> Callable[[], ModelContent]:

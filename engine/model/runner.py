@@ -50,6 +50,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     embed_size: int = 0  # numbers in a row that may replace a token's embedding; 0: no rows may
     heads: HeadShare | None = None  # the KV heads of this rank's shard; None: all
     layers: LayerShare | None = None  # the layers of this rank's pipeline stage; None: all
+    slower: str = ""  # why it computes more slowly than it could on this machine
 
     @property
     def keeps_tokens(self) -> bool:

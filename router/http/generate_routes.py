@@ -268,7 +268,7 @@ def enter(services: Services, exchange: HttpExchange) -> Reservation | None:
     """Counts a request for its tenant. The caller must settle or void the reservation. Returns None without
     tenants."""
     if services.draining:
-        raise RouterDraining("this router is shutting down; another takes new requests")
+        raise RouterDraining("this router is shutting down and takes no new requests")
     return exchange.tenant.enter() if exchange.tenant is not None else None
 
 

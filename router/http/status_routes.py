@@ -186,6 +186,7 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
             left_out=status.left_out,
             step_age_s=status.step_age_s,
             detail=status.detail,
+            slower=status.slower,
             tiers=msgspec.to_builtins(status.tiers),
             counters=member.counters.in_full(),
             counters_age_s=round(now - member.counters_at, 3) if member.counters_at is not None else None,

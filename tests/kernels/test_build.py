@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tandem.kernels import build
-from tandem.kernels.build import BuildFailed, library_path
+from tandem.kernels import build, library
+from tandem.kernels import compiler as compiler_runs
+from tandem.kernels.build import library_path
+from tandem.kernels.compiler import BuildFailed, Stillness
 
 FAKE = """#!/bin/sh
 case "$*" in --version) echo fake 1.0; exit 0;; esac
@@ -49,18 +55,17 @@ def test_compiles_once_and_keeps_it(compiler: Path) -> None:
 
 def test_a_compilation_that_was_ended_goes_on(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = len(list(build._SOURCES.glob("*.cpp"))) + 1
-    run, done = build._run, []
+    run = build.run
 
-    def ended(command: Sequence[str]) -> str:
+    def ended(command: Sequence[str], ending: threading.Event | None = None) -> str:
         if "-shared" in command:
             raise BuildFailed("it was ended")
-        done.append(command)
-        return run(command)
+        return run(command, ending)
 
-    monkeypatch.setattr(build, "_run", ended)
+    monkeypatch.setattr(build, "run", ended)
     with pytest.raises(BuildFailed):
         library_path()
-    monkeypatch.setattr(build, "_run", run)
+    monkeypatch.setattr(build, "run", run)
     assert library_path().read_text() == "compiled\n"
     assert len(compiler.read_text().splitlines()) == expected, "nothing was compiled twice"
 
@@ -86,6 +91,118 @@ def test_processes_that_start_together_compile_once(compiler: Path) -> None:
         paths = list(pool.map(lambda _: start(), range(4)))
     assert len(set(paths)) == 1
     assert len(compiler.read_text().splitlines()) == expected
+
+
+def flags_of_units(compiler: Path) -> dict[str, list[str]]:
+    """The flags with which each unit was compiled."""
+    found: dict[str, list[str]] = {}
+    for command in compiler.read_text().splitlines():
+        words = command.split()
+        found.update((Path(word).name, words) for word in words if Path(word).name in build._UNIT_FLAGS)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("flags", "left_out"),
+    [
+        ("flags : fpu fma avx2 f16c", {"unit_avx512.cpp", "unit_avx512bf16.cpp", "unit_amx.cpp"}),
+        ("flags : fma avx2 avx512f avx512bw avx512dq avx512vl avx512_bf16", {"unit_amx.cpp"}),
+        ("flags : fpu", set(build._UNIT_FLAGS)),
+        ("Features : neon", set()),
+    ],
+)
+def test_units_that_this_processor_cannot_run_are_not_compiled(
+    flags: str, left_out: set[str], compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    library_path()
+    compiled = flags_of_units(compiler)
+    assert {unit for unit, words in compiled.items() if build._LEFT_OUT in words} == left_out
+    assert "-mamx-bf16" not in compiled["unit_amx.cpp"] or "unit_amx.cpp" not in left_out
+
+
+def test_a_library_for_all_processors_serves_every_one(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text("flags : fma avx2\n")
+    of_this = library_path()
+    of_all = library_path(for_all=True)
+    assert of_all != of_this
+    assert library_path() == of_all
+    assert not any(build._LEFT_OUT in line for line in compiler.read_text().splitlines()[-15:])
+
+
+def test_its_progress_is_told_in_files_and_computing(compiler: Path) -> None:
+    told: list[tuple[str, float]] = []
+    library_path(lambda what, share: told.append((what, share)))
+    assert told[0][1] == 0.0
+    assert re.fullmatch(r"compiling the native library, 0 of \d+ files \(\d+ s of computing\)", told[0][0])
+
+
+def test_a_process_that_waits_for_another_ones_compiler_passes_its_progress_on(compiler: Path) -> None:
+    _, _, expected = build._look(for_all=False)
+    expected.parent.mkdir(parents=True)
+    (expected.parent / build._SAID).write_text(
+        "0.5 compiling the native library, 7 of 14 files (9 s of computing)"
+    )
+    told: list[tuple[str, float]] = []
+    with (expected.parent / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+
+        def tell(what: str, share: float) -> None:
+            told.append((what, share))
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+        assert library_path(tell).exists()
+    assert told[0] == ("compiling the native library, 7 of 14 files (9 s of computing)", 0.5)
+
+
+def test_only_what_stands_still_is_ended_however_long_it_takes() -> None:
+    now = [0.0]
+    still = Stillness(lambda: now[0])
+    for hour in range(10):
+        now[0] = 3600.0 * hour
+        assert not still.has_lasted(f"{hour} s of computing")
+    now[0] += Stillness.LIMIT_S
+    assert not still.has_lasted("9 s of computing")
+    now[0] += 1
+    assert still.has_lasted("9 s of computing")
+
+
+def test_a_compiler_that_stands_still_is_ended_with_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler's own child holds the pipe open, which ends when that has ended, too."""
+    script, started = tmp_path / "hangs", tmp_path / "started"
+    monkeypatch.setattr(compiler_runs, "_LOOK_S", 0.01)
+    # The child is seen in the look after the one that found it started.
+    seen = [False]
+
+    def has_lasted(still: Stillness, state: object) -> bool:
+        before, seen[0] = seen[0], started.exists()
+        return before
+
+    monkeypatch.setattr(Stillness, "has_lasted", has_lasted)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_compiler(script, f"#!/bin/sh\nexec 3> {pipe}\nsleep 600 &\ntouch {started}\nwait\n")
+    with pytest.raises(BuildFailed, match="has stood still"):
+        compiler_runs.run([str(script)])
+    os.set_blocking(reading, True)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_a_process_tries_once(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_outcome", [])
+    write_compiler(tmp_path / "fake-c++", "#!/bin/sh\necho x >> %s\nexit 1\n" % (tmp_path / "tries"))
+    for _ in range(2):
+        with pytest.raises(BuildFailed, match="could not compile"):
+            library.load()
+    assert (tmp_path / "tries").read_text() == "x\n"
 
 
 def test_changed_sources_are_compiled_anew(
@@ -131,7 +248,7 @@ def test_a_cache_folder_that_cannot_be_written(
 def test_a_library_that_came_with_the_sources_is_taken(
     compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = library_path()
+    made = library_path(for_all=True)
     shipped = tmp_path / "compiled"
     build.ship(shipped)
     monkeypatch.setattr(build, "_SHIPPED", shipped)

@@ -7,10 +7,11 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 
 import pytest
 
-from tandem.wire.logs import LogsConfig, begin_logging
+from tandem.wire.logs import LogsConfig, TextLines, begin_logging
 
 ATTEMPT = "req-" + "0af3" * 8
 
@@ -69,3 +70,12 @@ def test_a_line_is_one_line_whatever_it_says() -> None:
 @pytest.mark.parametrize(("level", "lines"), [("debug", 1), ("info", 1), ("warning", 0), ("error", 0)])
 def test_the_level_is_the_least_that_is_written(level: str, lines: int) -> None:
     assert len(written(LogsConfig(level=level), "tandem.node", "hello")) == lines  # type: ignore[arg-type]
+
+
+def test_a_lines_date_is_of_iso_8601_with_its_zone() -> None:
+    record = logging.LogRecord("tandem.x", logging.INFO, "", 0, "hello", (), None)
+    record.created, record.msecs = 1_800_000_000.25, 250.0
+    date, _, rest = TextLines().format(record).partition(" ")
+    assert rest == "INFO tandem.x: hello"
+    assert datetime.fromisoformat(date).timestamp() == 1_800_000_000.25
+    assert datetime.fromisoformat(date).tzinfo is not None

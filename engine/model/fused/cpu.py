@@ -14,7 +14,7 @@ from tandem.engine.model import tape
 from tandem.engine.model.fused.pieces import Activation, Matrix, Piece
 from tandem.engine.model.native.forward import checked, cores_for, numbered
 from tandem.kernels import library
-from tandem.kernels.build import BuildFailed
+from tandem.kernels.compiler import BuildFailed
 
 if TYPE_CHECKING:
     from tandem.engine.model.lora.rows import AdaptedLayer

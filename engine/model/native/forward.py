@@ -26,7 +26,7 @@ from tandem.engine.model.native.architecture import (
 )
 from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.kernels import library
-from tandem.kernels.build import BuildFailed
+from tandem.kernels.compiler import BuildFailed
 from tandem.wire.errors import ConfigurationError, InternalError
 
 Take = Callable[[str], torch.Tensor | None]

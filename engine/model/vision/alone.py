@@ -15,8 +15,9 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
 
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.config import ModelConfig
-from tandem.engine.model.checkpoint import choose_device, choose_dtype, context_length, read_config
+from tandem.engine.model.checkpoint import choose_device, choose_dtype, read_config
 from tandem.engine.model.content import content_of
+from tandem.engine.model.context import context_length
 from tandem.engine.model.general import load_model
 from tandem.engine.model.loading import bind_threads
 from tandem.engine.model.source import Progress, find_source

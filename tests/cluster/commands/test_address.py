@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,73 +13,166 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tandem.cluster.commands import address
-from tandem.cluster.commands.address import (
-    AddressRecord,
-    choose_address,
-    forget_address,
-    remember_address,
-    remembered_address,
-)
+from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
+from tandem.cluster.commands.router_url import choose_url
+from tandem.cluster.commands.running import ServingRecord, forget_serving, record_serving, running
 from tandem.cluster.on_ray import runtime
 from tandem.cluster.on_ray.runtime import check_reachable
 from tandem.wire.errors import ConfigurationError, Unavailable
 
 
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
-    monkeypatch.setattr(address, "models_folder", lambda: tmp_path / "models")
-    return tmp_path / "serving.json"
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return tmp_path
 
 
-def write(record: Path, pid: int) -> None:
-    record.write_bytes(msgspec.json.encode(AddressRecord("10.0.0.1:1", pid)))
+@pytest.fixture
+def another() -> Iterator[subprocess.Popen[bytes]]:
+    """Another process of this machine, which a record can name."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
 
 
-def test_what_the_operator_names_comes_first_then_the_environment_then_what_runs_here(record: Path) -> None:
-    assert choose_address(None, {}) == "auto"
-    write(record, os.getpid())
-    assert choose_address(None, {}) == "10.0.0.1:1"
-    assert choose_address(None, {"RAY_ADDRESS": "b:1"}) == "b:1"
-    assert choose_address("a:1", {"RAY_ADDRESS": "b:1"}) == "a:1"
+def serving_in(
+    process: subprocess.Popen[bytes],
+    address: str,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str = "tandem",
+) -> None:
+    """Leaves the record that a `tandem serve` with this process would have written."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: process.pid)
+        record_serving(address, name, "smol", url)
 
 
-@pytest.mark.slow
-def test_a_command_that_was_killed_is_not_found(record: Path) -> None:
-    """Slow: runs a process, to have an id that no process has any more."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    write(record, gone.pid)
-    assert remembered_address() is None
+def test_what_the_operator_names_comes_first_then_the_environment_then_what_runs_here() -> None:
+    assert choose_address(WhichCluster(), {}) == "auto"
+    record_serving("10.0.0.1:1", "tandem", "smol")
+    assert choose_address(WhichCluster(), {}) == "10.0.0.1:1"
+    assert choose_address(WhichCluster(), {"RAY_ADDRESS": "b:1"}) == "b:1"
+    assert choose_address(WhichCluster("a:1"), {"RAY_ADDRESS": "b:1"}) == "a:1"
+
+
+def test_a_server_is_found_whatever_its_port_is_and_speaks_its_scheme() -> None:
+    record_serving("127.0.0.1:1", "tandem", "smol")
+    with pytest.raises(Unavailable, match=r"process \d+ is still starting"):
+        choose_url(None, {})
+    record_serving("127.0.0.1:1", "tandem", "smol", "https://127.0.0.1:9000")
+    assert choose_url(None, {}) == "https://127.0.0.1:9000"
+    assert choose_url("http://elsewhere:1", {}) == "http://elsewhere:1"
+    assert url_of("127.0.0.1:1", "tandem") == "https://127.0.0.1:9000"
+    assert url_of("127.0.0.1:1", "chat") == ""
+    (record,) = running()
+    assert record.port == 9000
+    assert record.pid == os.getpid()
+
+
+def test_between_two_servers_no_command_guesses_and_both_are_named(
+    another: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_serving("127.0.0.1:1", "tandem", "smol", "http://127.0.0.1:8000")
+    serving_in(another, "127.0.0.1:2", "http://127.0.0.1:9000", monkeypatch)
+    with pytest.raises(ConfigurationError) as refused:
+        choose_address(WhichCluster(), {})
+    for told in (
+        "2 servers",
+        "--address 127.0.0.1:1",
+        "--address 127.0.0.1:2",
+        "http://127.0.0.1:8000",
+        "smol",
+    ):
+        assert told in str(refused.value)
+    assert f"process {another.pid}, since 20" in str(refused.value)
+    with pytest.raises(
+        ConfigurationError, match=r"--url http://127\.0\.0\.1:8000(.|\n)*--url http://127\.0\.0\.1:9000"
+    ):
+        choose_url(None, {})
+    assert choose_address(WhichCluster("127.0.0.1:2"), {}) == "127.0.0.1:2"
+    assert choose_url(None, {"RAY_ADDRESS": "127.0.0.1:2"}) == "http://127.0.0.1:9000"
+
+
+def test_a_name_chooses_between_two_servers(
+    another: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_serving("127.0.0.1:1", "tandem", "smol")
+    serving_in(another, "127.0.0.1:2", "", monkeypatch, name="chat")
+    assert choose_address(WhichCluster(name="chat"), {}) == "127.0.0.1:2"
+    with pytest.raises(ConfigurationError, match="2 servers"):
+        choose_address(WhichCluster(name="neither"), {})
+
+
+def test_deployments_of_one_ray_cluster_are_told_apart_by_its_names(
+    another: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_serving("10.0.0.1:6379", "tandem", "smol")
+    serving_in(another, "10.0.0.1:6379", "", monkeypatch, name="chat")
+    assert choose_address(WhichCluster(), {}) == "10.0.0.1:6379"
+
+
+def test_when_the_newer_of_two_has_ended_the_older_is_found(
+    another: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    """Until its parent reads its status, a process that was killed keeps its id."""
+    record_serving("127.0.0.1:1", "tandem", "smol", "http://127.0.0.1:8000")
+    serving_in(another, "127.0.0.1:2", "http://127.0.0.1:9000", monkeypatch)
+    another.kill()
+    os.waitid(os.P_PID, another.pid, os.WEXITED | os.WNOWAIT)
+    assert choose_address(WhichCluster(), {}) == "127.0.0.1:1"
+    assert choose_url(None, {}) == "http://127.0.0.1:8000"
+    another.wait()
+    assert len(list(cache.glob("serving/*"))) == 1
+
+
+def test_a_later_process_with_the_same_id_is_another_one(cache: Path) -> None:
+    record_serving("127.0.0.1:1", "tandem", "smol")
+    (file,) = cache.glob("serving/*")
+    record = msgspec.json.decode(file.read_bytes(), type=ServingRecord)
+    earlier = msgspec.structs.replace(record, started=record.started - 1)
+    file.unlink()
+    left = file.with_name(f"{earlier.pid}-{earlier.started}.json")
+    left.write_bytes(msgspec.json.encode(earlier))
+    assert running() == []
+    assert not left.exists()
+
+
+def test_the_record_of_another_machine_is_not_read_and_not_deleted(cache: Path) -> None:
+    record_serving("127.0.0.1:1", "tandem", "smol")
+    (file,) = cache.glob("serving/*")
+    record = msgspec.json.decode(file.read_bytes(), type=ServingRecord)
+    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(record, system="another boot")))
+    assert running() == []
+    assert file.exists()
 
 
 def test_where_nothing_can_be_written_it_serves_all_the_same(
-    record: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remember_address("10.0.0.1:1")
-    assert remembered_address() == "10.0.0.1:1"
-    a_file = record.with_name("file")
+    a_file = tmp_path / "file"
     a_file.touch()
-    monkeypatch.setattr(address, "models_folder", lambda: a_file / "models")
-    remember_address("10.0.0.1:1")
-    assert remembered_address() is None
-    forget_address()
+    monkeypatch.setenv("TANDEM_CACHE", str(a_file))
+    record_serving("10.0.0.1:1", "tandem", "smol")
+    assert running() == []
+    forget_serving()
 
 
-def test_a_record_that_cannot_be_read_is_none(record: Path) -> None:
-    record.write_bytes(b"{")
-    assert remembered_address() is None
+def test_a_record_that_cannot_be_read_is_none(cache: Path) -> None:
+    (cache / "serving").mkdir()
+    (cache / "serving" / "1-1.json").write_bytes(b"{")
+    assert running() == []
 
 
-def test_a_command_forgets_itself_and_nobody_else(record: Path) -> None:
-    write(record, 1)
-    forget_address()
-    assert record.exists()
-    write(record, os.getpid())
-    forget_address()
-    assert not record.exists()
-    forget_address()
+def test_a_command_forgets_its_own_record_alone(
+    another: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving_in(another, "127.0.0.1:2", "", monkeypatch)
+    record_serving("127.0.0.1:1", "tandem", "smol")
+    forget_serving()
+    assert [record.pid for record in running()] == [another.pid]
+    forget_serving()
 
 
 @pytest.mark.parametrize(
@@ -128,11 +220,26 @@ def test_a_port_where_something_else_listens_is_no_ray(answer: bytes) -> None:
         check_reachable(address)
 
 
-def test_the_address_of_a_ray_that_has_ended_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_serves_a_plain_sentence_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray remembers the last one that ran on this machine, and would look for it for minutes."""
     runtime.import_ray()
     from ray._private import services
 
+    monkeypatch.setattr(services, "find_gcs_addresses", frozenset)
     monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda address: "127.0.0.1:1")
-    with pytest.raises(Unavailable, match=r"nothing answers at 127\.0\.0\.1:1"):
+    with pytest.raises(
+        Unavailable, match=r"^Tandem does not run on this machine: start it with `tandem serve`"
+    ):
+        runtime.connect_to_ray(runtime.AUTO)
+
+
+def test_between_two_rays_without_a_record_no_command_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself takes the one that was started last, with a warning."""
+    runtime.import_ray()
+    from ray._private import services
+
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset({"10.0.0.1:6379", "127.0.0.1:2"}))
+    with pytest.raises(
+        ConfigurationError, match=r"2 Ray clusters .*--address \(10\.0\.0\.1:6379, 127\.0\.0\.1:2\)"
+    ):
         runtime.connect_to_ray(runtime.AUTO)

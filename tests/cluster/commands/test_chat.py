@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tandem.cluster.api_client import key_from_environment
-from tandem.cluster.commands.chat import ChatClient, chat
+from tandem.cluster.commands.chat import ChatClient, WrappedText, chat
 from tandem.wire.errors import ConfigurationError, RequestError, Unavailable
 
 
@@ -173,3 +173,26 @@ def test_a_reply_of_another_kind_is_an_error_and_the_conversation_goes_on(data: 
 def test_a_key_that_no_header_can_carry_is_said() -> None:
     with pytest.raises(ConfigurationError, match="TANDEM_API_KEY"):
         key_from_environment({"TANDEM_API_KEY": "schlüssel\n"})
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        (["The qu", "ick brown", " fox"], ["The quick", "brown fox"]),
+        (["one\n\n  two three"], ["one", "", "  two", "three"]),
+        (["a word that", "isfartoolongforaline yes"], ["a word", "thatisfartoolongforaline", "yes"]),
+        (["你好你好你好你好"], ["你好你好你", "好你好"]),
+    ],
+)
+def test_lines_are_broken_between_words(pieces: list[str], lines: list[str]) -> None:
+    out = io.StringIO()
+    text = WrappedText(out.write, 10)
+    for piece in pieces:
+        text.add(piece)
+    text.end()
+    assert out.getvalue().split("\n") == lines
+
+
+def test_without_a_terminal_a_reply_is_what_the_server_sent() -> None:
+    server = Server(ok("one  two\n", " three "))
+    assert "one  two\n three \n" in converse(server, "hi")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import resource
 import socket
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,45 @@ def test_every_finding_has_its_level_and_advice_only_when_something_is_wrong() -
 def test_the_verdict_follows_from_the_worst_finding() -> None:
     assert "Tandem can run here." in printed(Finding("a", Level.OK, "fine"))
     assert "with the limits above" in printed(Finding("a", Level.WARN, "hm", "do this"))
+
+
+SLOW_RAY = "The current node timed out during startup. Some of the raylet failed to startup.."
+
+
+@pytest.mark.parametrize(
+    ("what", "load", "level"),
+    [
+        (SLOW_RAY, 7.0, Level.WARN),
+        ("nothing happened within 90 s", 7.0, Level.WARN),
+        (SLOW_RAY, 0.5, Level.FAIL),
+        ("no space left on device", 7.0, Level.FAIL),
+    ],
+)
+def test_a_busy_machine_is_told_from_a_broken_one(
+    what: str, load: float, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_checks, "this_machine", lambda: LocalMachine(cores=(0, 1)))
+    found = machine_checks.failed("ray", what, "look at its logs", load=load)
+    assert found.level is level
+    text = printed(found)
+    if level is Level.WARN:
+        assert "this machine is busy (load 7 on 2 cores)" in text
+        assert "→ try again when the machine is quieter" in text
+        assert "Whether Tandem can run here is not known" in text
+    else:
+        assert "cannot run here" in text
+
+
+def test_what_a_failed_process_says_has_no_class_and_no_second_full_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does it send its reader to the doctor, who is here already."""
+    said = f"Traceback (most recent call last):\ntandem.wire.errors.Unavailable: {SLOW_RAY}"
+    child = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(machine_checks, "run_python", lambda script: child)
+    text = printed(machine_checks.check_ray())
+    assert "it does not start: The current node timed out during startup." in text
+    assert all(word not in text for word in ("Unavailable", "..", "doctor"))
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -164,6 +165,7 @@ def test_it_is_shown_to_people_and_to_machines(
     show_logs(WhichCluster(), LogFilter(), follow=False, as_json=False)
     said = capsys.readouterr()
     assert "decode-0 warning node.node serves [/] markup" in said.out
+    assert datetime.fromisoformat(said.out.split()[0]).tzinfo is not None
     assert "decode-1: gives no lines: it does not run" in said.err
     show_logs(WhichCluster(), LogFilter(), follow=False, as_json=True)
     [line] = json.loads(capsys.readouterr().out)

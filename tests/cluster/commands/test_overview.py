@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 from typing import Any
@@ -26,6 +27,7 @@ from tandem.cluster.commands.overview import answers_now, overview, show_overvie
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
 from tandem.cluster.describe import describe_left_out, format_blocks
+from tandem.cluster.on_ray import remote_controller
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, TierStatus
@@ -158,6 +160,8 @@ def test_a_role_that_does_not_exist_is_refused() -> None:
 
 
 class FakeController:
+    name = "chat"
+
     def __init__(self) -> None:
         self.drained: list[str] = []
         self.finishes = True
@@ -307,3 +311,37 @@ def test_deployments_are_listed_with_what_is_wrong_with_each() -> None:
     assert "prefill 0 of 1, decode 1 of 2" in said
     assert "the controller did not answer" in said
     assert "no node that can decode is ready" in said
+
+
+def test_a_node_that_computes_without_the_native_library_says_so() -> None:
+    slow = msgspec.structs.replace(
+        STATUS, slower="it computes without the native library, several times slower: no g++"
+    )
+    nodes = [SupervisedNode("decode-0", Role.DECODE, "10.0.0.3", "ready", "", 0, slow)]
+    view = msgspec.structs.replace(VIEW, nodes=nodes)
+    text, _ = shown(view, router_answer())
+    assert "! decode-0: it computes without the native library, several times slower: no g++" in text
+    assert (
+        overview(view, None, lambda url, key: router_answer())["nodes"][0]["status"]["slower"] == slow.slower
+    )
+
+
+def test_a_pool_without_a_largest_size_has_none_in_json() -> None:
+    pools = overview(VIEW, None, lambda url, key: router_answer())["pools"]
+    assert [pool["max_nodes"] for pool in pools] == [4, None]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_command_that_changes_a_deployment_says_first_which(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = FakeController()
+    monkeypatch.setattr(operate, "joined", lambda which: contextlib.nullcontext())
+    monkeypatch.setattr(operate, "own_address", lambda: "127.0.0.1:1")
+    url = "https://127.0.0.1:9000" if recorded else ""
+    monkeypatch.setattr(operate, "url_of", lambda address, name: url)
+    monkeypatch.setattr(remote_controller, "standing", lambda: ["chat"])
+    monkeypatch.setattr(remote_controller, "the_controller", lambda name: controller)
+    said: list[str] = []
+    drain(WhichCluster(), ["decode-0"], 1.0, said.append)
+    assert said == [f"chat at {url or 'http://10.0.0.1:8000'}:", "decode-0: everything was finished"]

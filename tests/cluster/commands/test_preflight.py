@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
-from tandem.cluster.commands.preflight import check_address, check_before_start
+from tandem.cluster.commands.model_checks import check_hub
+from tandem.cluster.commands.preflight import check_address, check_before_start, check_device
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.pools.placement import LocalMachine
 from tandem.cluster.settings import SettingsError
@@ -116,3 +120,142 @@ def test_weights_that_are_here_are_weighed(tmp_path: Path) -> None:
     config = replace(config, router=replace(config.router, port=0))
     with pytest.raises(SettingsError, match=r"2 nodes need at least 61\.2 GiB"):
         check_before_start(config, LocalMachine(cores=(0, 1), free_memory=50 << 30))
+
+
+def config_of(folder: Path, **settings: Any) -> TandemConfig:
+    """One node of the model in this folder, at any port."""
+    model = replace(ModelConfig(path=str(folder)), **settings)
+    config = TandemConfig(model=model, pools=PoolsConfig(aggregated=PoolConfig(nodes=1)))
+    return replace(config, router=replace(config.router, port=0))
+
+
+def mistakes(config: TandemConfig) -> list[str]:
+    try:
+        check_before_start(config, LocalMachine(cores=(0, 1)))
+    except SettingsError as error:
+        return list(error.mistakes)
+    return []
+
+
+def test_paths_that_are_not_there_are_said_together_before_anything_starts(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    config = config_of(tmp_path, adapters={"sql": "/nofolder"}, draft="/nodraft")
+    router = replace(
+        config.router, chat_template="/nofile.jinja", tls_certificate="/no.pem", tls_key="/nokey.pem"
+    )
+    said = mistakes(replace(config, router=router))
+    assert len(said) == 4
+    for told in ("there is no folder '/nofolder'", "model.draft '/nodraft'", "'/nofile.jinja'", "/no.pem"):
+        assert any(told in line for line in said), told
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named_with_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path)
+    monkeypatch.setenv("TANDEM_CACHE", "/proc/none")
+    (said,) = mistakes(config_of(tmp_path))
+    assert "/proc/none/models, cannot be written" in said
+    assert "TANDEM_CACHE" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "environ", "there", "why"),
+    [
+        ("cuda", 0, {}, (), "leave it at auto"),
+        ("cuda", 0, {"CUDA_VISIBLE_DEVICES": ""}, ("nvidia0",), "CUDA_VISIBLE_DEVICES hides all"),
+        ("cuda:2", 2, {}, ("nvidia0", "nvidia1"), "the last CUDA device here is cuda:1"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused(
+    name: str, gpus: int, environ: dict[str, str], there: tuple[str, ...], why: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0")
+    monkeypatch.setenv("PATH", "/nowhere")
+    for device in there:
+        (tmp_path / device).touch()
+    with pytest.raises(ConfigurationError, match=f"model.device is {name}, but .*{why}"):
+        check_device(name, gpus, environ, tmp_path)
+
+
+@pytest.mark.parametrize("there", ["nvidia0", "dxg"])
+def test_a_device_that_may_be_here_is_left_to_torch(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0")
+    (tmp_path / there).touch()
+    check_device("cuda", 0, {}, tmp_path)
+    check_device("cpu", 0, {}, tmp_path / "nothing")
+
+
+PLAIN = {
+    "model_type": "llama", "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "hidden_size": 576, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def described(folder: Path, asked: int | None, cache: CacheConfig | None = None, **fields: Any) -> list[str]:
+    make_model(folder)
+    (folder / "config.json").write_text(json.dumps({**PLAIN, **fields}))
+    config = config_of(folder)
+    scheduler = replace(config.scheduler, max_model_len=asked)
+    return mistakes(replace(config, scheduler=scheduler, cache=cache or config.cache))
+
+
+def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
+    (said,) = described(tmp_path, 100_000)
+    assert said.startswith(
+        "max_model_len is 100000, and the model's context is 8192 tokens: ask for at most 8192"
+    )
+    assert described(tmp_path, 8192) == described(tmp_path, None) == []
+
+
+@pytest.mark.parametrize("scaling", ["rope_scaling", "rope_parameters"])
+def test_a_context_that_rope_scaling_extends_may_be_asked_for(scaling: str, tmp_path: Path) -> None:
+    name = "type" if scaling == "rope_scaling" else "rope_type"
+    rope = {name: "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    assert described(tmp_path, 32_768, **{scaling: rope}) == []
+    assert described(tmp_path, 32_769, **{scaling: rope}) != []
+
+
+def test_a_cache_smaller_than_one_request_is_refused(tmp_path: Path) -> None:
+    small, enough = (CacheConfig(memory_bytes=mib << 20) for mib in (64, 181))
+    (said,) = described(tmp_path, None, small)
+    assert "needs 180.0 MiB for one request of 8192 tokens, and may use 64.0 MiB: raise --kv-memory" in said
+    assert described(tmp_path, None, enough) == described(tmp_path, 2048, small) == []
+
+
+def hub(status: int | httpx.HTTPError) -> httpx.MockTransport:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if isinstance(status, httpx.HTTPError):
+            raise status
+        return httpx.Response(status)
+
+    return httpx.MockTransport(answer)
+
+
+@pytest.mark.parametrize(
+    ("status", "environ", "why"),
+    [
+        (httpx.ConnectError("no route to host"), {}, "cannot be reached .no route to host.: fetch it where"),
+        (httpx.ConnectTimeout(""), {}, "cannot be reached .no answer."),
+        (401, {}, "does not have owner/name, or it needs a token"),
+        (200, {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_said_before_anything_starts(
+    status: int | httpx.HTTPError, environ: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        check_hub("owner/name", {"HF_HOME": str(tmp_path), **environ}, hub(status))
+
+
+def test_a_model_that_may_be_fetched_is_not_refused(tmp_path: Path) -> None:
+    environ = {"HF_HOME": str(tmp_path)}
+    check_hub("owner/name", environ, hub(200))
+    check_hub("owner/name", environ, hub(503))
+    check_hub("owner/name", {**environ, "HF_TOKEN": "hf_x"}, hub(401))
+    (tmp_path / "hub/models--owner--name/snapshots/abc").mkdir(parents=True)
+    check_hub("owner/name@main", environ, hub(httpx.ConnectError("no network")))
+    check_hub("smollm2", environ, hub(httpx.ConnectError("no network")))

@@ -30,6 +30,8 @@ from tandem.engine.model.memory import size_block_pool
 from tandem.engine.model.source import ModelSource, find_source
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward, peak_of_step
+from tandem.kernels import library
+from tandem.kernels.compiler import BuildFailed
 from tandem.wire.errors import ConfigurationError
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
@@ -87,9 +89,13 @@ def test_a_model_is_described_as_the_engine_needs_it(tmp_path: Path) -> None:
     assert not runner.kv_cache.any()
 
 
-def test_the_context_is_the_shorter_of_what_is_wanted_and_what_was_trained(llama: Path) -> None:
+def test_the_context_may_be_shorter_than_what_was_trained_and_never_longer(llama: Path) -> None:
     assert load(llama, max_model_len=100).info.max_model_len == 100
-    assert load(llama, max_model_len=1000).info.max_model_len == 256
+    assert load(llama).info.max_model_len == 256
+    with pytest.raises(
+        ConfigurationError, match="max_model_len is 1000, and the model's context is 256 tokens"
+    ):
+        load(llama, max_model_len=1000)
 
 
 def test_yarn_stretches_a_model_that_says_the_length_it_had_before(llama: Path) -> None:
@@ -459,3 +465,16 @@ def test_a_native_model_does_not_wait_for_transformers() -> None:
     """Importing it takes seconds of every node's start."""
     code = "import sys, tandem.engine.model.loading; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_a_model_that_is_computed_without_the_native_library_says_so(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_outcome", [BuildFailed("there is no C++ compiler:\ninstall g++")])
+    slower = load(llama).info.slower
+    assert slower.startswith(
+        "it computes without the native library, several times slower: there is no C++ compiler"
+    )
+    assert "\n" not in slower
+    monkeypatch.setattr(library, "_outcome", [])
+    assert load(llama).info.slower == ""

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tandem.engine.model.checkpoint import choose_dtype, context_length, eos_tokens
+from tandem.engine.model.checkpoint import choose_dtype, eos_tokens
+from tandem.engine.model.context import context_length
 from tandem.engine.model.native.architecture import describe, refusal
 from tandem.engine.model.native.forward import _rotary
 from tandem.engine.model.paths import _native_layers
