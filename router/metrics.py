@@ -248,6 +248,9 @@ class RouterMetrics:
         self.queue_limit = Gauge(
             "tandem_router_queue_limit", "Sequences that may wait in the router", registry=self.registry
         )
+        self.healthy = Gauge(
+            "tandem_router_healthy", "1 when /health answers 200", registry=self.registry
+        )
         self.oldest_wait = Gauge(
             "tandem_router_queue_oldest_seconds",
             "How long the first of the requests that wait in the router has waited",
@@ -255,7 +258,7 @@ class RouterMetrics:
         )
 
         # Begin at 0, so that the first count of a reason shows as an increase.
-        for reason in ("queue_full", "unauthorized", "bodies", "memory"):
+        for reason in ("queue_full", "unauthorized", "bodies", "memory", "quota"):
             self.refusals.labels(reason=reason)
         for phase in ("queue", "total", "token_idle", "failover_wait"):
             self.deadlines.labels(phase=phase)

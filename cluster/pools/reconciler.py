@@ -26,6 +26,7 @@ from tandem.cluster.pools.rollout_watch import RolloutWatch
 from tandem.cluster.pools.room import needed_by, needs_of
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.pools.view import pool_reports
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
@@ -100,6 +101,9 @@ class Reconciler:
             self.adapters,
         )
         self.fleet.wake = self.wake
+        self.fleet.pool_reports = lambda: pool_reports(
+            self.fleet.config, self.state, self.machines, self.fleet
+        )
         self._watch = RolloutWatch(self.fleet, clock)
         self.departures = Departures(
             self.fleet, clock, tasks, self.changed, lambda: self.config.timeouts, self.update, self.note

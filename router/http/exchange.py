@@ -30,7 +30,7 @@ from tandem.router.http.errors import (
     status_of,
 )
 from tandem.router.http.hosts import OwnHosts
-from tandem.router.keys import KeyRing, Tenant
+from tandem.router.keys import KeyRing, QuotaExceeded, Tenant
 from tandem.router.metrics import RouterMetrics
 from tandem.router.openai.answer import LoopTurn
 from tandem.router.tracing.traces import ASK_HEADER, RequestTrace
@@ -356,6 +356,8 @@ class HttpGate:
                 self._admit(exchange)
                 await self._app(scope, receive, exchange.send)
             except TandemError as error:
+                if isinstance(error, QuotaExceeded):
+                    self._metrics.refusals.labels(reason="quota").inc()
                 await _answer_error(exchange, error)
             except HTTPException as error:
                 body, more = from_http_exception(error, scope["method"], scope["path"])
