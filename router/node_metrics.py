@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -144,9 +143,7 @@ class NodeCollector(Collector):
             "waiting for a machine, left_out until an operator starts them again",
             labels=["role", "state"],
         )
-        ready = Counter(
-            member.info.role for member in self._pool.members if self._pool.unusable(member) is None
-        )
+        ready = self._pool.ready_by_role()
         for role in Role:
             family.add_metric([role.value, "ready"], ready[role])
         for report in self._pool.reports:

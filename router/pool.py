@@ -13,6 +13,7 @@ they have.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -535,6 +536,10 @@ class NodePool:
             and not self._is_held_back(member)
             and (why := self.unusable(member)) is not None
         }
+
+    def ready_by_role(self) -> Counter[Role]:
+        """How many members may get new requests."""
+        return Counter(each.info.role for each in self._members.values() if self.unusable(each) is None)
 
     def absent(self) -> list[tuple[str, Role, str, str]]:
         """Returns the nodes that should serve and are no members: the id, the role, the state and why."""

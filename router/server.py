@@ -320,6 +320,7 @@ class RouterServer:
         knows of the pools."""
         services = self.services
         services.pool.reports = reports
+        services.dispatcher.recent.pools_are(reports)
         services.pool.set_paused(paused)
         admit(key_of(info.request_endpoint) for info in infos)
         came, went = services.pool.set_members(infos)

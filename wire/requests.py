@@ -374,6 +374,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defau
     age_s: float = 0.0
     # What the node still has of the adapters that these replaced: digests by name, the newest first.
     replaced_adapters: Mapping[str, tuple[str, ...]] = EMPTY_TABLE
+    slower: str = ""  # why the node computes more slowly than it could on its machine
 
     @property
     def totals(self) -> NodeCounters:

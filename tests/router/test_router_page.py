@@ -211,11 +211,11 @@ def test_where_operators_may_change_the_cluster_it_has_buttons_for_that(
     assert browser.run("document.querySelectorAll('#admin button').length") == 0
     browser.run(
         "window.asked = []; window.confirm = () => true; const through = window.fetch;"
-        "window.fetch = (path, options) => { if (!String(path).startsWith('/admin/')) return through(path, options);"
-        " asked.push([path, options.body]);"
-        " const told = path === '/admin/view' ? {decisions: [{unix_time: 1, text: 'decode: from 1 to 2, 3 requests wait'}]} : {changes: ['done']};"
+        "window.fetch = (path, options) => { if (!/^.(admin|ui.decisions)/.test(path)) return through(path, options);"
+        " if (options.body) asked.push([path, options.body]);"
+        " const told = path === '/ui/decisions' ? {may_act: true, decisions: [{unix_time: 1, text: 'decode: from 1 to 2, 3 requests wait'}]} : {changes: ['done']};"
         " return Promise.resolve(new Response(JSON.stringify(told), {status: 200})); };"
-        "key = 'operator-key'; viewedAt = -1e9; 0"
+        "const told = measure; window.measure = state => { state.router.tells_decisions = true; told(state); }; viewedAt = -1e9; 0"
     )
     browser.until("document.querySelector('#decisions').innerText.includes('3 requests wait')", "decisions")
     browser.run(
