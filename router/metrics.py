@@ -249,9 +249,7 @@ class RouterMetrics:
         self.queue_limit = Gauge(
             "tandem_router_queue_limit", "Sequences that may wait in the router", registry=self.registry
         )
-        self.healthy = Gauge(
-            "tandem_router_healthy", "1 when /health answers 200", registry=self.registry
-        )
+        self.healthy = Gauge("tandem_router_healthy", "1 when /health answers 200", registry=self.registry)
         self.oldest_wait = Gauge(
             "tandem_router_queue_oldest_seconds",
             "How long the first of the requests that wait in the router has waited",

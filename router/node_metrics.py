@@ -117,7 +117,6 @@ class NodeCollector(Collector):
         yield from _tiers(reporting)
         yield from _counters(reporting)
 
-
     def _up(self) -> Metric:
         """A node that has died is no member any more, and still has to be seen as 0. One that drains is on its
         way out, and one that is left out counts in its pool: neither is shown here."""

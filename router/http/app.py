@@ -108,7 +108,5 @@ def make_app(services: Services) -> ASGIApp:
     # Without Starlette's application around the routes: its layers turn errors into answers, which the gate
     # does here.
     hosts = OwnHosts(services.config.host, services.config.cors_origins)
-    gate = HttpGate(
-        HttpRoutes(routes), services.keys, services.metrics, hosts, services.dispatcher.recent
-    )
+    gate = HttpGate(HttpRoutes(routes), services.keys, services.metrics, hosts, services.dispatcher.recent)
     return _with_cors(gate, services.config.cors_origins)

@@ -20,7 +20,6 @@ from tandem.router.page_state import NodeRow, PoolRow
 from tandem.router.pool import Member
 from tandem.wire.requests import NodeStatus
 
-
 _NO_STORE = ((b"cache-control", b"no-store"),)
 
 

@@ -149,7 +149,9 @@ def test_a_node_that_is_left_out_counts_in_its_pool_and_is_not_down(start_router
         PoolReport(Role.DECODE, 4, starting=1, waiting=1, left_out={"d9": "its model has other weights"})
     )
     pools = scraped(router, "tandem_pool_nodes")
-    states = {state: pools["decode", state] for state in ("wanted", "ready", "starting", "waiting", "left_out")}
+    states = {
+        state: pools["decode", state] for state in ("wanted", "ready", "starting", "waiting", "left_out")
+    }
     assert states == {"wanted": 4, "ready": 1, "starting": 1, "waiting": 1, "left_out": 1}
     assert ("d9", "decode") not in scraped(router, "tandem_node_up")
 

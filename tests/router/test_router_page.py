@@ -266,7 +266,9 @@ def failing(router: RunningRouter) -> str:
     router.nodes[left].set(status_fields=faults)
     router.announce(
         PoolReport(Role.PREFILL, 1),
-        PoolReport(Role.DECODE, 3, down={lost: "its process ended: killed"}, left_out={"d9": "other weights"}),
+        PoolReport(
+            Role.DECODE, 3, down={lost: "its process ended: killed"}, left_out={"d9": "other weights"}
+        ),
     )
 
     def reported() -> bool:
