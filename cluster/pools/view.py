@@ -124,7 +124,7 @@ def _pool(
 def pool_reports(
     config: TandemConfig, state: ClusterState, hosts: Sequence[Host], fleet: Fleet
 ) -> list[PoolReport]:
-    """Returns what routers show of the pools. Nodes that leave are in no figure: nobody misses them."""
+    """Returns what routers show of the pools. Nodes that leave are in no figure: they are not missed."""
     return [_pool_report(role, config, state, hosts, fleet) for role in Role]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -121,14 +122,13 @@ def test_real_faults_fire_their_alerts_and_nothing_fires_without_one(watched: Wa
     os.kill(frozen, signal.SIGCONT)
     prometheus.until('tandem_node_up{node="prefill-0"} == 1', "it is back")
 
-    with (watched.disk / "filler").open("wb") as filler:
-        with pytest.raises(OSError, match="No space left"):
-            while True:
-                filler.write(bytes(1 << 20))
-                filler.flush()
-        for _ in range(12):
-            watched.complete()
-        prometheus.until_fired("TandemTierFails")
+    with (watched.disk / "filler").open("wb") as filler, contextlib.suppress(OSError):
+        while True:  # until the disk is full
+            filler.write(bytes(1 << 20))
+            filler.flush()
+    for _ in range(12):
+        watched.complete()
+    prometheus.until_fired("TandemTierFails")
     (watched.disk / "filler").unlink()
     expected |= {"TandemTierFails"}
     assert "TandemNodeLeftOut" not in watched.fired_for_a_fault()
