@@ -19,7 +19,7 @@ import pytest
 from tests.integration.cluster_lab import START_S, Serve
 from tests.integration.prometheus import Prometheus, quick_rules, watching
 
-pytestmark = [pytest.mark.own_cluster, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 OPERATOR, POOR = "an-operators-key-0123456789", "a-poor-tenants-key-0123456789"
 SETTINGS = """
