@@ -18,7 +18,7 @@ import yaml
 from tests.hosts.tools import install_absent
 
 MONITORING = Path(__file__).resolve().parents[2] / "manifests" / "monitoring"
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 SCRAPE_S = 1
 RATE = "20s"
 

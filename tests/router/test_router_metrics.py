@@ -12,10 +12,11 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.router.config import ApiKey
-from tandem.router.metrics import RouterMetrics
+from tandem.router.metrics import ADVICE, RouterMetrics, parts_of
 from tandem.wire.nodes import NodeState, PoolReport, Role
 from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters, TierStatus, WaitHistogram
 from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.test_router_recent import QUICK
 
 MONITORING = Path(__file__).resolve().parents[2] / "manifests" / "monitoring"
 
@@ -239,6 +240,23 @@ def test_what_is_rare_is_counted_from_nothing() -> None:
     """Prometheus sees no increase in a series that begins at 1."""
     metrics = RouterMetrics("m")
     assert b'tandem_requests_refused_total{model_name="m",reason="queue_full"} 0.0' in metrics.render()
+
+
+def test_the_alerts_say_what_the_page_advises() -> None:
+    groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    said = {rule["alert"]: rule["annotations"]["description"] for group in groups for rule in group["rules"]}
+    for alert, cause in (
+        ("TandemQueueStands", "the router's line"),
+        ("TandemSlowFirstToken", "a node's line"),
+        ("TandemSlowTokens", "writing the answer"),
+        ("TandemFailovers", "it moved to another node"),
+        ("TandemPreemptions", "it lost its blocks and was computed again"),
+    ):
+        assert ADVICE[cause] in said[alert]
+
+
+def test_every_cause_has_its_advice() -> None:
+    assert {name for name, _ in parts_of(QUICK)} < set(ADVICE)
 
 
 def named(text: str) -> set[str]:
