@@ -83,7 +83,7 @@ def watched(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         settings = folder / "tandem.yaml"
         settings.write_text(SETTINGS.format(folder=disk / "kv", operator=OPERATOR, poor=POOR))
         server = Serve(str(model), "--config", str(settings), "--prefill", "1", "--decode", "1")
-        url = server.until(r"^API: +(http://\S+)/v1$", 2 * START_S)[1]
+        url = server.until(r"^API: +(http://\S+)/v1$", START_S)[1]
         with watching(url, folder, quick_rules()) as prometheus:
             yield Watched(server, url, model, disk, prometheus)
     finally:
