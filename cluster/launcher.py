@@ -20,7 +20,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.logs import LogPage, LogPosition
-from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterQueue
+from tandem.wire.nodes import NodeInfo, NodeSighting, PoolReport, Role, RouterInfo, RouterQueue
 from tandem.wire.progress import Report
 from tandem.wire.requests import NodeStatus
 
@@ -94,11 +94,16 @@ class NodeHandle(Handle[NodeInfo], Protocol):
 
 class RouterHandle(Handle[RouterInfo], Protocol):
     async def set_members(
-        self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str]
+        self,
+        members: list[NodeInfo],
+        paused: Sequence[str],
+        desks: Mapping[str, str],
+        pools: Sequence[PoolReport],
     ) -> RouterQueue:
         """Sets all nodes that the router may use; a node that is missing has ended. Processes that are not members cannot talk to
         the router. `paused` names the pools and nodes that get no new requests. `desks` gives, by name, the address of each
-        router process on its port, its own included. Returns what waits in the router's line."""
+        router process on its port, its own included. `pools` is what the router shows of its pools. Returns what waits in the
+        router's line."""
         ...
 
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:

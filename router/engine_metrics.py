@@ -1,5 +1,6 @@
 """The nodes' reports of their engines under vLLM's names and labels (`tandem_` instead of `vllm:`), so that a
-dashboard made for vLLM shows a cluster's engines. The label `engine` is the node's id.
+dashboard made for vLLM shows a cluster's engines. The labels `engine`, which is vLLM's, and `node`, which all
+other metrics of nodes have, are both the node's id.
 
 The router's own measurements under vLLM's names are in `metrics`; all other reports of nodes are in
 `node_metrics`.
@@ -17,7 +18,7 @@ from tandem.router.node_metrics import labels_of
 from tandem.router.pool import Member, NodePool
 from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters
 
-_LABELS = ["engine", "role"]
+_LABELS = ["engine", "node", "role"]
 _STEP_BOUNDS = [*(str(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf"]
 
 _COUNTERS: tuple[tuple[str, str, Callable[[NodeCounters], float]], ...] = (
@@ -74,10 +75,15 @@ class EngineCollector(Collector):
         for name, text, value in _COUNTERS:
             family = CounterMetricFamily(f"tandem_{name}", text, labels=_LABELS)
             for member in engines:
-                family.add_metric(labels_of(member), value(member.counters))
+                family.add_metric(_labels_of(member), value(member.counters))
             yield family
         yield _accepted_by_position(engines)
         yield _step_tokens(engines)
+
+
+def _labels_of(member: Member) -> list[str]:
+    node, role = labels_of(member)
+    return [node, node, role]
 
 
 def _cache_usage(engines: list[Member]) -> Metric:
@@ -87,7 +93,7 @@ def _cache_usage(engines: list[Member]) -> Metric:
     for member in engines:
         status = member.status
         used = status.total_blocks - status.free_blocks
-        family.add_metric(labels_of(member), used / status.total_blocks if status.total_blocks else 0.0)
+        family.add_metric(_labels_of(member), used / status.total_blocks if status.total_blocks else 0.0)
     return family
 
 
@@ -99,7 +105,7 @@ def _cache_config(engines: list[Member]) -> Metric:
     )
     for member in engines:
         blocks = str(member.status.total_blocks)
-        family.add_metric([*labels_of(member), str(member.info.block_size), blocks], 1.0)
+        family.add_metric([*_labels_of(member), str(member.info.block_size), blocks], 1.0)
     return family
 
 
@@ -111,7 +117,7 @@ def _accepted_by_position(engines: list[Member]) -> Metric:
     )
     for member in engines:
         for position, count in enumerate(member.counters.speculative_accepted_at):
-            family.add_metric([*labels_of(member), str(position)], count)
+            family.add_metric([*_labels_of(member), str(position)], count)
     return family
 
 
@@ -123,5 +129,5 @@ def _step_tokens(engines: list[Member]) -> Metric:
         counts = member.counters.step_tokens
         if len(counts) == len(_STEP_BOUNDS):  # a node of another version may have other bounds
             buckets = list(zip(_STEP_BOUNDS, map(float, itertools.accumulate(counts)), strict=True))
-            family.add_metric(labels_of(member), buckets, member.counters.tokens_scheduled)
+            family.add_metric(_labels_of(member), buckets, member.counters.tokens_scheduled)
     return family

@@ -22,6 +22,8 @@ from tandem.router.siblings import Siblings
 ENDED_KEPT = 64
 # Metrics of which the largest counts instead of the sum.
 _LARGEST = frozenset({"tandem_router_queue_oldest_seconds", "tandem_known_cached_blocks"})
+# And of which the smallest counts.
+_SMALLEST = frozenset({"tandem_router_healthy"})
 
 
 class Family(msgspec.Struct, frozen=True, array_like=True):
@@ -79,7 +81,7 @@ def merged(all_of: Iterable[Figures], now: Iterable[Figures]) -> list[Family]:
 def _together(name: str, one: float, other: float) -> float:
     if name in _LARGEST:
         return max(one, other)
-    if name.endswith("_created"):
+    if name in _SMALLEST or name.endswith("_created"):
         return min(one, other)
     return one + other
 

@@ -22,7 +22,7 @@ from tandem.router.http.serving import listen
 from tandem.router.server import RouterServer
 from tandem.wire.errors import Unavailable
 from tandem.wire.logs import LogPosition, LogsConfig, begin_logging, recent_page
-from tandem.wire.nodes import NodeInfo, RouterInfo, RouterQueue
+from tandem.wire.nodes import NodeInfo, PoolReport, RouterInfo, RouterQueue
 from tandem.wire.progress import Report, SaidProgress
 from tandem.wire.sockets import raise_descriptor_limit
 
@@ -105,14 +105,23 @@ class RouterHost:
         return self._server
 
     async def set_members(
-        self, members: bytes, paused: Sequence[str] = (), desks: Mapping[str, str] | None = None
+        self,
+        members: bytes,
+        paused: Sequence[str] = (),
+        desks: Mapping[str, str] | None = None,
+        pools: bytes = b"\x90",
     ) -> bytes:
         """Sets the members. `members`: the whole membership, a list of NodeInfo. `paused`: names of pools and
         nodes that get no new requests. `desks`: where the router processes on this port, this one included,
-        ask each other, by name. Returns the RouterQueue."""
+        ask each other, by name. `pools`: a list of PoolReport, for metrics and the page. Returns the
+        RouterQueue."""
         serving = self._serving()
         serving.set_siblings(desks or {})
-        serving.set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]), paused)
+        serving.set_members(
+            msgspec.msgpack.decode(members, type=list[NodeInfo]),
+            paused,
+            msgspec.msgpack.decode(pools, type=list[PoolReport]),
+        )
         services = serving.services
         admission, metrics = services.dispatcher.admission, services.metrics
         queue = RouterQueue(

@@ -21,7 +21,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from tandem.wire.errors import Unavailable
+from tandem.wire.errors import Cancelled, Unavailable
+from tandem.wire.nodes import PoolReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -248,6 +249,7 @@ class RouterMetrics:
         self.queue_limit = Gauge(
             "tandem_router_queue_limit", "Sequences that may wait in the router", registry=self.registry
         )
+        self.healthy = Gauge("tandem_router_healthy", "1 when /health answers 200", registry=self.registry)
         self.oldest_wait = Gauge(
             "tandem_router_queue_oldest_seconds",
             "How long the first of the requests that wait in the router has waited",
@@ -255,7 +257,7 @@ class RouterMetrics:
         )
 
         # Begin at 0, so that the first count of a reason shows as an increase.
-        for reason in ("queue_full", "unauthorized", "bodies", "memory"):
+        for reason in ("queue_full", "unauthorized", "bodies", "memory", "quota"):
             self.refusals.labels(reason=reason)
         for phase in ("queue", "total", "token_idle", "failover_wait"):
             self.deadlines.labels(phase=phase)
@@ -278,6 +280,22 @@ WINDOW_S = 600.0
 BUCKET_S = 10.0
 LATEST = 200  # how many requests are shown one by one
 SLOWEST = 8  # kept of each bucket
+TROUBLES = 40  # kinds of trouble that are kept
+TEXT_SHOWN = 200
+
+# What to do about the cause of a slow request, beside it on the page. The alerts say the same.
+ADVICE = {
+    "reading the request": "Give the router's machine more cores, or set `router.processes`.",
+    "the router's line": "No decode node has the blocks for it: add a decode node, or raise `cache.memory_bytes`.",
+    "a node's line": "Prefill nodes have more prompts than they can read: add a prefill node.",
+    "computing the prompt": "Add a prefill node, or send shorter prompts; prefixes that repeat are read once.",
+    "the handover": "Look at the network between the pools: `tandem trace` shows what the transfer waited for.",
+    "writing the answer": "Decode nodes are too full: add a decode node, or lower `scheduler.step_target_ms`.",
+    "one gap in its answer": "A node stood still: its log and `tandem trace` say why.",
+    "it moved to another node": "The router's log names the node that was lost; `tandem status` says why.",
+    "it lost its blocks and was computed again": "`scheduler.reserve: sequence` admits fewer requests; another decode node keeps them all.",
+    "it failed": "The router's and the node's log have its id: `tandem logs --request ID`.",
+}
 
 
 class RequestAccount(msgspec.Struct, frozen=True):
@@ -345,6 +363,25 @@ class SlowRequest(msgspec.Struct, frozen=True):
     account: RequestAccount
     excess: float
     cause: str
+    advice: str = ""
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Something that went wrong, and how often: requests refused or failed in the same way, requests that moved
+    away from a node, or a node that stopped serving."""
+
+    at: float  # time of day, of the last time
+    what: str  # its kind: "refused", "failed", "moved" or "node"
+    request_id: str  # of the last one; "" for a node
+    status: int  # of the answer; 0 for a node
+    code: str
+    node: str  # "" where no node has to do with it
+    text: str
+    count: int = 1
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (self.what, self.status, self.code, self.node)
 
 
 class Moment(msgspec.Struct):
@@ -352,7 +389,11 @@ class Moment(msgspec.Struct):
 
     began: float  # time of day
     ended: int = 0
-    failed: int = 0
+    failed: int = 0  # of those that ended
+    errors: int = 0  # answers that failed, with a status or in the middle
+    refused: int = 0  # answers with a status from 400 on that are no errors of the server, and 503
+    moved: int = 0  # times that a request went on at another node
+    restarts: int = 0  # nodes that stopped serving and were started again
     first_in_time: int = 0
     tokens_in_time: int = 0
     prompt_tokens: int = 0
@@ -372,11 +413,56 @@ class RecentRequests:
         self._slowest: deque[list[tuple[float, int, RequestAccount]]] = deque(maxlen=self._moments.maxlen)
         self._latest: deque[RequestAccount] = deque(maxlen=LATEST)
         self._count = 0  # breaks ties between equally slow requests
+        self._troubles: dict[tuple[object, ...], Trouble] = {}  # the latest last
+        self._out: frozenset[str] = frozenset()  # nodes that the controller says are down or left out
+
+    def answered(self, request_id: str, status: int, code: str, text: str) -> None:
+        """Notes an answer that was refused or failed. A request that its client left is neither."""
+        if status == Cancelled.http_status:
+            return
+        moment = self._moment()
+        if 400 <= status < 500 or status == Unavailable.http_status:
+            moment.refused += 1
+            self._add(Trouble(self.now(), "refused", request_id, status, code, "", text))
+            return
+        moment.errors += 1
+        known = (one for one in reversed(self._latest) if one.request_id == request_id)
+        account = next(known, None)
+        node = (account.decode_node or account.prefill_node) if account is not None else ""
+        self._add(Trouble(self.now(), "failed", request_id, status, code, node, text))
+
+    def pools_are(self, reports: Sequence[PoolReport]) -> None:
+        """Notes nodes that have stopped serving since the controller's last report."""
+        out = {name: ("down", why) for report in reports for name, why in report.down.items()}
+        left_out = {name: ("left_out", why) for report in reports for name, why in report.left_out.items()}
+        for name, (code, why) in [*out.items(), *left_out.items()]:
+            if name not in self._out:
+                self._moment().restarts += code == "down"
+                self._add(Trouble(self.now(), "node", "", 0, code, name, why))
+        self._out = frozenset(out) | frozenset(left_out)
+
+    def _add(self, one: Trouble) -> None:
+        before = self._troubles.pop(one.key, None)
+        count = one.count + (before.count if before is not None and one.at - before.at < WINDOW_S else 0)
+        self._troubles[one.key] = msgspec.structs.replace(one, text=one.text[:TEXT_SHOWN], count=count)
+        while len(self._troubles) > TROUBLES:
+            del self._troubles[next(iter(self._troubles))]
+
+    def troubles(self) -> list[Trouble]:
+        """Returns what went wrong in the last ten minutes, the latest first."""
+        since = self.now() - WINDOW_S
+        return [one for one in reversed(self._troubles.values()) if one.at > since]
 
     def ended(self, account: RequestAccount) -> None:
         moment, targets = self._moment(), self.targets
         moment.ended += 1
         moment.failed += account.finish == "error"
+        if account.failovers:
+            moment.moved += account.failovers
+            text = f"it went on there, after {account.prefill_node or 'no node'} had read its prompt"
+            self._add(
+                Trouble(self.now(), "moved", account.request_id, 200, "moved", account.decode_node, text)
+            )
         moment.prompt_tokens += account.prompt_tokens
         moment.output_tokens += account.output_tokens
         if account.output_tokens:
@@ -411,7 +497,10 @@ class RecentRequests:
     def slowest(self, count: int) -> list[SlowRequest]:
         self._moment()
         found = heapq.nlargest(count, (entry for slowest in self._slowest for entry in slowest))
-        return [SlowRequest(account, excess, cause_of(account, self.targets)) for excess, _, account in found]
+        causes = [(account, excess, cause_of(account, self.targets)) for excess, _, account in found]
+        return [
+            SlowRequest(account, excess, cause, ADVICE.get(cause, "")) for account, excess, cause in causes
+        ]
 
     def _moment(self) -> Moment:
         began = self.now() // BUCKET_S * BUCKET_S

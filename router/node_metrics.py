@@ -13,6 +13,7 @@ from tandem.router.links import NodeLinks
 from tandem.router.pool import Member, NodePool
 from tandem.router.prefixes import CachedBlocks
 from tandem.router.supervision import TaskSupervisor
+from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, TierStatus
 
 _GAUGES = {
@@ -109,15 +110,50 @@ class NodeCollector(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        members = self._pool.members
-        up = GaugeMetricFamily("tandem_node_up", "1 when requests may go there", labels=["node", "role"])
-        for member in members:
-            up.add_metric(labels_of(member), float(self._pool.unusable(member) is None))
-        yield up
+        yield self._up()
+        yield self._pools()
         reporting = self._pool.counted_members
         yield from _gauges(reporting)
         yield from _tiers(reporting)
         yield from _counters(reporting)
+
+    def _up(self) -> Metric:
+        """A node that has died is no member any more, and still has to be seen as 0. One that drains is on its
+        way out, and one that is left out counts in its pool: neither is shown here."""
+        up = GaugeMetricFamily(
+            "tandem_node_up",
+            "1 when requests may go there; a node that drains or is left out is not shown",
+            labels=["node", "role"],
+        )
+        for member in self._pool.members:
+            if member.status.state is not NodeState.DRAINING:
+                up.add_metric(labels_of(member), float(self._pool.unusable(member) is None))
+        for node_id, role, state, _ in self._pool.absent():
+            if state == "down":
+                up.add_metric([node_id, role.value], 0.0)
+        return up
+
+    def _pools(self) -> Metric:
+        """How many nodes are ready is this router's own view, so it is right while the controller is away; the
+        rest is the controller's."""
+        family = GaugeMetricFamily(
+            "tandem_pool_nodes",
+            "Nodes of a pool by state: wanted, ready (requests may go there), starting for the first time, "
+            "waiting for a machine, left_out until an operator starts them again",
+            labels=["role", "state"],
+        )
+        ready = self._pool.ready_by_role()
+        for role in Role:
+            family.add_metric([role.value, "ready"], ready[role])
+        for report in self._pool.reports:
+            for state, count in (
+                ("wanted", report.wanted),
+                ("starting", report.starting),
+                ("waiting", report.waiting),
+                ("left_out", len(report.left_out)),
+            ):
+                family.add_metric([report.role.value, state], count)
+        return family
 
 
 def labels_of(member: Member) -> list[str]:

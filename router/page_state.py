@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tandem.router.metrics import LATEST, WINDOW_S, Moment, RequestAccount, SlowRequest
+from tandem.router.metrics import LATEST, TROUBLES, WINDOW_S, Moment, RequestAccount, SlowRequest, Trouble
 
 SLOWEST_SHOWN = 12
 
@@ -37,6 +37,15 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0  # computed
     step_s: float = 0.0
     tiers: list[tuple[str, int, int]] = []  # name, bytes in use, bytes in all
+    notes: list[str] = []  # what an operator should know of it although it serves
+
+
+class PoolRow(msgspec.Struct, frozen=True):
+    role: str
+    wanted: int
+    ready: int
+    starting: int
+    waiting: int  # for a machine
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -74,6 +83,7 @@ class RouterState(msgspec.Struct, frozen=True):
     handover_s: float | None
     paused: list[str] = []  # pools and nodes that get no new requests
     processes: list[ProcessState] = []  # the processes on its port; empty when it is the only one
+    tells_decisions: bool = False  # whether /ui/decisions answers who may see this
 
 
 class PageState(msgspec.Struct, frozen=True):
@@ -86,6 +96,8 @@ class PageState(msgspec.Struct, frozen=True):
     moments: list[Moment]
     latest: list[RequestAccount]
     slowest: list[SlowRequest]
+    troubles: list[Trouble] = []  # of the last ten minutes, the latest first
+    pools: list[PoolRow] = []  # as the controller knows them; empty without one
 
 
 def together(own: PageState, name: str, others: Mapping[str, PageState], silent: Sequence[str]) -> PageState:
@@ -119,7 +131,21 @@ def together(own: PageState, name: str, others: Mapping[str, PageState], silent:
         slowest=heapq.nlargest(
             SLOWEST_SHOWN, (slow for page in all_of for slow in page.slowest), key=lambda slow: slow.excess
         ),
+        troubles=_troubles(trouble for page in all_of for trouble in page.troubles),
     )
+
+
+def _troubles(troubles: Iterable[Trouble]) -> list[Trouble]:
+    """A request belongs to one process; a node's loss is seen by all."""
+    found: dict[tuple[object, ...], Trouble] = {}
+    for one in troubles:
+        known = found.get(one.key, one)
+        counts = [one.count] if known is one else [known.count, one.count]
+        found[one.key] = msgspec.structs.replace(
+            max(known, one, key=lambda each: each.at),
+            count=max(counts) if one.what == "node" else sum(counts),
+        )
+    return sorted(found.values(), key=lambda one: -one.at)[:TROUBLES]
 
 
 def _pairs(pairs: Iterable[Pair]) -> list[Pair]:
@@ -145,8 +171,8 @@ def _moments(moments: Iterable[Moment]) -> list[Moment]:
     for moment in moments:
         known = found.setdefault(moment.began, Moment(moment.began))
         for field in Moment.__struct_fields__:
-            if field == "worst_first_s":
-                known.worst_first_s = max(known.worst_first_s, moment.worst_first_s)
+            if field in ("worst_first_s", "restarts"):
+                setattr(known, field, max(getattr(known, field), getattr(moment, field)))
             elif field != "began":
                 setattr(known, field, getattr(known, field) + getattr(moment, field))
     latest = max(found, default=0.0)

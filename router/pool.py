@@ -13,7 +13,8 @@ they have.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -22,7 +23,7 @@ from tandem.router.config import Heartbeat
 from tandem.router.policy.shortlist import Shortlist
 from tandem.router.policy.views import Average, NodeRates, NodeView, PoolSnapshot, first_by_rendezvous
 from tandem.wire.listening import Listener
-from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeSighting, NodeState, Role
+from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeSighting, NodeState, PoolReport, Role
 from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import NO_COUNTERS, NodeCounters, NodeStatus
 from tandem.wire.versions import WIRE_VERSION, out_of_reach
@@ -142,6 +143,7 @@ class NodePool:
             str, list[str]
         ] = {}  # by prefill node: the decode nodes where its KV arrived wrong
         self.paused: frozenset[str] = frozenset()  # names of pools and nodes that get no new requests
+        self.reports: Sequence[PoolReport] = ()  # the controller's; empty without one
         self.is_paused = False  # every node that can write answers is paused
         self.oldest_version = WIRE_VERSION  # the oldest version of Tandem's messages among the members
         self.foreign_messages = 0  # messages from nodes or epochs that are not members
@@ -534,6 +536,20 @@ class NodePool:
             and not self._is_held_back(member)
             and (why := self.unusable(member)) is not None
         }
+
+    def ready_by_role(self) -> Counter[Role]:
+        """How many members may get new requests."""
+        return Counter(each.info.role for each in self._members.values() if self.unusable(each) is None)
+
+    def absent(self) -> list[tuple[str, Role, str, str]]:
+        """Returns the nodes that should serve and are no members: the id, the role, the state and why."""
+        return [
+            (node_id, report.role, state, why)
+            for report in self.reports
+            for state, nodes in (("down", report.down), ("left out", report.left_out))
+            for node_id, why in nodes.items()
+            if node_id not in self._members
+        ]
 
     def unusable(self, member: Member) -> str | None:
         """Returns why the node gets no new requests, or None."""

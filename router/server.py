@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ from tandem.router.tracing.traces import Traces
 from tandem.wire.endpoints import key_of, parse_endpoint, shown
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.listening import ListenerProbe
-from tandem.wire.nodes import NodeInfo
+from tandem.wire.nodes import NodeInfo, PoolReport
 from tandem.wire.sockets import admit
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class RouterServer:
         metrics.registry.register(LinkCollector(pool, links, supervisor, chooser.cached))
         metrics.node_registry.register(NodeCollector(pool))
         metrics.node_registry.register(EngineCollector(pool))
-        return Services(
+        services = Services(
             config=config,
             model=ServedModel(
                 config,
@@ -226,6 +226,8 @@ class RouterServer:
             others=OtherModels(config),
             control=self._control,
         )
+        metrics.healthy.set_function(lambda: float(services.why_unhealthy() is None))
+        return services
 
     def _listen_to_nodes(self) -> None:
         dispatcher, traces = self.services.dispatcher, self.services.traces
@@ -310,10 +312,15 @@ class RouterServer:
         """Sets the desks of all router processes on this port by name, this one's included."""
         self.services.siblings.tell(desks)
 
-    def set_members(self, infos: list[NodeInfo], paused: Iterable[str] = ()) -> None:
+    def set_members(
+        self, infos: list[NodeInfo], paused: Iterable[str] = (), reports: Sequence[PoolReport] = ()
+    ) -> None:
         """Sets the whole membership. A node that is missing from it is lost; one with a new epoch is a new
-        node. `paused`: the names of pools and nodes that get no new requests."""
+        node. `paused`: the names of pools and nodes that get no new requests. `reports`: what the controller
+        knows of the pools."""
         services = self.services
+        services.pool.reports = reports
+        services.dispatcher.recent.pools_are(reports)
         services.pool.set_paused(paused)
         admit(key_of(info.request_endpoint) for info in infos)
         came, went = services.pool.set_members(infos)

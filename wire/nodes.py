@@ -93,6 +93,17 @@ class RouterQueue(msgspec.Struct, frozen=True):
     out_of_view: dict[str, str] = {}
 
 
+class PoolReport(msgspec.Struct, frozen=True):
+    """A pool as the controller knows it, for the metrics and the page of routers, which only know nodes that serve."""
+
+    role: Role
+    wanted: int
+    starting: int = 0  # nodes that have not served yet and are on their way
+    waiting: int = 0  # nodes for which no machine has room
+    down: dict[str, str] = {}  # by node id: why a node that has served does not serve now
+    left_out: dict[str, str] = {}  # by node id: why a node is not started again until an operator asks for it
+
+
 class NodeSighting(msgspec.Struct, frozen=True):
     """What a router knows of a node, for a controller that gets no answer from the node."""
 

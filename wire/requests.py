@@ -243,7 +243,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     loading_seconds: float = 0.0  # how long requests waited for `loaded_tokens`, together
     fetched_bytes: int = 0  # copied from other nodes' tiers, because that took less than computing
     mirrored_bytes: int = 0  # copied from nodes whose mirror this one is
-    given_up: int = 0  # copies that were not done in their time
+    given_up: int = 0  # copies that failed, as on a full disk, or were not done in their time
     left_out: str = ""  # why the tier is not used for now, because it hangs or is slow
 
 

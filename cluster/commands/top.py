@@ -17,7 +17,9 @@ from tandem.cluster.api_client import ApiClient
 from tandem.cluster.commands.output import print_json
 from tandem.cluster.describe import counted, format_blocks
 from tandem.router.page_state import NodeRow, PageState
+from tandem.router.tracing.record import SHORT_ID
 from tandem.wire.errors import ConfigurationError, InternalError
+from tandem.wire.nodes import Role
 
 _MOST_NODES = 24
 _LEAST_PERIOD_S = 0.2
@@ -67,7 +69,7 @@ def fetch(client: ApiClient) -> PageState:
 
 
 def screen(state: PageState, before: PageState | None) -> RenderableType:
-    return Group(_head(state), _past(state), _nodes(state, before), *_slowest(state))
+    return Group(_head(state), _past(state), *_wrong(state), _nodes(state, before), *_slowest(state))
 
 
 def _head(state: PageState) -> Text:
@@ -99,6 +101,24 @@ def _past(state: PageState) -> Text:
         f"last ten minutes: {counted(ended, 'request')}, first token within {state.ttft_s:g} s for {first:.1%}, "
         f"tokens within {state.inter_token_s * 1e3:g} ms for {tokens:.1%}"
     )
+
+
+def _wrong(state: PageState) -> list[Text]:
+    """Returns what went wrong in the last ten minutes, and what is wrong now with nodes that serve."""
+    counts = (
+        (sum(getattr(moment, field) for moment in state.moments), name)
+        for field, name in (
+            ("errors", "failed"),
+            ("refused", "refused"),
+            ("moved", "moved to another node"),
+            ("restarts", "restarts of nodes"),
+        )
+    )
+    said = ", ".join(f"{count} {name}" for count, name in counts if count)
+    lines = [Text(said, style="red")] if said else []
+    return lines + [
+        Text(f"! {node.node_id}: {note}", style="yellow") for node in state.nodes for note in node.notes
+    ]
 
 
 def _nodes(state: PageState, before: PageState | None) -> Table:
@@ -135,22 +155,38 @@ def _slowest(state: PageState) -> list[RenderableType]:
         return []
     causes = Counter(slow.cause for slow in state.slowest)
     table = Table(box=None, pad_edge=False)
+    ids = {slow.account.request_id for slow in state.slowest}
+    length = _short_id(ids)
     # Ids are copied and figures compared, so in a narrow terminal only words are folded.
-    longest = max(len(slow.account.request_id) for slow in state.slowest)
-    table.add_column("slowest requests", no_wrap=True, min_width=longest)
+    table.add_column("slowest", no_wrap=True, min_width=max(len(one[:length]) for one in ids))
     table.add_column("cause", overflow="fold")
     for name in ("of slo", "first token", "per token"):
-        table.add_column(name, justify="right", min_width=len("10000 ms"))
-    table.add_column("nodes", overflow="fold")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("nodes", no_wrap=True)
     for slow in state.slowest:
         account = slow.account
         table.add_row(
-            escape(account.request_id),
+            escape(account.request_id[:length]),
             slow.cause,
             f"{slow.excess:.1f}×",
             f"{account.first_token_s * 1e3:.0f} ms",
             f"{account.token_s * 1e3:.1f} ms",
-            " → ".join(filter(None, (account.prefill_node, account.decode_node))),
+            "→".join(_short(node) for node in (account.prefill_node, account.decode_node) if node),
         )
     summary = ", ".join(f"{cause} {count}×" for cause, count in causes.most_common())
-    return [table, Text(f"by cause: {summary}. `tandem why ID` tells one to the millisecond", style="dim")]
+    worst = causes.most_common(1)[0][0]
+    advice = next((slow.advice for slow in state.slowest if slow.cause == worst and slow.excess > 1), "")
+    lines = [f"by cause: {summary}. {advice}".rstrip(), "`tandem why ID` tells one to the millisecond"]
+    return [table, Text("\n".join(lines), style="dim")]
+
+
+def _short_id(ids: set[str]) -> int:
+    """Returns how many characters tell these ids apart, at least as many as `tandem why` finds one by."""
+    longest = max(map(len, ids))
+    return next((n for n in range(SHORT_ID, longest) if len({one[:n] for one in ids}) == len(ids)), longest)
+
+
+def _short(node: str) -> str:
+    """prefill-12 is p12; another name stays as it is."""
+    role, _, number = node.rpartition("-")
+    return f"{role[0]}{number}" if role in tuple(Role) and number.isdigit() else node

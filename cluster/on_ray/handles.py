@@ -23,7 +23,7 @@ from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
 from tandem.wire.logs import LogPage, LogPosition
-from tandem.wire.nodes import NodeInfo, NodeSighting, RouterInfo, RouterQueue
+from tandem.wire.nodes import NodeInfo, NodeSighting, PoolReport, RouterInfo, RouterQueue
 from tandem.wire.progress import Report
 from tandem.wire.requests import NodeStatus
 from tandem.wire.settings import without_defaults
@@ -320,10 +320,15 @@ class RayRouter(RayHandle):
         return info
 
     async def set_members(
-        self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str]
+        self,
+        members: list[NodeInfo],
+        paused: Sequence[str],
+        desks: Mapping[str, str],
+        pools: Sequence[PoolReport],
     ) -> RouterQueue:
         actor = await self.actor()
-        told = actor.set_members.remote(msgspec.msgpack.encode(members), list(paused), dict(desks))
+        encode = msgspec.msgpack.encode
+        told = actor.set_members.remote(encode(members), list(paused), dict(desks), encode(pools))
         load = await answer(told)
         return msgspec.msgpack.decode(load, type=RouterQueue)
 

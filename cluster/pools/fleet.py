@@ -20,6 +20,7 @@ from tandem.cluster.pools.supervisor import ProcessPhase, SupervisorContext
 from tandem.cluster.pools.witnesses import Witnesses
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, cancel
 from tandem.router.config import RouterConfig, RouterPlacement
+from tandem.wire.nodes import PoolReport
 from tandem.wire.requests import NodeStatus
 
 _ROUTER = "router"
@@ -53,6 +54,7 @@ class Fleet:
         self._adapters = adapters
         # Called when a router begins to serve, and when a router's process got SIGTERM.
         self.wake: Callable[[], None] = lambda: None
+        self.pool_reports: Callable[[], Sequence[PoolReport]] = tuple  # what routers show of their pools
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
@@ -65,7 +67,14 @@ class Fleet:
             timeouts.silence_s,
         )
         self._context = SupervisorContext(
-            launcher, self.membership, witnesses, timeouts, events, clock, changed.ring
+            launcher,
+            self.membership,
+            witnesses,
+            timeouts,
+            events,
+            clock,
+            changed.ring,
+            lambda: self.pool_reports(),
         )
         self._ending: set[NodeSupervisor | RouterSupervisor] = set()
 

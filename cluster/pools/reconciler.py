@@ -26,6 +26,7 @@ from tandem.cluster.pools.rollout_watch import RolloutWatch
 from tandem.cluster.pools.room import needed_by, needs_of
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.pools.view import pool_reports
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
@@ -87,6 +88,7 @@ class Reconciler:
         self.has_looked = False  # whether one full round of `run` is done
         self.adapters = WantedAdapters(self._adapters_of)
         self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
+        self._records_decisions = False  # whether a task is about to
         self.fleet = Fleet(
             config,
             launcher,
@@ -100,6 +102,9 @@ class Reconciler:
             self.adapters,
         )
         self.fleet.wake = self.wake
+        self.fleet.pool_reports = lambda: pool_reports(
+            self.fleet.config, self.state, self.machines, self.fleet
+        )
         self._watch = RolloutWatch(self.fleet, clock)
         self.departures = Departures(
             self.fleet, clock, tasks, self.changed, lambda: self.config.timeouts, self.update, self.note
@@ -116,6 +121,7 @@ class Reconciler:
                 except state.UnknownState as error:
                     self._unknown = error
                     raise
+                self.decisions.extend(self.state.decisions)
             await self._fix_the_model()
             if kept is None:
                 return
@@ -234,6 +240,7 @@ class Reconciler:
         """Records the new state. If that fails, it raises and the state stays as it was. Requires `writing`."""
         if self._unknown is not None:
             raise self._unknown
+        new = msgspec.structs.replace(new, decisions=list(self.decisions))
         if new != self.state:
             await self._store.save(state.encode(new))
             self.state = new
@@ -322,6 +329,18 @@ class Reconciler:
         logger.info("%s", text)
         self.decisions.append(ControllerDecision(time.time(), text))
         self.changed.ring()
+        if not self._records_decisions:
+            self._records_decisions = True
+            self._tasks.spawn(self._record_decisions(), "record decisions")
+
+    async def _record_decisions(self) -> None:
+        """The next controller shows them, too. Failures are only logged: the next record has them again."""
+        async with self.writing:
+            self._records_decisions = False
+            try:
+                await self.keep(self.state)
+            except TandemError as error:
+                logger.warning("what was decided could not be recorded: %s", error)
 
     # --- changing the pools
 

@@ -96,7 +96,9 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             try:
                 load = await self._clock.within(
                     timeouts.silence_s,
-                    handle.set_members(membership.members, membership.paused, self._desks()),
+                    handle.set_members(
+                        membership.members, membership.paused, self._desks(), self._context.pools()
+                    ),
                     f"telling {self.name} its nodes",
                 )
             except TandemError as error:

@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from tandem.cluster.config import PoolsConfig, TandemConfig
+from tandem.cluster.control import ControllerDecision
 from tandem.cluster.launcher import Host
 from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import key_of
@@ -127,6 +128,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     evacuated: list[str] = []  # names of machines that are about to go; nothing is placed there
     paused: list[str] = []  # names of pools and nodes that get no new requests
     routers: list[RouterRecord] = []
+    decisions: list[ControllerDecision] = []  # the latest, oldest first
 
     def find(self, node_id: str) -> NodeRecord | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)

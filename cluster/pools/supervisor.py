@@ -11,7 +11,7 @@ import abc
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from tandem.cluster.pools.witnesses import Silence, Witnesses
 from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.logs import LogPage, LogPosition
+from tandem.wire.nodes import PoolReport
 from tandem.wire.progress import LastProgress
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class SupervisorContext:
     events: Events
     clock: Clock
     on_change: Callable[[], None]  # called at every new phase, and when a router's adapters change
+    pools: Callable[[], Sequence[PoolReport]]  # what routers show of their pools
 
 
 class ProcessSupervisor(abc.ABC, Generic[H, Ready]):

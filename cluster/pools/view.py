@@ -25,7 +25,7 @@ from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.tasks import Clock
 from tandem.wire.errors import TandemError
 from tandem.wire.logs import ClusterLogs, LogPage, LogsQuery, recent_page
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import PoolReport, Role
 
 CONTROLLER = "controller"  # the name of the controller's own log
 _LOG_LINES_AT_ONCE = 20_000  # in all processes together
@@ -119,6 +119,34 @@ def _pool(
         max_nodes=pool.max or 0,
         waiting_for_machines=sum(node.phase == _WAITING for node in mine),
     )
+
+
+def pool_reports(
+    config: TandemConfig, state: ClusterState, hosts: Sequence[Host], fleet: Fleet
+) -> list[PoolReport]:
+    """Returns what routers show of the pools. Nodes that leave are in no figure: they are not missed."""
+    return [_pool_report(role, config, state, hosts, fleet) for role in Role]
+
+
+def _pool_report(
+    role: Role, config: TandemConfig, state: ClusterState, hosts: Sequence[Host], fleet: Fleet
+) -> PoolReport:
+    down: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    starting = waiting = 0
+    for record in state.staying(role):
+        node = fleet.nodes.get(record.node_id)
+        if node is not None and node.phase is ProcessPhase.LEFT_OUT:
+            left_out[record.node_id] = node.detail
+        elif record.info is not None:
+            if node is None or not node.serves:
+                down[record.node_id] = node.detail if node is not None else "its process is not running"
+        elif record.placement is None:
+            waiting += 1
+        else:
+            starting += 1
+    wanted = wanted_size(state, hosts, role, config.pools)
+    return PoolReport(role, wanted, starting, waiting, down, left_out)
 
 
 def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet) -> PoolBounds:

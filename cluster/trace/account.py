@@ -86,18 +86,15 @@ def _between(run: Sequence[Span]) -> float:
 
 
 def first_token_s(record: TraceRecord) -> float | None:
-    """Returns the time from the request's arrival until its first text was sent; of an answer that was sent whole, until its first token
-    had been made."""
-    if is_sent_whole(record):
-        return record.arrivals[0].at - record.began
+    """Returns the time from the request's arrival until the router had its first token, as the metrics, the page and `tandem top` count
+    it. An answer that is sent whole has left long after it."""
+    return min(arrival.at for arrival in record.arrivals) - record.began if record.arrivals else None
+
+
+def sent_whole_s(record: TraceRecord) -> float | None:
+    """Returns the time until an answer of several tokens was sent in one piece, and None for one that was streamed."""
     flushes = [span for span in record.router if span.phase is TracePhase.FLUSH]
-    return min(span.end for span in flushes) - record.began if flushes else None
-
-
-def is_sent_whole(record: TraceRecord) -> bool:
-    """Returns whether all tokens waited for the last one: the answer was not streamed."""
-    flushed = [span.tokens for span in record.router if span.phase is TracePhase.FLUSH]
-    return len(record.arrivals) > 1 and flushed == [sum(arrival.tokens for arrival in record.arrivals)]
+    return flushes[0].end - record.began if len(flushes) == 1 and len(record.arrivals) > 1 else None
 
 
 def way_to_first_token(record: TraceRecord) -> list[AccountItem]:
@@ -107,7 +104,8 @@ def way_to_first_token(record: TraceRecord) -> list[AccountItem]:
     reader = _reader(record)
     if first is None or reader is None or not record.arrivals:
         return []
-    began, arrived = record.began, record.arrivals[0].at
+    began = record.began
+    arrived = began + first
     prefills = [s for s in reader.spans if s.phase is TracePhase.PREFILL and s.end <= arrived]
     if not prefills:
         return []
@@ -127,8 +125,6 @@ def way_to_first_token(record: TraceRecord) -> list[AccountItem]:
     marks.append(("in line, planning", prefills[0].start))
     marks.append((f"forward, {len(prefills)}×" if len(prefills) > 1 else "forward", prefills[-1].end))
     marks.append(("booking, to the router", arrived))
-    if not is_sent_whole(record):
-        marks.append(("text, to the connection", began + first))
     items, at = [], began
     for name, until in marks:
         items.append(AccountItem(name, max(0.0, until - at)))
@@ -177,7 +173,7 @@ def a_step(record: TraceRecord) -> list[AccountItem]:
     ways = _ways(record, writer, decodes)
     if ways:
         items.append(AccountItem("to the router (beside the next step)", median(ways)))
-    if flushes and not is_sent_whole(record):
+    if len(flushes) > 1:
         items.append(AccountItem("text, to the connection (beside the next step)", median(flushes)))
     return items
 

@@ -104,9 +104,10 @@ def explained(client: TraceClient, name: str) -> Explanation:
             raise not_traced from None  # a tenant's key reads its own traces only
         targets = Targets(state.ttft_s, state.inter_token_s)
         accounts = [*reversed(state.latest), *(slow.account for slow in state.slowest)]
-        for account in accounts:
-            if account.request_id == name:
-                return explain_account(account, targets)
+        # What `tandem top` shows is the beginning of an id.
+        exact = [account for account in accounts if account.request_id == name]
+        for account in exact or [one for one in accounts if one.request_id.startswith(name)]:
+            return explain_account(account, targets)
         raise RequestError(
             f"{name!r} is not among the last {len(state.latest)} requests of {client.url}, nor among the slowest of the last ten "
             f"minutes, and was not traced"

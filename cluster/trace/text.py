@@ -16,8 +16,8 @@ from tandem.cluster.trace.account import (
     end_of,
     first_token_s,
     handover,
-    is_sent_whole,
     rows,
+    sent_whole_s,
     way_to_first_token,
 )
 from tandem.router.tracing.record import TraceList, TraceRecord
@@ -44,16 +44,13 @@ def show_trace(console: Console, record: TraceRecord) -> None:
 
 
 def _head(record: TraceRecord) -> list[RenderableType]:
-    first, whole = first_token_s(record), is_sent_whole(record)
+    first, whole = first_token_s(record), sent_whole_s(record)
     took = f"{_ms(record.ended - record.began)} ms" if record.ended is not None else "still running"
     parts = [
         f"{record.prompt_tokens} tokens in, {record.output_tokens} out",
-        f"{took}, the answer was sent whole" if whole else took,
-        *(
-            [f"{'first token made' if whole else 'first token'} after {_ms(first)} ms"]
-            if first is not None
-            else []
-        ),
+        took,
+        *([f"first token after {_ms(first)} ms"] if first is not None else []),
+        *([f"sent whole after {_ms(whole)} ms"] if whole is not None else []),
         *([f"status {record.status}"] if record.status not in (None, 200) else []),
     ]
     return [

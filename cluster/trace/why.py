@@ -107,9 +107,7 @@ class Explanation(msgspec.Struct, frozen=True):
 def explain(record: TraceRecord) -> Explanation:
     ended = record.ended if record.ended is not None else _last_moment(record)
     first = min((arrival.at for arrival in record.arrivals), default=None)
-    flushed = [span.end for span in record.router if span.phase is TracePhase.FLUSH]
-    turn = min(flushed, default=first) if first is not None else None
-    turn = min(turn, ended) if turn is not None else ended
+    turn = min(first, ended) if first is not None else ended
     before = _reasons(record, record.began, turn)
     after = _reasons(record, turn, ended)
     return Explanation(

@@ -384,8 +384,11 @@ class CopyThread(Mover):
                 return  # it was given up meanwhile
             self._current = None
             if queued.is_load:
-                self._loaded_blocks += len(queued.job.blocks)
                 self._absence.loaded_in_time()
+            if not right:
+                self._given_up += 1
+            elif queued.is_load:
+                self._loaded_blocks += len(queued.job.blocks)
             else:
                 self._stored_blocks += len(queued.job.blocks)
             self._ended[queued.job.job] = right

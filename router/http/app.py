@@ -98,6 +98,7 @@ def make_app(services: Services) -> ASGIApp:
         ("/docs", api_document.try_page, ["GET"]),
         ("/ui", ui_routes.page, ["GET"]),
         ("/ui/state", ui_routes.state, ["GET"]),
+        ("/ui/decisions", ui_routes.decisions, ["GET"]),
     ]
     elsewhere = partial(_answer_from_elsewhere, services)
     routes = [
@@ -107,5 +108,5 @@ def make_app(services: Services) -> ASGIApp:
     # Without Starlette's application around the routes: its layers turn errors into answers, which the gate
     # does here.
     hosts = OwnHosts(services.config.host, services.config.cors_origins)
-    gate = HttpGate(HttpRoutes(routes), services.keys, services.metrics, hosts)
+    gate = HttpGate(HttpRoutes(routes), services.keys, services.metrics, hosts, services.dispatcher.recent)
     return _with_cors(gate, services.config.cors_origins)

@@ -30,8 +30,8 @@ from tandem.router.http.errors import (
     status_of,
 )
 from tandem.router.http.hosts import OwnHosts
-from tandem.router.keys import KeyRing, Tenant
-from tandem.router.metrics import RouterMetrics
+from tandem.router.keys import KeyRing, QuotaExceeded, Tenant
+from tandem.router.metrics import RecentRequests, RouterMetrics
 from tandem.router.openai.answer import LoopTurn
 from tandem.router.tracing.traces import ASK_HEADER, RequestTrace
 from tandem.wire.errors import Cancelled, TandemError
@@ -45,6 +45,7 @@ _REQUEST_ID = re.compile(rb"^[A-Za-z0-9._:-]{1,128}$")
 _TRACE_PARENT = re.compile(rb"^[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}$")
 # Paths for probes and scrapers, which have no key. They show nothing that needs one, and their successes are
 # logged at debug level only.
+_OPERATORS = frozenset({"/admin/{action}"})
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/ui"})
 
 
@@ -85,6 +86,7 @@ class HttpExchange:
         self.is_counted = False  # among the requests in progress of its key
         self.route = "other"  # a metric's label; never a path that a client chose
         self.notes = ""  # for the log: nodes and token counts
+        self.trouble: tuple[str, str] | None = None  # the code and text of its error
         self.ignored_fields: list[str] = []  # fields of the request that this server does not know
         self.status: int | None = None
         self.ended = False  # the answer's last byte was sent
@@ -336,8 +338,11 @@ class HttpGate:
     """The outermost layer of the application. An error raised inside becomes an error body, or an event if a
     stream has begun."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: RouterMetrics, hosts: OwnHosts) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, metrics: RouterMetrics, hosts: OwnHosts, recent: RecentRequests
+    ) -> None:
         self._app = app
+        self._recent = recent
         self._keys = keys
         self._hosts = hosts
         self._metrics = metrics
@@ -356,14 +361,19 @@ class HttpGate:
                 self._admit(exchange)
                 await self._app(scope, receive, exchange.send)
             except TandemError as error:
+                if isinstance(error, QuotaExceeded):
+                    self._metrics.refusals.labels(reason="quota").inc()
+                exchange.trouble = (error.code, str(error))
                 await _answer_error(exchange, error)
             except HTTPException as error:
+                exchange.trouble = ("not_found", str(error.detail))
                 body, more = from_http_exception(error, scope["method"], scope["path"])
                 await _answer(exchange, error.status_code, exchange.error_form(body), more)
             except asyncio.CancelledError:
                 exchange.status = exchange.status or Cancelled.http_status
                 raise
             except Exception:
+                exchange.trouble = ("internal_error", "a bug: the router's log has it")
                 logger.exception("%s: %s %s failed", exchange.request_id, scope["method"], _path(scope))
                 await _answer_bug(exchange)
         finally:
@@ -374,6 +384,9 @@ class HttpGate:
             if exchange.trace is not None:
                 exchange.trace.end(ended, exchange.route, exchange.status)
             self._metrics.note_answer(exchange.route, exchange.status)
+            # Requests are posted; what a page or a probe is refused is no trouble.
+            if exchange.trouble and scope["method"] == "POST" and exchange.route not in _OPERATORS:
+                self._recent.answered(exchange.request_id, exchange.status or 0, *exchange.trouble)
             is_news = exchange.status != 200 or scope["path"] not in OPEN_PATHS
             access_logger.log(
                 logging.INFO if is_news else logging.DEBUG,

@@ -28,7 +28,7 @@ class WrongHost(RequestError):
 class OwnHosts:
     def __init__(self, host: str, origins: tuple[str, ...]) -> None:
         """`host`: where the router listens. `origins`: pages that may ask (`router.cors_origins`)."""
-        self._checks = _is_loopback(host) and "*" not in origins
+        self._checks = is_loopback(host) and "*" not in origins
         self._names = {host.lower(), socket.gethostname().lower()}
         self._names |= {name for origin in origins if (name := _name_of(origin.partition("://")[2]))}
         self._known: set[bytes] = set()  # Hosts that were accepted, which need not be read again
@@ -67,5 +67,5 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -9,6 +9,7 @@ from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.figures import SharedFigures
 from tandem.router.http.body import BodyBudget, KeptMemory
+from tandem.router.http.hosts import is_loopback
 from tandem.router.http.other_models import OtherModels
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
@@ -51,6 +52,11 @@ class Services:
     others: OtherModels
     control: ClusterControl | None = None  # None when the router belongs to no cluster
     draining: bool = False
+
+    @property
+    def tells_decisions(self) -> bool:
+        """Whether the controller's decisions are shown: to operators, and without keys to this machine's users."""
+        return self.control is not None and (self.keys.required or is_loopback(self.config.host))
 
     def why_unhealthy(self) -> str | None:
         """Returns why a new request would be refused, or None."""

@@ -118,6 +118,7 @@ def page_of(services: Services) -> PageState:
             places_held=admission.held,
             oldest_wait_s=admission.oldest_wait_s(),
             handover_s=services.pool.handover.value,
+            tells_decisions=services.tells_decisions,
         ),
         ttft_s=recent.targets.ttft_s,
         inter_token_s=recent.targets.inter_token_s,
@@ -126,6 +127,7 @@ def page_of(services: Services) -> PageState:
         moments=recent.moments(),
         latest=recent.latest(),
         slowest=recent.slowest(SLOWEST_SHOWN),
+        troubles=recent.troubles(),
     )
 
 

@@ -19,6 +19,7 @@ import msgspec
 from tandem.router.config import TracingConfig
 from tandem.router.policy.choose import Alternative
 from tandem.router.tracing.record import (
+    SHORT_ID,
     Arrival,
     NodePart,
     TraceContext,
@@ -344,14 +345,15 @@ class Traces:
     # --- what is asked of it
 
     def find(self, name: str, tenant: str | None = None) -> TraceRecord | None:
-        """Finds the latest trace with this request id, answer id, trace id or attempt id. With `tenant`, only
-        among its own."""
-        for trace in reversed(self._ring):
-            if tenant is not None and trace.tenant != tenant:
-                continue
+        """Finds the latest trace with this request id, answer id, trace id or attempt id, or with a request id
+        that begins so. With `tenant`, only among its own."""
+        own = [trace for trace in reversed(self._ring) if tenant is None or trace.tenant == tenant]
+        for trace in own:
             if name in (trace.request_id, trace.answer_id, trace.context.trace_id) or name in trace.attempts:
                 return trace.record()
-        return None
+        if len(name) < SHORT_ID:
+            return None
+        return next((trace.record() for trace in own if trace.request_id.startswith(name)), None)
 
     def list(self, tenant: str | None = None) -> TraceList:
         """Lists a tenant's traces, or all."""

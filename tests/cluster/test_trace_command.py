@@ -72,11 +72,20 @@ def test_the_parts_of_the_way_to_the_first_token_add_up_to_it() -> None:
         "forward, 2×": 88.0,
         "between its steps": 3.0,
         "booking, to the router": 2.0,
-        "text, to the connection": 1.0,
     }
     first = first_token_s(record())
     assert first is not None
     assert sum(parts.values()) == pytest.approx(first * 1e3)
+
+
+def test_an_answer_that_is_sent_whole_had_its_first_token_long_before() -> None:
+    """`tandem top`, the page and the metrics count the same time."""
+    whole = record(router=[Span(TracePhase.FLUSH, 50.177, 50.178, 4)])
+    assert first_token_s(whole) == pytest.approx(0.102)
+    assert "text, to the connection (beside the next step)" not in named(a_step(whole))
+    out = Console(file=io.StringIO(), width=120)
+    show_trace(out, whole)
+    assert "first token after 102.0 ms, sent whole after 178.0 ms" in out.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_parts_of_the_handover_add_up_to_it() -> None:
@@ -139,7 +148,7 @@ def shown(made: TraceRecord) -> str:
 def test_the_terminal_shows_every_phase_once_and_folds_steps() -> None:
     text = shown(record())
     assert "512 tokens in, 4 out" in text
-    assert "first token after 103.0 ms" in text
+    assert "first token after 102.0 ms" in text
     assert "decode ×3" in text
     assert text.count("write") == 2
     assert "1.0 MiB" in text

@@ -40,6 +40,7 @@ _replace = msgspec.structs.replace
 
 # Each of these files starts clusters, deployments or wide nodes of its own.
 OWN_CLUSTERS = {
+    "test_alerts.py",
     "test_adapters_at_run_time.py",
     "test_cluster_on_ray.py",
     "test_encoder_nodes.py",

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import httpx
 import msgspec
 import pytest
-import yaml
 
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.kvtransfer.config import TierConfig
-from tests.hosts.tools import install_absent
 from tests.integration.conftest import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -27,73 +21,18 @@ from tests.integration.conftest import (
     RunningDeployment,
     float32_config,
 )
-
-MONITORING = Path(__file__).resolve().parents[2] / "manifests" / "monitoring"
-SCRAPE_S = 1
-RATE = "20s"
-
-
-class Prometheus:
-    def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=10, trust_env=False)
-
-    def ask(self, expression: str) -> list[dict[str, Any]]:
-        answer = self.http.get("/api/v1/query", params={"query": expression})
-        assert answer.status_code == 200, f"{expression}: {answer.text}"
-        return answer.json()["data"]["result"]
-
-    def until(self, expression: str, what: str) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (found := self.ask(expression)):
-            if time.monotonic() > deadline:
-                pytest.fail(f"after {PATIENCE_S:.0f} s still not: {what} ({expression})")
-            time.sleep(0.2)
-        return found
+from tests.integration.prometheus import MONITORING, RATE, Prometheus, watching
 
 
 @pytest.fixture
 def prometheus(serving: RunningDeployment, tmp_path: Path) -> Iterator[Prometheus]:
-    """A Prometheus with the shipped configuration, except for its target and scrape interval."""
-    config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text(encoding="utf-8"))
-    config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
-    config["rule_files"] = [str(MONITORING / "alerts.yaml")]
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = [serving.url.removeprefix("http://")]
-    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    process = subprocess.Popen(
-        [
-            "prometheus",
-            f"--config.file={tmp_path / 'prometheus.yaml'}",
-            f"--storage.tsdb.path={tmp_path / 'data'}",
-            f"--web.listen-address={address}",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=(tmp_path / "log").open("wb"),
-    )
-    client = Prometheus(f"http://{address}")
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                if client.http.get("/-/ready").status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.1)
-        yield client
-    finally:
-        client.http.close()
-        process.terminate()
-        process.wait(20)
+    rules = (MONITORING / "alerts.yaml").read_text(encoding="utf-8")
+    with watching(serving.url, tmp_path, rules) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def serving(deploy: Deploy, smollm2_path: Path) -> Iterator[RunningDeployment]:
-    install_absent({"prometheus": "prometheus"}, "a test of the dashboard")
     base = float32_config(smollm2_path, 1, 1)
     config = msgspec.structs.replace(
         base,

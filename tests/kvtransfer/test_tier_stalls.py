@@ -101,6 +101,21 @@ def store(tier: Tier, job: int, keys: list[bytes], blocks: list[int]) -> None:
     tier.manager.complete_store(room, written=True)
 
 
+def test_copies_that_a_full_disk_refuses_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path, memory(), Clock(), monkeypatch)
+    room = tier.manager.prepare_store(KEYS[:1])
+    assert room is not None
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "pwrite", full)
+    tier.mover.submit([Copy(1, [1], room.slots, room.keys)], [])
+    assert ended(tier.mover, 1) == {1: False}
+    assert (tier.status().given_up, tier.status().stored_bytes) == (1, 0)
+    tier.close()
+
+
 def test_a_read_that_does_not_return_is_given_up_and_writes_to_no_block_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: Disk
 ) -> None:

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig, UnknownFields
 from tandem.router.server import RouterServer
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.pooling import VectorModel
 from tests.router.event_reader import EventReader
 from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token
@@ -125,9 +125,9 @@ class RunningRouter:
         self.announce()
         return node
 
-    def announce(self) -> None:
+    def announce(self, *reports: PoolReport) -> None:
         infos = [node.info for node in self.nodes.values()]
-        self.look(lambda: self.server.set_members(infos))
+        self.look(lambda: self.server.set_members(infos, reports=reports))
 
     def wait_ready(self, *node_ids: str) -> None:
         """Waits until the router can use these nodes, or all of its nodes if none is named."""

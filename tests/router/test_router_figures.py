@@ -49,6 +49,16 @@ def test_counters_are_sums_of_all_and_gauges_of_the_living(
     assert found.get(("tandem_router_queue_oldest_seconds", ""), 0) == max((w for _, w in running), default=0)
 
 
+def test_a_port_is_healthy_when_each_of_its_processes_is() -> None:
+    def told(health: float) -> Figures:
+        sample = ("tandem_router_healthy", dict[str, str](), health)
+        return Figures(1, [Family("tandem_router_healthy", "text", "gauge", [sample])])
+
+    for states, healthy in (([1, 1], 1), ([1, 0], 0)):
+        every = [told(state) for state in states]
+        assert values(merged(every, every))["tandem_router_healthy", ""] == healthy
+
+
 class _Process:
     """A router process that counts, and tells another one its figures, as through its desk."""
 

@@ -11,9 +11,12 @@ import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.router.metrics import RouterMetrics
+from tandem.router.config import ApiKey
+from tandem.router.metrics import ADVICE, RouterMetrics, parts_of
+from tandem.wire.nodes import NodeState, PoolReport, Role
 from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters, TierStatus, WaitHistogram
 from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.test_router_recent import QUICK
 
 MONITORING = Path(__file__).resolve().parents[2] / "manifests" / "monitoring"
 
@@ -111,6 +114,79 @@ def test_a_dashboard_for_vllm_finds_its_figures(router: RunningRouter) -> None:
         assert found[f"tandem_{name}"]["model_name"] == "fake", name
     for name in OF_ENGINES:
         assert found[f"tandem_{name}"]["engine"] in ("p0", "d0"), name
+        assert found[f"tandem_{name}"]["node"] == found[f"tandem_{name}"]["engine"], "joins with the others"
+
+
+def scraped(router: RunningRouter, name: str) -> dict[tuple[str, ...], float]:
+    """The samples of a metric by the values of its labels, as one scrape has them."""
+    return {
+        tuple(value for label, value in sorted(sample.labels.items()) if label != "model_name"): sample.value
+        for family in families(router)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_a_node_that_died_is_seen_as_down_and_missed_in_its_pool(start_router: StartRouter) -> None:
+    router = start_router(decode=2)
+    router.nodes.pop("d1").kill()
+    router.announce(
+        PoolReport(Role.PREFILL, 1), PoolReport(Role.DECODE, 2, down={"d1": "its process ended: killed"})
+    )
+    assert scraped(router, "tandem_node_up") == {
+        ("p0", "prefill"): 1,
+        ("d0", "decode"): 1,
+        ("d1", "decode"): 0,
+    }
+    pools = scraped(router, "tandem_pool_nodes")
+    assert (pools["decode", "wanted"], pools["decode", "ready"]) == (2, 1)
+    assert (pools["prefill", "wanted"], pools["prefill", "ready"]) == (1, 1)
+    assert pools["encode", "ready"] == pools["aggregated", "ready"] == 0
+
+
+def test_a_node_that_is_left_out_counts_in_its_pool_and_is_not_down(start_router: StartRouter) -> None:
+    router = start_router()
+    router.announce(
+        PoolReport(Role.DECODE, 4, starting=1, waiting=1, left_out={"d9": "its model has other weights"})
+    )
+    pools = scraped(router, "tandem_pool_nodes")
+    states = {
+        state: pools["decode", state] for state in ("wanted", "ready", "starting", "waiting", "left_out")
+    }
+    assert states == {"wanted": 4, "ready": 1, "starting": 1, "waiting": 1, "left_out": 1}
+    assert ("d9", "decode") not in scraped(router, "tandem_node_up")
+
+
+def test_a_node_that_leaves_is_not_down(start_router: StartRouter) -> None:
+    """Otherwise every rollout would look like a failure."""
+    router = start_router(decode=2)
+    router.nodes["d1"].set(state=NodeState.DRAINING)
+    router.wait_for(lambda: "d1" not in router.in_view(), "it drains")
+    assert ("d1", "decode") not in scraped(router, "tandem_node_up")
+    assert scraped(router, "tandem_pool_nodes")["decode", "ready"] == 1
+
+
+def test_a_scrape_says_what_health_says(start_router: StartRouter) -> None:
+    router = start_router()
+    assert router.client.get("/health").status_code == 200
+    assert router.metric("tandem_router_healthy") == 1
+    router.remove("d0").kill()
+    assert router.client.get("/health").status_code == 503
+    assert scraped(router, "tandem_router_healthy") == {(): 0}
+
+
+def test_a_request_over_its_keys_quota_counts_as_refused(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey(name="a", key="a-key", requests_per_minute=1),))
+    answers = [
+        router.client.post(
+            "/v1/completions",
+            json={"model": "fake", "prompt": "the fox", "max_tokens": 1},
+            headers={"Authorization": "Bearer a-key"},
+        ).status_code
+        for _ in range(2)
+    ]
+    assert answers == [200, 429]
+    assert scraped(router, "tandem_requests_refused_total")[("quota",)] == 1
 
 
 def test_a_tier_that_is_left_out_is_shown(router: RunningRouter) -> None:
@@ -164,6 +240,23 @@ def test_what_is_rare_is_counted_from_nothing() -> None:
     """Prometheus sees no increase in a series that begins at 1."""
     metrics = RouterMetrics("m")
     assert b'tandem_requests_refused_total{model_name="m",reason="queue_full"} 0.0' in metrics.render()
+
+
+def test_the_alerts_say_what_the_page_advises() -> None:
+    groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    said = {rule["alert"]: rule["annotations"]["description"] for group in groups for rule in group["rules"]}
+    for alert, cause in (
+        ("TandemQueueStands", "the router's line"),
+        ("TandemSlowFirstToken", "a node's line"),
+        ("TandemSlowTokens", "writing the answer"),
+        ("TandemFailovers", "it moved to another node"),
+        ("TandemPreemptions", "it lost its blocks and was computed again"),
+    ):
+        assert ADVICE[cause] in said[alert]
+
+
+def test_every_cause_has_its_advice() -> None:
+    assert {name for name, _ in parts_of(QUICK)} < set(ADVICE)
 
 
 def named(text: str) -> set[str]:

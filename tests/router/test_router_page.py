@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tandem.router.config import ApiKey
+from tandem.router.metrics import ADVICE
+from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.requests import TierStatus
 from tests.browser import Browser
 from tests.router.conftest import RunningRouter, StartRouter
@@ -211,11 +213,11 @@ def test_where_operators_may_change_the_cluster_it_has_buttons_for_that(
     assert browser.run("document.querySelectorAll('#admin button').length") == 0
     browser.run(
         "window.asked = []; window.confirm = () => true; const through = window.fetch;"
-        "window.fetch = (path, options) => { if (!String(path).startsWith('/admin/')) return through(path, options);"
-        " asked.push([path, options.body]);"
-        " const told = path === '/admin/view' ? {decisions: [{unix_time: 1, text: 'decode: from 1 to 2, 3 requests wait'}]} : {changes: ['done']};"
+        "window.fetch = (path, options) => { if (!/^.(admin|ui.decisions)/.test(path)) return through(path, options);"
+        " if (options.body) asked.push([path, options.body]);"
+        " const told = path === '/ui/decisions' ? {may_act: true, decisions: [{unix_time: 1, text: 'decode: from 1 to 2, 3 requests wait'}]} : {changes: ['done']};"
         " return Promise.resolve(new Response(JSON.stringify(told), {status: 200})); };"
-        "key = 'operator-key'; viewedAt = -1e9; 0"
+        "const told = measure; window.measure = state => { state.router.tells_decisions = true; told(state); }; viewedAt = -1e9; 0"
     )
     browser.until("document.querySelector('#decisions').innerText.includes('3 requests wait')", "decisions")
     browser.run(
@@ -238,6 +240,159 @@ def test_where_operators_may_change_the_cluster_it_has_buttons_for_that(
     assert bodies["/admin/scale"] == {"pools": {"decode": 3}}
     assert bodies["/admin/drain"] == {"node": "d0"}
     assert bodies["/admin/role"] == {"node": "d0", "role": "prefill"}
+
+
+@pytest.fixture
+def failing(router: RunningRouter) -> str:
+    """A cluster in trouble: two requests were refused and one moved because its node died; one node is left out, and the one that is
+    left has faults. Returns the id of the node that serves."""
+    for _ in range(2):
+        assert router.complete(model="no-such-model").status_code == 404
+    decoding = [router.nodes[name] for name in ("d0", "d1")]
+    for node in decoding:
+        node.set(pause_at=2)
+    with router.stream(max_tokens=4) as events:
+        events.text(count=2)
+        lost = max(decoding, key=lambda node: len(node.running)).info.node_id
+        (left,) = {"d0", "d1"} - {lost}
+        router.nodes[left].resume()
+        router.remove(lost).kill()
+        events.rest()
+    faults = {
+        "tiers": [TierStatus("disk", 1, 4, 0, 0, 0, 0, 0, left_out="it hangs")],
+        "left_out": ("p0",),
+        "slower": "it computes without the native library",
+    }
+    router.nodes[left].set(status_fields=faults)
+    router.announce(
+        PoolReport(Role.PREFILL, 1),
+        PoolReport(
+            Role.DECODE, 3, down={lost: "its process ended: killed"}, left_out={"d9": "other weights"}
+        ),
+    )
+
+    def reported() -> bool:
+        member = router.server.services.pool.member(left)
+        return member is not None and bool(member.status.slower)
+
+    router.wait_for(reported, "the status is here")
+    return left
+
+
+def test_what_went_wrong_comes_first(browser: Browser, router: RunningRouter, failing: str) -> None:
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    tiles = browser.run(
+        "Object.fromEntries([...document.querySelectorAll('#trouble .tile')].map(one => "
+        "[one.querySelector('dt').innerText, [one.querySelector('dd').innerText, one.classList.contains('bad')]]))"
+    )
+    assert tiles == {
+        "Nodes ready": ["2 of 4", True],
+        "Failed": ["0", False],
+        "Refused": ["2", True],
+        "Moved to another node": ["1", True],
+        "Node restarts": ["1", True],
+    }
+    wrong = shown(browser, "#wrong")
+    lost = "d1" if failing == "d0" else "d0"
+    for said in (
+        "it computes without the native library",
+        "its disk tier is left out: it hangs",
+        "takes nothing from p0: its KV arrived wrong here",
+        f"down\t{lost}\tits process ended: killed",
+        "left out\td9\tother weights",
+        f"moved\t{failing}",
+    ):
+        assert said in wrong
+    assert re.search(r"refused 2×\t[0-9a-f-]+\t404\tmodel not found", wrong)
+    nodes = browser.run("rows.map(node => `${node.id} ${node.state}`)")
+    assert {f"{lost} down", "d9 left out"} <= set(nodes)
+    assert not browser.complaints
+
+
+def test_a_cause_comes_with_advice(browser: Browser, router: RunningRouter) -> None:
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    browser.run("document.querySelector('#pause').click()")
+    browser.run("state.slowest.forEach(one => one.excess = 2); drawSlow(); 0")
+    said = browser.run("[...document.querySelectorAll('.advice')].map(one => one.innerText)")
+    assert set(said) <= set(ADVICE.values())
+    assert len(said) == 3
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_it_fits_its_screen(browser: Browser, router: RunningRouter, failing: str, width: int) -> None:
+    browser.open(f"{router.url}/ui", width=width)
+    browser.until(DRAWN, "it is drawn")
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert browser.run("rows.length") == 4, "it has something to show"
+
+
+def test_a_router_that_is_gone_is_said_so_and_nothing_looks_alive(
+    browser: Browser, router: RunningRouter
+) -> None:
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    browser.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch')); 0")
+    browser.until("document.body.classList.contains('stale')", "it is grey")
+    assert re.fullmatch(
+        r"the router has not answered since \d+:\d\d:\d\d( [AP]M)?", shown(browser, "#health")
+    )
+    assert browser.run("document.title") == "✗ Tandem · fake"
+    assert float(browser.run("getComputedStyle(document.querySelector('main')).opacity")) < 0.6
+
+
+def test_the_rate_is_a_mean_of_ten_seconds(browser: Browser, router: RunningRouter) -> None:
+    """The nodes report once a second, in lumps."""
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    browser.run("document.querySelector('#pause').click()")
+    rate = browser.run(
+        "(() => { seen = []; const node = state.nodes[0]; for (let i = 0; i <= 20; i++)"
+        " measure({now: 1e6 + i, nodes: [{...node, output: 100 * (i - i % 2)}]}); return rates.get(node.id).output; })()"
+    )
+    assert rate == 100
+
+
+def test_what_a_request_is_called_begins_with_what_is_seen(browser: Browser, router: RunningRouter) -> None:
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    seen, name = browser.run(
+        "(lane => [lane.innerText, lane.getAttribute('aria-label')])(document.querySelector('#lanes .lane'))"
+    )
+    assert name.startswith(" ".join(seen.split()))
+
+
+class DecidingControl:
+    async def act(self, action: str, body: bytes) -> bytes:
+        assert action == "view"
+        return b'{"model": "m", "decisions": [{"unix_time": 1, "text": "decode: from 1 to 2"}]}'
+
+
+def test_on_loopback_without_keys_decisions_are_shown_and_nothing_can_be_done(
+    browser: Browser, router: RunningRouter
+) -> None:
+    router.server.services.control = DecidingControl()
+    browser.open(f"{router.url}/ui")
+    browser.until("document.querySelector('#decisions').innerText.includes('from 1 to 2')", "decisions")
+    assert browser.run("document.querySelectorAll('#admin button').length") == 0
+    assert not browser.complaints
+
+
+def test_elsewhere_decisions_need_an_operators_key(start_router: StartRouter) -> None:
+    everyone = start_router(host="0.0.0.0")
+    everyone.server.services.control = DecidingControl()
+    assert everyone.client.get("/ui/decisions").status_code == 403
+    assert everyone.client.get("/ui/state").json()["router"]["tells_decisions"] is False
+    keyed = start_router(
+        api_keys=(ApiKey(name="ops", key="ops-key", operator=True), ApiKey(name="a", key="a-key"))
+    )
+    keyed.server.services.control = DecidingControl()
+    answers = [
+        keyed.client.get("/ui/decisions", headers={"Authorization": f"Bearer {key}"}).status_code
+        for key in ("a-key", "ops-key")
+    ]
+    assert answers == [403, 200]
 
 
 def test_it_asks_nothing_of_anyone_else(router: RunningRouter) -> None:

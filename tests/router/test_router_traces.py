@@ -106,6 +106,7 @@ def test_only_who_asks_is_traced_and_nodes_are_told_so(start_router: StartRouter
     record = trace_of(router, name)
     assert (record.trace_id, record.parent_id, record.trace_state) == (TRACE, PARENT, "congo=x")
     assert trace_of(router, TRACE).request_id == name
+    assert trace_of(router, name[:8]).request_id == name, "as `tandem top` shows it"
     assert all(node.submits[-1].trace for node in router.nodes.values())
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tandem.cluster.api_client import ApiClient
 from tandem.cluster.commands.top import run, screen
-from tandem.router.metrics import Moment
+from tandem.router.metrics import ADVICE, Moment
 from tandem.router.page_state import NodeRow, PageState
 from tandem.wire.errors import ConfigurationError
 from tests.cluster.trace.test_why import state
@@ -31,7 +31,21 @@ def busy(output: int, now: float) -> PageState:
     )
     lost = NodeRow("p0", "prefill", "lost", "it is silent")
     return msgspec.structs.replace(
-        state(), now=now, nodes=[node, lost], moments=[Moment(0.0, 4, 0, 3, 4, 9, 9, 0.5, 3, 0)]
+        state(),
+        now=now,
+        nodes=[node, lost],
+        moments=[
+            Moment(
+                0.0,
+                4,
+                first_in_time=3,
+                tokens_in_time=4,
+                prompt_tokens=9,
+                output_tokens=9,
+                worst_first_s=0.5,
+                running=3,
+            )
+        ],
     )
 
 
@@ -49,16 +63,56 @@ def test_it_shows_nodes_the_last_ten_minutes_and_the_slowest_by_cause() -> None:
     assert text.index("p0") < text.index("d0"), "what needs a person stands first"
 
 
-def test_in_a_narrow_terminal_an_id_can_still_be_copied() -> None:
-    request_id = "0123456789abcdef" * 2
-    known = state()
-    slow = known.slowest[0]
-    slow = msgspec.structs.replace(slow, account=msgspec.structs.replace(slow.account, request_id=request_id))
+def narrow(state: PageState) -> str:
     out = Console(file=io.StringIO(), width=80)
-    out.print(screen(msgspec.structs.replace(known, slowest=[slow]), None))
-    text = out.file.getvalue()  # type: ignore[attr-defined]
-    assert request_id in text
-    assert "…" not in text.split("slowest requests")[1]
+    out.print(screen(state, None))
+    return out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_everything_can_be_read_in_80_columns() -> None:
+    known = state()
+    slow = [
+        msgspec.structs.replace(
+            known.slowest[0],
+            account=msgspec.structs.replace(
+                known.slowest[0].account,
+                request_id=f"0123456{number:x}" + "89abcdef" * 3,
+                prefill_node=f"prefill-{number}",
+                decode_node=f"decode-{number}",
+            ),
+            cause=cause,
+        )
+        for number, cause in enumerate(ADVICE)
+    ]
+    nodes = [NodeRow(f"aggregated-{number}", "aggregated", "ready", "") for number in range(9, 12)]
+    lines = narrow(msgspec.structs.replace(known, slowest=slow, nodes=nodes)).splitlines()
+    rows = [next(line for line in lines if line.startswith(f"0123456{number:x}")) for number in range(10)]
+    assert [row.split()[-1] for row in rows] == [f"p{number}→d{number}" for number in range(10)]
+    told = " ".join(" ".join(line.split()) for line in lines)
+    for cause in ("computing the prompt", "it failed", "the handover", "one gap in its answer"):
+        assert cause in told, "no word is broken"
+    assert any(line.startswith("aggregated-11 ") for line in lines)
+    assert max(map(len, lines)) <= 80
+    assert "…" not in told
+
+
+def test_what_is_shown_of_an_id_tells_it_from_the_others() -> None:
+    known = state().slowest[0]
+    ids = ["job-2026-11-27-a", "job-2026-11-27-b"]
+    slow = [
+        msgspec.structs.replace(known, account=msgspec.structs.replace(known.account, request_id=one))
+        for one in ids
+    ]
+    text = narrow(msgspec.structs.replace(state(), slowest=slow))
+    assert all(one in text for one in ids)
+
+
+def test_what_went_wrong_is_said() -> None:
+    moment = Moment(0.0, errors=2, refused=3, restarts=1)
+    node = NodeRow("d0", "decode", "ready", "", notes=["its disk tier is left out: it hangs"])
+    text = shown(msgspec.structs.replace(state(), moments=[moment], nodes=[node]), None)
+    assert "2 failed, 3 refused, 1 restarts of nodes" in text
+    assert "! d0: its disk tier is left out: it hangs" in text
 
 
 def test_rates_are_of_the_time_between_two_looks() -> None:

@@ -24,7 +24,7 @@ from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import Endpoint, key_text
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
 from tandem.wire.logs import LogPage, LogPosition, RecentLines
-from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role, RouterInfo, RouterQueue
+from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role, RouterInfo, RouterQueue
 from tandem.wire.progress import Report
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
@@ -309,6 +309,7 @@ class FakeRouter(FakeProcess):
         self.memberships: list[list[NodeInfo]] = []
         self.paused: list[str] = []
         self.desks: dict[str, str] = {}  # the desks of the routers on its port, as last told
+        self.pools: dict[Role, PoolReport] = {}  # as last told
         self.forgot: list[list[str]] = []  # the nodes that had emptied their caches, for each call
         self.on_members: Callable[[], None] = lambda: None
         self.adapters_of: Callable[[str], dict[str, str]] = lambda node_id: {}
@@ -331,9 +332,13 @@ class FakeRouter(FakeProcess):
         return True
 
     async def set_members(
-        self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str]
+        self,
+        members: list[NodeInfo],
+        paused: Sequence[str],
+        desks: Mapping[str, str],
+        pools: Sequence[PoolReport],
     ) -> RouterQueue:
-        self.desks = dict(desks)
+        self.desks, self.pools = dict(desks), {pool.role: pool for pool in pools}
         await self._answer()
         self.memberships.append(members)
         self.paused = list(paused)

@@ -122,6 +122,21 @@ async def test_a_controller_that_was_killed_comes_back_to_its_nodes_and_nobody_n
 
 
 @in_loop
+async def test_a_controller_shows_what_the_one_before_it_decided() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        for size in range(2, 30):  # more than are kept
+            await rig.controller.scale({Role.DECODE: 2 + size % 2})
+        await settle()
+        before = (await rig.controller.view()).decisions
+        await rig.kill_controller()
+        await rig.controller.start()
+        after = (await rig.controller.view()).decisions
+        assert after[:-1] == before[1:]
+        assert "took over" in after[-1].text
+
+
+@in_loop
 async def test_a_node_that_was_left_out_stays_so_for_the_next_controller() -> None:
     def broken(process: FakeProcess, earlier: int) -> None:
         process.start_error = Unavailable("no memory") if earlier < 3 else None

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tandem.wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
-from tandem.wire.nodes import NodeState, Role, RouterQueue
+from tandem.wire.nodes import NodeState, PoolReport, Role, RouterQueue
 from tests.cluster.pools.helpers import TIMEOUTS, FakeProcess, Rig, in_loop, settle
 
 PD = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
@@ -53,6 +53,7 @@ async def test_a_node_that_dies_is_out_at_once_and_comes_back_with_a_new_epoch()
         await settle()
         assert rig.routed == {"prefill-0"}, "no time has passed"
         assert first.stopped
+        assert "signal 9" in rig.launcher.router.pools[Role.DECODE].down["decode-0"]
         await rig.clock.advance(TIMEOUTS.restart_backoff_s)
         assert rig.routed == {"prefill-0", "decode-0"}
         members = {member.node_id: member for member in rig.controller.members}
@@ -97,6 +98,9 @@ async def test_three_failures_in_a_row_at_start_leave_a_node_out_while_the_rest_
         await settle()
         assert len(rig.launcher.nodes["prefill-0"]) == 3
         assert rig.routed == {"decode-0"}
+        assert rig.launcher.router.pools[Role.PREFILL] == PoolReport(
+            Role.PREFILL, 1, left_out={"prefill-0": "no memory"}
+        )
         (reason,) = rig.events.of("gave_up", "prefill-0")
         assert "3 times in a row" in reason
         assert "no memory" in reason

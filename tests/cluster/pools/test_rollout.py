@@ -20,7 +20,7 @@ from tandem.cluster.config import (
 )
 from tandem.cluster.pools import state
 from tandem.wire.errors import ConfigurationError, Unavailable
-from tandem.wire.nodes import Role, RouterQueue
+from tandem.wire.nodes import PoolReport, Role, RouterQueue
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, in_loop, one_machine, settle
 from tests.cluster.pools.pools_rig import machine, pools
 
@@ -64,6 +64,7 @@ async def test_new_nodes_start_before_old_ones_go() -> None:
         view = (await rig.controller.view()).rollout
         assert view is not None
         assert (view.replaced, len(view.left)) == (0, 3)
+        assert rig.launcher.router.pools[Role.DECODE] == PoolReport(Role.DECODE, 2, starting=1)
         rig.launcher.node("decode-2").may_start.set()
         await rig.clock.advance(2.0)
         assert "decode-0" in rig.routed, "it has not served long enough"
