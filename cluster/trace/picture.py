@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tandem.cluster.saving import new_figure
-from tandem.cluster.trace.account import ROUTER, end_of, first_token_s, is_sent_whole
+from tandem.cluster.trace.account import ROUTER, end_of, first_token_s
 from tandem.router.tracing.record import TraceRecord
 from tandem.wire.tracing import Span, TracePhase
 
@@ -90,7 +90,7 @@ def _draw(
     if first is not None and first <= length:
         axes.axvline(first * 1e3, color="black", linewidth=0.8, linestyle="--")
         axes.annotate(
-            "first token made" if is_sent_whole(record) else "first token",
+            "first token",
             (first * 1e3, -0.7),
             fontsize=7,
             ha="left",

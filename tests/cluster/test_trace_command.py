@@ -236,13 +236,3 @@ def test_mistakes_are_said_in_words(tmp_path: Path) -> None:
 def test_the_command_names_the_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "x", "--url", "http://127.0.0.1:9"]) == 1
     assert "--url" in capsys.readouterr().err
-
-
-def test_an_answer_that_was_sent_whole_has_the_time_at_which_its_first_token_was_made() -> None:
-    """Its text went to the connection once, when the last token had come."""
-    made = record(router=[*record().router[:4], Span(TracePhase.FLUSH, 50.102, 50.178, 4)])
-    text = shown(made)
-    assert "178.0 ms, the answer was sent whole, first token made after 102.0 ms" in text
-    assert named(way_to_first_token(made))["booking, to the router"] == 2.0
-    assert "text, to the connection" not in text
-    assert first_token_s(record()) == pytest.approx(0.103)
