@@ -12,6 +12,8 @@ from tandem.cluster.pools.placement import LocalMachine, computes_on_cpu, place_
 from tandem.cluster.pools.room import check_memory
 from tandem.cluster.settings import SettingsError
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
+from tandem.router.config import RouterConfig
+from tandem.router.http.certificate import check_before_use
 from tandem.wire.errors import ConfigurationError
 
 
@@ -19,6 +21,7 @@ def check_before_start(config: TandemConfig, machine: LocalMachine) -> None:
     """Raises SettingsError with every reason why serving on this machine would fail."""
     _raise_all(
         lambda: check_address(config.router.host, config.router.port),
+        lambda: _check_certificate(config.router),
         lambda: check_model_here(config.model.path, config.model.revision),
         lambda: place_nodes(config, machine),
         lambda: check_machine_memory(config, machine),
@@ -73,6 +76,11 @@ def _check_connector(config: TandemConfig) -> None:
         config.pools.prefill.first_size and name not in CONNECTORS
     ):  # Tandem's own connectors need no check, and importing one takes a while
         find_connector(name)
+
+
+def _check_certificate(router: RouterConfig) -> None:
+    if router.tls_certificate is not None and router.tls_key is not None:
+        check_before_use(router.tls_certificate, router.tls_key)
 
 
 def check_address(host: str, port: int) -> None:
