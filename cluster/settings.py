@@ -17,6 +17,7 @@ import yaml
 
 from tandem.cluster.config import OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import LARGEST, parse_size
+from tandem.cluster.models.store import name_at
 from tandem.cluster.rules import broken_rules
 from tandem.cluster.setting_layers import GivenValue, Layer
 from tandem.cluster.setting_names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
@@ -94,8 +95,11 @@ def _convert(path: Path, given: GivenValue) -> object:
             value = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise _refusal(path, given, "is not valid YAML") from error
+    if path in (("model", "path"), ("model", "draft")) and isinstance(value, str):
+        value = name_at(value)
     if path == ("cache", "tiers"):
         value = _with_sizes(value, given)
+    _check_spaces(path, given, value)
     try:
         converted = msgspec.convert(value, annotation, strict=not given.textual)
     except msgspec.ValidationError as error:
@@ -115,6 +119,7 @@ def _of_pool(path: Path, given: GivenValue) -> dict[str, object]:
             value = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise _refusal(path, given, "is not valid YAML") from error
+    _check_spaces(path, given, value)
     if not isinstance(value, dict):
         raise _refusal(path, given, f"must be settings of {section}, such as {{{_EXAMPLES[section]}}}")
     names = {known[1] for known in known_settings() if known[0] == section and len(known) == 2}
@@ -134,6 +139,17 @@ def _of_pool(path: Path, given: GivenValue) -> dict[str, object]:
         origin = f"{given.origin}: {dotted(path)}"
         found[name] = msgspec.to_builtins(_convert((section, name), GivenValue(each, origin, textual=False)))
     return found
+
+
+def _check_spaces(path: Path, given: GivenValue, value: object) -> None:
+    """YAML reads {GPU:1} as a name, `GPU:1`, without a value. In a shell people write that, because a space needs quotes."""
+    for mapping in value if isinstance(value, list) else [value]:
+        for name, inside in mapping.items() if isinstance(mapping, dict) else ():
+            key, colon, rest = str(name).partition(":")
+            if inside is None and colon and rest:
+                raise _refusal(
+                    path, given, f"needs a space after the colon, and in a shell quotes: '{{{key}: {rest}}}'"
+                )
 
 
 _EXAMPLES = {"cache": "block_size: 32", "scheduler": "max_num_seqs: 64"}

@@ -200,8 +200,9 @@ def run_fetch(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.commands.progress import Display
-    from tandem.cluster.models.store import prepare_model
+    from tandem.cluster.models.store import name_at, prepare_model
 
+    options.name = name_at(options.name)
     display = Display(Console(stderr=wants_json(options)))
     display.start()
     try:
@@ -253,4 +254,6 @@ def run_init(options: argparse.Namespace) -> int:
         print_json([str(file) for file in files])
     else:
         print("\n".join(map(str, files)))
+        there = "" if files[0].parent == Path() else f" --config {files[0]}"
+        print(f"next: {f'tandem serve{there}' if options.cluster is None else 'docs/ray-up.md'}")
     return 0

@@ -78,6 +78,18 @@ def commented(settings: Settings) -> str:
     return head + "\n".join(_lines(settings.config, (), settings)) + "\n"
 
 
+_LINK = re.compile(r"(^|: |\(|\. )?\[([^]]*)\]\(([\w.-]+\.md)[^)]*\)")
+
+
+def _without_link(link: re.Match[str]) -> str:
+    """A link that stands by itself says where to look; one within a sentence keeps its words."""
+    before, words, page = link.groups()
+    if before is None:
+        return f"{words} (docs/{page})"
+    see = "See" if before in ("", ". ") else "see"
+    return f"{before}{see} docs/{page}"
+
+
 def _lines(section: msgspec.Struct, prefix: Path, settings: Settings) -> Iterator[str]:
     indent = "  " * len(prefix)
     kind: type[msgspec.Struct] = type(section)
@@ -91,7 +103,7 @@ def _lines(section: msgspec.Struct, prefix: Path, settings: Settings) -> Iterato
             yield f"{indent}{name}:"
             yield from _lines(value, path, settings)
             continue
-        about = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", description_of(info.type))
+        about = _LINK.sub(_without_link, description_of(info.type))
         yield from (f"{indent}# {line}" for line in textwrap.wrap(about, _WIDTH - len(indent) - 2))
         is_set = path in settings.origins
         yield f"{indent}{'' if is_set else '# '}{name}: {scalar(path, value)}"

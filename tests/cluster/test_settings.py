@@ -496,6 +496,23 @@ def test_text_from_flags_becomes_every_type(tmp_path: Path) -> None:
     assert found.model.path == "0123"
 
 
+@pytest.mark.parametrize(
+    ("setting", "text", "meant"),
+    [
+        ("pools.decode.resources", "{GPU:1}", "'{GPU: 1}'"),
+        ("pools.decode.env", "{A:b}", "'{A: b}'"),
+        ("cache.tiers", "[{cpu:1GiB}]", "'{cpu: 1GiB}'"),
+        ("pools.decode.cache", "{block_size:32}", "'{block_size: 32}'"),
+    ],
+)
+def test_a_mapping_without_a_space_is_answered_with_how_it_is_written(
+    tmp_path: Path, setting: str, text: str, meant: str
+) -> None:
+    assert mistakes(tmp_path, "", {}, [(setting, text, "--set")]) == [
+        f"--set: {setting} needs a space after the colon, and in a shell quotes: {meant}"
+    ]
+
+
 def test_what_config_prints_is_a_file_that_makes_the_same_config(tmp_path: Path) -> None:
     first = settings(
         tmp_path,
