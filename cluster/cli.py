@@ -238,6 +238,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     config = commands.add_parser("config", help="print the configuration that results from these settings")
     add_settings(config)
+    config.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of tandem.yaml instead, for editors"
+    )
     add_output(config)
     config.set_defaults(run=subcommands.run_config)
 

@@ -23,7 +23,7 @@ from tandem.cluster.setting_layers import GivenValue, Layer
 from tandem.cluster.setting_names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
-from tandem.wire.settings import refusal
+from tandem.wire.settings import allows_null, choices_at, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,10 @@ def _convert(path: Path, given: GivenValue) -> object:
     if path == ("cache", "tiers"):
         value = _with_sizes(value, given)
     _check_spaces(path, given, value)
+    if given.textual and value == "null" and allows_null(annotation):
+        return None
+    if isinstance(value, bool) and (word := "on" if value else "off") in choices_at(annotation, ""):
+        value = word  # YAML takes both words for truth values
     try:
         converted = msgspec.convert(value, annotation, strict=not given.textual)
     except msgspec.ValidationError as error:
@@ -182,6 +186,8 @@ def _build(
     may be right only together: so all are tried at once, and without the ones that are to blame again."""
     defaults, left = TandemConfig(), dict(values)
     refused = merged.keys() - values.keys()
+    if ("pools", Role.AGGREGATED.value, "nodes") in refused:
+        left = {path: value for path, value in left.items() if not merged[path].implied}
     while True:
         try:
             config = _with_values(defaults, left)

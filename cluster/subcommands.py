@@ -55,6 +55,11 @@ def run_apply(options: argparse.Namespace) -> int:
 def run_config(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.show_config import as_values, render
 
+    if options.schema:
+        from tandem.cluster.schema import json_schema
+
+        print_json(json_schema())
+        return 0
     settings = read_settings(options)
     if wants_json(options):
         print_json(as_values(settings))

@@ -11,6 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any
 
 import msgspec
@@ -38,10 +39,16 @@ def description_of(annotation: Any) -> str:
     return str((extra or {}).get("description", ""))
 
 
+@cache
+def _fields(section: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """msgspec evaluates the annotations anew each time."""
+    return msgspec.structs.fields(section)
+
+
 def check_fields(section: msgspec.Struct, name: str) -> None:
     """For a struct's `__post_init__`: checks values from code against the fields' types, as values from a file are.
     Raises ConfigurationError."""
-    for field in msgspec.structs.fields(section):
+    for field in _fields(type(section)):
         value = getattr(section, field.name)
         if isinstance(value, msgspec.Struct):
             continue
@@ -64,7 +71,7 @@ def without_defaults(value: Any) -> Any:
     shape = type(value).__struct_config__
     if shape.array_like or shape.tag is not None:
         return value
-    given = [(field, getattr(value, field.name)) for field in msgspec.structs.fields(value)]
+    given = [(field, getattr(value, field.name)) for field in _fields(type(value))]
     return {
         field.encode_name: without_defaults(its_value)
         for field, its_value in given
@@ -129,6 +136,11 @@ def _choices(kind: msgspec.inspect.Type) -> list[str]:
             return [str(choice) for choice in kind.values]
         case _:
             return []
+
+
+def allows_null(annotation: Any) -> bool:
+    members = _members(msgspec.inspect.type_info(annotation))
+    return any(isinstance(member, msgspec.inspect.NoneType) for member in members)
 
 
 def choices_at(annotation: Any, path: str) -> list[str]:

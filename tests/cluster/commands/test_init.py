@@ -32,7 +32,7 @@ def test_a_comment_says_where_to_read_on_and_the_command_what_comes_next(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["init"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["tandem.yaml", "next: tandem serve"]
+    assert capsys.readouterr().out.splitlines() == ["tandem.yaml", "tandem.schema.json", "next: tandem serve"]
     text = (tmp_path / "tandem.yaml").read_text()
     said = re.sub(r"\n *# ", " ", text)
     assert "such as `{sql: ./sql-lora}`: see docs/adapters.md" in said
@@ -67,7 +67,7 @@ def test_flags_are_written_as_settings(tmp_path: Path, capsys: pytest.CaptureFix
         "router.policy=round_robin",
     ]
     assert main(["init", "there", *flags, "-o", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == ["there/tandem.yaml"]
+    assert json.loads(capsys.readouterr().out) == ["there/tandem.yaml", "there/tandem.schema.json"]
     config = read_settings(make_parser().parse_args(["config", "--config", "there/tandem.yaml"])).config
     assert config == read_settings(make_parser().parse_args(["config", *flags])).config
 
