@@ -22,6 +22,7 @@ from tandem.cluster.setting_names import Path, dotted, known_settings
 from tandem.cluster.settings import SettingsError, resolve
 from tandem.wire.settings import description_of
 from tests.documents import ROOT, Block, blocks
+from tests.doors import passes
 
 SETTINGS = sorted(known_settings().keys() - DERIVED.keys())
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
@@ -263,6 +264,7 @@ def test_every_block_of_settings_in_the_documents_loads_and_follows_the_schema(
     file.write_text(block.text)
     resolve([read_file(file)])
     VALIDATOR.validate(yaml.safe_load(block.text))
+    passes("block", block.name)
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("manifests/**/tandem.yaml")), ids=str)
