@@ -1,4 +1,4 @@
-"""The blocks of code in README and docs/."""
+"""The blocks of code in README, docs/ and the other pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
 
 def pages() -> Iterator[Path]:
-    yield ROOT / "README.md"
+    yield from sorted(ROOT.glob("*.md"))
     yield from sorted((ROOT / "docs").glob("*.md"))
 
 

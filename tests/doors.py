@@ -210,8 +210,10 @@ class Recorder:
             words = [str(word) for word in given[1]]
             if "tandem.cluster.cli" in words:
                 self.words(words[words.index("tandem.cluster.cli") + 1 :])
+            elif words[:3] == ["promtool", "check", "config"]:
+                self.passed.add(("file", str((Path(given[2]) / words[3]).relative_to(ROOT))))
             elif words[:3] == ["promtool", "test", "rules"]:
-                faults = (Path(given[2] or ".") / words[3]).read_text(encoding="utf-8")
+                faults = (Path(given[2]) / words[3]).read_text(encoding="utf-8")
                 self.passed.update(("alert", name) for name in re.findall(r'alertname="(\w+)"', faults))
 
 

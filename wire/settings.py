@@ -41,7 +41,7 @@ def description_of(annotation: Any) -> str:
 
 @cache
 def _fields(section: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    """msgspec evaluates the annotations anew each time."""
+    """msgspec evaluates the annotations again each time."""
     return msgspec.structs.fields(section)
 
 
