@@ -95,9 +95,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A share may have no test."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["doors"] = {
-            test: sorted(doors) for test, doors in _DOORS.items() if doors
-        }
+        session.config.workeroutput["doors"] = {test: sorted(doors) for test, doors in _DOORS.items()}
         session.config.workeroutput["incomplete"] = sorted(_INCOMPLETE)
         return
     if session.config.getoption("--record-doors"):

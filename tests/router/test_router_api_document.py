@@ -79,6 +79,13 @@ def test_the_document_has_the_version_of_the_server(document: dict[str, Any], ro
     )
 
 
+def test_probes_may_post_and_the_page_is_served(router: RunningRouter) -> None:
+    assert router.client.post("/ping").status_code == 200
+    page = router.client.get("/ui")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "<html" in page.text
+
+
 def test_requests_are_documented_field_by_field(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
     for request in (CompletionRequest, ChatRequest):
