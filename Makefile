@@ -27,7 +27,7 @@
 #                    minutes); make models-page writes that page
 # make bench    a short measurement of every part, in one table with the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
-# make check    style, types, and which package imports which
+# make check    style, types, which package imports which, and which doors of users a test goes through
 # make test-gpu-packages   without a GPU: FlashInfer's package accepts our calls and writes its kernels' sources, Triton interprets ours,
 #                    and the GPU's benchmark runs on a CPU
 # make wheel    dist/*.whl with compiled kernels, for glibc 2.28 and newer; test-install installs one with its dependencies in an empty environment
@@ -159,7 +159,8 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_imports.py
+	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_doors.py
+	@$(BIN)/python -m tests.doors
 
 wheel: install
 	PYTHON=$(CURDIR)/$(BIN)/python .ci/wheel

@@ -4,8 +4,8 @@
                   vllm_flags: flags of vLLM and SGLang; completion: for bash, zsh and fish; documents: the tables of
                   settings and flags in the pages
     config        every setting; setting_names finds one by name, setting_layers reads each source; settings, rules, describe:
-                  combine the sources, check the result, report all mistakes at once; labels: of machines; changes: which
-                  settings a running cluster can change
+                  combine the sources, check the result, report all mistakes at once; schema: tells editors what a file may
+                  say; labels: of machines; changes: which settings a running cluster can change
     control, launcher, events   the contracts between the packages below; tasks, saving: helpers that several of them
                   need; api_client: how a command calls a router; admin: what operators may do to a running cluster, one
                   table for the command and the HTTP API; over_http: what only the command may do

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tandem.cluster import subcommands
 from tandem.cluster.commands.output import add_output
-from tandem.cluster.commands.parser import CommandParser, VersionAction
+from tandem.cluster.commands.parser import CommandParser, CommandsParser, VersionAction
 from tandem.cluster.commands.setting_options import add_settings
 
 
@@ -24,7 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return 2
-    options = parser.parse_args(words)
+    if words[0] == "completion" and words[2:3] == ["--words"]:
+        # Not by the parser: what is typed may be what it would take for its own, such as a lone `--`.
+        options = argparse.Namespace(verbose=False, run=lambda _: _complete(parser, words[3:]))
+    else:
+        options = parser.parse_args(words)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character must not end the command
@@ -74,7 +78,7 @@ def _describe_why(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("request", metavar="REQUEST_ID", help="its id, or its answer's")
     _add_server(parser)
     add_costs(parser, "also simulate the request in other clusters, with these costs", required=False)
-    add_settings(parser)
+    add_settings(parser, serves=False)
     add_output(parser)
 
 
@@ -82,7 +86,7 @@ def _describe_simulate(parser: argparse.ArgumentParser) -> None:
     from tandem.simulator.command import add_arguments
 
     add_arguments(parser)
-    add_settings(parser)
+    add_settings(parser, serves=False)
     add_output(parser)
 
 
@@ -97,14 +101,14 @@ def _describe_plan(parser: argparse.ArgumentParser) -> None:
     from tandem.simulator.plan_command import add_arguments
 
     add_arguments(parser)
-    add_settings(parser)
+    add_settings(parser, serves=False)
     add_output(parser)
 
 
 def make_parser() -> argparse.ArgumentParser:
     from tandem.cluster.commands.operate_options import add_address, add_commands, add_router
 
-    parser = argparse.ArgumentParser(
+    parser = CommandsParser(
         prog="tandem", description="Serve language models with prefill and decode on separate machines."
     )
     parser.add_argument("--verbose", action="store_true", help="log everything to the terminal")
@@ -120,12 +124,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("served", nargs="?", metavar="MODEL", help="the model, as with --model")
     add_settings(serve)
-    serve.add_argument(
+    where = serve.add_argument_group("where it runs")
+    where.add_argument(
         "--address",
         metavar="HOST:PORT",
         help="a Ray cluster's head, or auto (default: start a Ray of its own)",
     )
-    serve.add_argument(
+    where.add_argument(
         "--detach", action="store_true", help="return when the cluster answers; it runs until `tandem down`"
     )
     add_output(serve)
@@ -231,6 +236,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     config = commands.add_parser("config", help="print the configuration that results from these settings")
     add_settings(config)
+    config.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of tandem.yaml instead, for editors"
+    )
     add_output(config)
     config.set_defaults(run=subcommands.run_config)
 
@@ -263,8 +271,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     completion = commands.add_parser("completion", help="print a shell's completion script")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
-    completion.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    completion.set_defaults(run=_complete)
+    completion.set_defaults(run=_print_completion)
     return parser
 
 
@@ -275,13 +282,17 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _complete(options: argparse.Namespace) -> int:
-    from tandem.cluster.completion import SCRIPTS, complete
+def _print_completion(options: argparse.Namespace) -> int:
+    from tandem.cluster.completion import SCRIPTS
 
-    if options.words is None:
-        print(SCRIPTS[options.shell], end="")
-    else:
-        print("\n".join(complete(make_parser(), options.words)))
+    print(SCRIPTS[options.shell], end="")
+    return 0
+
+
+def _complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    from tandem.cluster.completion import complete
+
+    print("\n".join(complete(parser, words)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Formats sizes and counts for operators, and parses sizes."""
+"""Formats sizes, counts and descriptions for operators, and parses sizes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,21 @@ def parse_size(text: str, what: str) -> int | None:
             f"{what} must be a size that a machine can have, such as 2GiB, not {text[:40]!r}"
         )
     return int(size)
+
+
+_LINK = re.compile(r"(^|: |\(|\. )?\[([^]]*)\]\(([\w.-]+\.md)[^)]*\)")
+
+
+def without_links(text: str) -> str:
+    """A description without Markdown's links. One that stands by itself says where to look; one within a sentence keeps its words."""
+
+    def said(link: re.Match[str]) -> str:
+        before, words, page = link.groups()
+        if before is None:
+            return f"{words} (docs/{page})"
+        return f"{before}{'See' if before in ('', '. ') else 'see'} docs/{page}"
+
+    return _LINK.sub(said, text)
 
 
 def describe_left_out(names: Sequence[str]) -> str:

@@ -57,7 +57,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as MatplotlibFigure
     except ImportError as error:
-        raise ConfigurationError("a picture needs matplotlib: pip install 'tandem-serve[bench]'") from error
+        raise ConfigurationError("a picture needs matplotlib: pip install matplotlib") from error
     figure = MatplotlibFigure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

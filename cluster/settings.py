@@ -6,8 +6,10 @@ Values are checked against the types of the fields of `cluster.config`'s structs
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, combinations
 from typing import Any
 
 import msgspec
@@ -15,12 +17,13 @@ import yaml
 
 from tandem.cluster.config import OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import LARGEST, parse_size
+from tandem.cluster.models.store import name_at
 from tandem.cluster.rules import broken_rules
 from tandem.cluster.setting_layers import GivenValue, Layer
 from tandem.cluster.setting_names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
-from tandem.wire.settings import refusal
+from tandem.wire.settings import allows_null, choices_at, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def resolve(layers: Iterable[Layer]) -> Settings:
         except ConfigurationError as error:
             mistakes.append(str(error))
     config = _build(values, merged, mistakes)
-    if mistakes or config is None:
+    if mistakes:
         raise SettingsError(mistakes)
     return Settings(config, {path: given.origin for path, given in merged.items()})
 
@@ -92,8 +95,15 @@ def _convert(path: Path, given: GivenValue) -> object:
             value = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise _refusal(path, given, "is not valid YAML") from error
+    if path in (("model", "path"), ("model", "draft")) and isinstance(value, str):
+        value = name_at(value)
     if path == ("cache", "tiers"):
         value = _with_sizes(value, given)
+    _check_spaces(path, given, value)
+    if given.textual and value == "null" and allows_null(annotation):
+        return None
+    if isinstance(value, bool) and (word := "on" if value else "off") in choices_at(annotation, ""):
+        value = word  # YAML takes both words for truth values
     try:
         converted = msgspec.convert(value, annotation, strict=not given.textual)
     except msgspec.ValidationError as error:
@@ -113,6 +123,7 @@ def _of_pool(path: Path, given: GivenValue) -> dict[str, object]:
             value = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise _refusal(path, given, "is not valid YAML") from error
+    _check_spaces(path, given, value)
     if not isinstance(value, dict):
         raise _refusal(path, given, f"must be settings of {section}, such as {{{_EXAMPLES[section]}}}")
     names = {known[1] for known in known_settings() if known[0] == section and len(known) == 2}
@@ -132,6 +143,17 @@ def _of_pool(path: Path, given: GivenValue) -> dict[str, object]:
         origin = f"{given.origin}: {dotted(path)}"
         found[name] = msgspec.to_builtins(_convert((section, name), GivenValue(each, origin, textual=False)))
     return found
+
+
+def _check_spaces(path: Path, given: GivenValue, value: object) -> None:
+    """YAML reads {GPU:1} as a name, `GPU:1`, without a value. In a shell people write that, because a space needs quotes."""
+    for mapping in value if isinstance(value, list) else [value]:
+        for name, inside in mapping.items() if isinstance(mapping, dict) else ():
+            key, colon, rest = str(name).partition(":")
+            if inside is None and colon and rest:
+                raise _refusal(
+                    path, given, f"needs a space after the colon, and in a shell quotes: '{{{key}: {rest}}}'"
+                )
 
 
 _EXAMPLES = {"cache": "block_size: 32", "scheduler": "max_num_seqs: 64"}
@@ -159,26 +181,55 @@ def _refusal(path: Path, given: GivenValue, sentence: str) -> ConfigurationError
 
 def _build(
     values: dict[Path, object], merged: Mapping[Path, GivenValue], mistakes: list[str]
-) -> TandemConfig | None:
-    """Checks each value alone against the defaults first: a struct's own checks stop at its first mistake, and all are wanted."""
-    defaults = TandemConfig()
-    sound: dict[Path, object] = {}
-    for path, value in values.items():
+) -> TandemConfig:
+    """Builds the configuration of all values that fit together. A struct's own checks stop at their first mistake, and compare values that
+    may be right only together: so all are tried at once, and without the ones that are to blame again."""
+    defaults, left = TandemConfig(), dict(values)
+    refused = merged.keys() - values.keys()
+    if ("pools", Role.AGGREGATED.value, "nodes") in refused:
+        left = {path: value for path, value in left.items() if not merged[path].implied}
+    while True:
         try:
-            _with_values(defaults, {path: value})
+            config = _with_values(defaults, left)
+            break
         except ConfigurationError as error:
-            mistakes.append(f"{merged[path].origin}: {error}")
-        else:
-            sound[path] = value
-    try:
-        config = _with_values(defaults, sound)
-    except ConfigurationError as error:
-        mistakes.append(str(error))
-        return None
-    for path, sentence in broken_rules(config):
+            sentence = str(error)
+        to_blame = _to_blame(left, sentence)
+        if not _mentions(sentence, refused):
+            mistakes.append(f"{_origin(to_blame, sentence, merged)}{sentence}")
+        refused |= to_blame
+        left = {path: value for path, value in left.items() if path not in to_blame}
+    for path, end in broken_rules(config):
         origin = f"{merged[path].origin}: " if path in merged else ""
-        mistakes.append(f"{origin}{dotted(path)} {sentence}")
+        if not _mentions(end, refused):
+            mistakes.append(f"{origin}{dotted(path)} {end}")
     return config
+
+
+def _to_blame(values: Mapping[Path, object], sentence: str) -> set[Path]:
+    """Returns the fewest of the values, one or two of a section, that make the same mistake by themselves."""
+    defaults = TandemConfig()
+    pairs = (pair for pair in combinations(values, 2) if pair[0][0] == pair[1][0])
+    for paths in chain(((path,) for path in values), pairs):
+        try:
+            _with_values(defaults, {path: values[path] for path in paths})
+        except ConfigurationError as error:
+            if str(error) == sentence:
+                return set(paths)
+    return set(values)
+
+
+_NAME = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+")
+
+
+def _mentions(sentence: str, refused: Collection[Path]) -> bool:
+    """Returns whether the mistake may only follow from that of a setting which was refused already."""
+    return any(tuple(name.split(".")) in refused for name in _NAME.findall(sentence))
+
+
+def _origin(paths: Collection[Path], sentence: str, merged: Mapping[Path, GivenValue]) -> str:
+    named = [path for path in paths if sentence.startswith(dotted(path))]
+    return f"{merged[max(named or paths)].origin}: "
 
 
 def _with_values(config: TandemConfig, values: Mapping[Path, object]) -> TandemConfig:

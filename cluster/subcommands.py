@@ -55,6 +55,11 @@ def run_apply(options: argparse.Namespace) -> int:
 def run_config(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.show_config import as_values, render
 
+    if options.schema:
+        from tandem.cluster.schema import json_schema
+
+        print_json(json_schema())
+        return 0
     settings = read_settings(options)
     if wants_json(options):
         print_json(as_values(settings))
@@ -208,8 +213,9 @@ def run_fetch(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.commands.progress import Display
-    from tandem.cluster.models.store import prepare_model
+    from tandem.cluster.models.store import name_at, prepare_model
 
+    options.name = name_at(options.name)
     display = Display(Console(stderr=wants_json(options)))
     display.start()
     try:
@@ -261,4 +267,6 @@ def run_init(options: argparse.Namespace) -> int:
         print_json([str(file) for file in files])
     else:
         print("\n".join(map(str, files)))
+        there = "" if files[0].parent == Path() else f" --config {files[0]}"
+        print(f"next: {f'tandem serve{there}' if options.cluster is None else 'docs/ray-up.md'}")
     return 0

@@ -73,7 +73,7 @@ def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter 
         from tandem.router.tracing.otlp import OtlpExporter
     except ImportError as error:
         raise ConfigurationError(
-            f"exporting traces needs OpenTelemetry's exporter ({error}): pip install 'tandem-serve[otel]'"
+            f"exporting traces needs OpenTelemetry's exporter ({error}): pip install opentelemetry-exporter-otlp-proto-http"
         ) from error
     return OtlpExporter(config, metrics)
 

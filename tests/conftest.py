@@ -13,6 +13,7 @@ from hypothesis import settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tandem.cluster.models.store import prepare_model
+from tests.doors import RECORDER, Door, read_ledger, write_ledger
 
 # hypothesis' deadline would measure how busy the machine is, and each test has a time limit of its own.
 settings.register_profile("tandem", deadline=None)
@@ -30,11 +31,77 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-doors",
+        action="store_true",
+        help="write the doors that the tests go through into doors.json",
+    )
     parser.addoption("--share", metavar="I/N", help="run the I-th of N parts of the chosen tests")
+
+
+# Of this run: the doors of each test function, and those functions of which a case failed or was left out.
+_DOORS: dict[str, set[Door]] = {}
+_INCOMPLETE: set[str] = set()
+
+
+def _function(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    RECORDER.watch()
+    # A case that is named alone is not the whole function.
+    _INCOMPLETE.update(_function(word) for word in config.args if "[" in word)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    _INCOMPLETE.update(_function(item.nodeid) for item in items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    RECORDER.passed.clear()
+    try:
+        return (yield)
+    finally:
+        _DOORS.setdefault(_function(item.nodeid), set()).update(RECORDER.passed)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if not report.passed:
+        _INCOMPLETE.add(_function(report.nodeid))
+
+
+def pytest_testnodedown(node: Any) -> None:
+    """One of xdist's processes has ended."""
+    for test, doors in getattr(node, "workeroutput", {}).get("doors", {}).items():
+        _DOORS.setdefault(test, set()).update((kind, name) for kind, name in doors)
+    _INCOMPLETE.update(getattr(node, "workeroutput", {}).get("incomplete", ()))
+
+
+def _untrue_entries() -> list[str]:
+    return [
+        f"{test} does not go through the {kind} {name!r}, as tests/doors.json says"
+        for (kind, name), test in read_ledger()[0].items()
+        if test in _DOORS.keys() - _INCOMPLETE and (kind, name) not in _DOORS[test]
+    ]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in _untrue_entries():
+        terminalreporter.write_line(line, red=True)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A share may have no test."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["doors"] = {test: sorted(doors) for test, doors in _DOORS.items()}
+        session.config.workeroutput["incomplete"] = sorted(_INCOMPLETE)
+        return
+    if session.config.getoption("--record-doors"):
+        write_ledger({test: doors for test, doors in _DOORS.items() if test not in _INCOMPLETE})
+    elif _untrue_entries() and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--share") is not None:
         session.exitstatus = pytest.ExitCode.OK
 

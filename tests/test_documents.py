@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
+import subprocess
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ from tandem.cluster.setting_layers import read_assignments
 from tandem.cluster.setting_names import known_settings
 from tandem.cluster.settings import resolve
 from tandem.wire.nodes import Role
+from tests.documents import Block, blocks
+from tests.doors import passes
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -68,14 +72,30 @@ def test_the_files_that_are_named_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_the_commands_are_ones_that_there_are(name: str) -> None:
-    """A line of a block is taken as it stands; between backticks a command may stand without its arguments."""
-    for line in typed(PAGES[name]):
-        if line.startswith("tandem "):
-            make_parser().parse_args(shlex.split(re.split(r" \|\|? | > ", line)[0], comments=True)[1:])
+    """Between backticks a command may stand without its arguments."""
     helps = make_parser().format_help()
     for command in inline(PAGES[name]):
         if found := re.match(r"tandem ([a-z]+)", command):
             assert re.search(rf"^    {found[1]} ", helps, re.MULTILINE), command
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in blocks() if block.kind != "yaml"], ids=lambda block: block.name
+)
+def test_a_block_is_one_that_its_reader_takes(block: Block) -> None:
+    """Blocks of settings are read by tests/cluster/test_every_setting.py; those that are marked so are run, too."""
+    language = block.kind.partition(" ")[0]
+    if language == "json":
+        json.loads(block.text)
+    elif language == "python":
+        ast.parse(block.text)
+    elif language in ("sh", "bash"):
+        subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    for line in block.text.splitlines():
+        if line.startswith("tandem ") and language in ("", "sh", "bash"):
+            words = shlex.split(re.split(r" \|\|? | > ", line)[0], comments=True)[1:]
+            assert make_parser().parse_args([word for word in words if word != "\\"]).run
+    passes("block", block.name)
 
 
 @pytest.mark.parametrize("name", sorted(PAGES))

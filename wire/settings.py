@@ -138,6 +138,11 @@ def _choices(kind: msgspec.inspect.Type) -> list[str]:
             return []
 
 
+def allows_null(annotation: Any) -> bool:
+    members = _members(msgspec.inspect.type_info(annotation))
+    return any(isinstance(member, msgspec.inspect.NoneType) for member in members)
+
+
 def choices_at(annotation: Any, path: str) -> list[str]:
     """Returns the strings that a type allows at `path`, written as in msgspec's messages: `messages[0].role`."""
     kinds = _members(msgspec.inspect.type_info(annotation))

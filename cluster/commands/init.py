@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path as FilePath
@@ -11,6 +10,9 @@ import msgspec
 
 from tandem.cluster.commands.show_config import scalar
 from tandem.cluster.config import DERIVED
+from tandem.cluster.describe import without_links
+from tandem.cluster.saving import as_json
+from tandem.cluster.schema import FILE_NAME, json_schema
 from tandem.cluster.setting_layers import Layer, read_file
 from tandem.cluster.setting_names import Path, fields_of, section_type
 from tandem.cluster.settings import Settings
@@ -48,6 +50,9 @@ def init(folder: FilePath, settings: Settings, cluster: str | None) -> list[File
         files[f"{cluster}.yaml"] = text.replace("manifests/ray/", "")
     targets = {folder / name: text for name, text in files.items()}
     there = [str(file) for file in targets if file.exists()]
+    # Not of those: it says the same in every folder.
+    settings_file = "base/tandem.yaml" if cluster == "kuberay" else "tandem.yaml"
+    targets[(folder / settings_file).with_name(FILE_NAME)] = as_json(json_schema()).decode()
     if there:
         raise ConfigurationError(
             f"{', '.join(there)} would be overwritten: name another folder, or move the files away"
@@ -72,6 +77,7 @@ def _manifests() -> FilePath:
 def commented(settings: Settings) -> str:
     """Returns a file with these settings. Settings that are not set stand in it as comments with their defaults."""
     head = (
+        f"# yaml-language-server: $schema={FILE_NAME}\n"
         "# The settings of `tandem serve`. What follows a # is the default: take the # away to change it.\n"
         "# Flags and variables (TANDEM_ROUTER__PORT=9000) win over this file; `tandem config` prints the result.\n"
     )
@@ -91,7 +97,7 @@ def _lines(section: msgspec.Struct, prefix: Path, settings: Settings) -> Iterato
             yield f"{indent}{name}:"
             yield from _lines(value, path, settings)
             continue
-        about = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", description_of(info.type))
+        about = without_links(description_of(info.type))
         yield from (f"{indent}# {line}" for line in textwrap.wrap(about, _WIDTH - len(indent) - 2))
         is_set = path in settings.origins
         yield f"{indent}{'' if is_set else '# '}{name}: {scalar(path, value)}"

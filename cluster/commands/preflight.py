@@ -23,7 +23,8 @@ from tandem.cluster.pools.placement import LocalMachine, computes_on_cpu, place_
 from tandem.cluster.pools.room import check_memory
 from tandem.cluster.settings import SettingsError
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
-from tandem.router.http.certificate import Certificate
+from tandem.router.config import RouterConfig
+from tandem.router.http.certificate import check_before_use
 from tandem.router.text.chat_template import template_source
 from tandem.wire.errors import ConfigurationError
 
@@ -36,7 +37,7 @@ def check_before_start(config: TandemConfig, machine: LocalMachine) -> None:
     _raise_all(
         lambda: check_address(config.router.host, config.router.port),
         lambda: _check_events(config),
-        lambda: _check_certificate(config),
+        lambda: _check_certificate(config.router),
         lambda: _check_model(config),
         lambda: check_device(config.model.device, machine.gpus),
         lambda: check_cache_folder(config.model.path),
@@ -122,12 +123,6 @@ def _check_model(config: TandemConfig) -> None:
         check_hub(config.model.path)
 
 
-def _check_certificate(config: TandemConfig) -> None:
-    certificate, key = config.router.tls_certificate, config.router.tls_key
-    if certificate is not None and key is not None:
-        Certificate(certificate, key)
-
-
 def _check_events(config: TandemConfig) -> None:
     """The address must be this machine's; of the ports, a node takes the next free one."""
     events = config.cache.events
@@ -174,6 +169,11 @@ def _check_connector(config: TandemConfig) -> None:
         config.pools.prefill.first_size and name not in CONNECTORS
     ):  # Tandem's own connectors need no check, and importing one takes a while
         find_connector(name)
+
+
+def _check_certificate(router: RouterConfig) -> None:
+    if router.tls_certificate is not None and router.tls_key is not None:
+        check_before_use(router.tls_certificate, router.tls_key)
 
 
 def check_address(host: str, port: int) -> None:

@@ -15,33 +15,54 @@ if TYPE_CHECKING:
 
 DEFAULT_FILE = "tandem.yaml"
 
-# Flags that set one setting: flag -> (setting, placeholder of the value, help).
-_SETTING_FLAGS = {
-    "--model": ("model.path", "NAME", "a folder, a GGUF file, a Hugging Face name, or smollm2 (the default)"),
-    "--prefill": ("pools.prefill", "N", "prefill nodes, which compute prompts (default 1)"),
-    "--decode": ("pools.decode", "N", "decode nodes, which generate tokens (default 1)"),
-    "--aggregated": ("pools.aggregated", "N", "aggregated nodes, which do both, instead of the two"),
-    "--encode": ("pools.encode", "N", "encoder nodes, for a model that reads images (default 0)"),
-    "--host": ("router.host", "ADDRESS", "where the router listens (default 127.0.0.1)"),
-    "--name": ("name", "NAME", "this deployment's name, unique on its Ray cluster (default tandem)"),
-    "--port": ("router.port", "P", "where the router listens (default 8000; 0 takes a free one)"),
-    "--dtype": ("model.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
-    "--max-model-len": ("scheduler.max_model_len", "TOKENS", "longest prompt and answer together"),
-    "--kv-memory": ("cache.memory_bytes", "SIZE", "memory for the KV cache of each node, such as 2GiB"),
+# Flags that set one setting, by what they are about: flag -> (setting, placeholder of the value, help).
+_GROUPS = {
+    "the model": {
+        "--model": (
+            "model.path",
+            "NAME",
+            "a folder, a GGUF file, a Hugging Face name, or smollm2 (the default)",
+        ),
+        "--max-model-len": ("scheduler.max_model_len", "TOKENS", "longest prompt and answer together"),
+        "--dtype": ("model.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
+    },
+    "nodes": {
+        "--prefill": ("pools.prefill", "N", "prefill nodes, which compute prompts (default 1)"),
+        "--decode": ("pools.decode", "N", "decode nodes, which generate tokens (default 1)"),
+        "--aggregated": ("pools.aggregated", "N", "aggregated nodes, which do both, instead of the two"),
+        "--encode": ("pools.encode", "N", "encoder nodes, for a model that reads images (default 0)"),
+        "--kv-memory": ("cache.memory_bytes", "SIZE", "memory for the KV cache of each node, such as 2GiB"),
+    },
+    "the router": {
+        "--host": ("router.host", "ADDRESS", "where the router listens (default 127.0.0.1)"),
+        "--port": ("router.port", "P", "where the router listens (default 8000; 0 takes a free one)"),
+        "--name": ("name", "NAME", "this deployment's name, unique on its Ray cluster (default tandem)"),
+    },
 }
+_SETTING_FLAGS = {flag: rest for flags in _GROUPS.values() for flag, rest in flags.items()}
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
+def add_settings(parser: argparse.ArgumentParser, *, serves: bool = True) -> None:
+    """`serves`: the command is about a cluster that serves. Otherwise its router means nothing, and --help does not name those flags."""
     # Values stay text here: the settings' types check them, and all mistakes are reported at once.
-    parser.add_argument(
-        "--config", metavar="FILE", help=f"settings (default: {DEFAULT_FILE}, where there is one)"
+    for title, flags in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag, (_, metavar, text) in flags.items():
+            hidden = title == "the router" and not serves
+            group.add_argument(flag, metavar=metavar, help=argparse.SUPPRESS if hidden else text)
+    others = parser.add_argument_group("all settings")
+    others.add_argument(
+        "--config", metavar="FILE", help=f"a file of settings (default: {DEFAULT_FILE}, where there is one)"
     )
-    for flag, (_, metavar, text) in _SETTING_FLAGS.items():
-        parser.add_argument(flag, metavar=metavar, help=text)
+    others.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="any setting; `tandem init` writes a file that explains them",
+    )
     add_flags(parser, besides=_SETTING_FLAGS)
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="any other setting"
-    )
 
 
 def read_settings(options: argparse.Namespace) -> Settings:

@@ -40,6 +40,9 @@ MARKER = "tandem-model.json"
 
 _REVISION = re.compile(r"[\w.-][\w./-]*")
 _ON_HUB = re.compile(rf"[\w.-]+/[\w.-]+(?:@{_REVISION.pattern})?")
+_HUB_PAGE = re.compile(
+    rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/tree/({_REVISION.pattern}))?"
+)
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -58,6 +61,12 @@ def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return root / "models"
 
 
+def name_at(text: str) -> str:
+    """Returns the model's name where `text` is the address of its page on the Hugging Face hub, otherwise `text`."""
+    page = _HUB_PAGE.fullmatch(text.rstrip("/"))
+    return text if page is None else f"{page[1]}@{page[2]}" if page[2] else page[1]
+
+
 def check_name(name: str, revision: str = "", setting: str = "model.path") -> None:
     """Raises ConfigurationError for a name that cannot be a model's, before anything is fetched or started."""
     on_hub = name not in PACKAGED and local_model(name, setting) is None
@@ -68,6 +77,11 @@ def check_name(name: str, revision: str = "", setting: str = "model.path") -> No
     if revision and not _REVISION.fullmatch(revision):
         raise ConfigurationError(
             f"model.revision {revision[:80]!r} is not the name of a branch, a tag or a commit"
+        )
+    if on_hub and "://" in name:
+        raise ConfigurationError(
+            f"{setting} {name!r} is an address, and models are not read over {name.partition('://')[0]}: download it and name "
+            "its folder, or name a Hugging Face model (owner/name)"
         )
     if on_hub and (name.startswith((".", "/", "~")) or not _ON_HUB.fullmatch(name)):
         raise ConfigurationError(

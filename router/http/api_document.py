@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+import tandem
 from tandem.router.anthropic.answer_types import MessageAnswer, MessagesError, TokenCount
 from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
@@ -38,8 +39,6 @@ from tandem.router.responses.answer_types import ResponseAnswer, ResponseDeleted
 from tandem.router.responses.responses_request import ResponsesRequest
 from tandem.router.tracing.record import TraceList, TraceRecord
 
-VERSION = "1"
-
 _TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "503")
 _GENERATION_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504")
 _EVENT: dict[str, Any] = {
@@ -63,7 +62,7 @@ def make_document(keys_required: bool) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "Tandem",
-            "version": VERSION,
+            "version": tandem.__version__,
             "description": "OpenAI's API, served by separate prefill and decode nodes.",
         },
         "paths": _paths(),

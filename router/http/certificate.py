@@ -6,12 +6,15 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+from collections.abc import Callable
+from typing import TypeVar
 
 from tandem.wire.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 _Stamp = tuple[tuple[int, int, int], ...]
+_Seen = TypeVar("_Seen")
 
 
 class Certificate:
@@ -43,22 +46,76 @@ class Certificate:
     def _look(self) -> _Stamp:
         """What changes with every new version of a file, also when a link is pointed at another folder, as
         Kubernetes does with Secrets."""
-        try:
-            found = [os.stat(file) for file in self._files]
-        except OSError as error:
-            raise ConfigurationError(f"router.tls_certificate and router.tls_key: {error}") from error
+        found = [
+            _of_file(setting, file, os.stat) for setting, file in zip(_SETTINGS, self._files, strict=True)
+        ]
         return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
 
     def _load_into(self, context: ssl.SSLContext) -> None:
+        for setting, file in zip(_SETTINGS, self._files, strict=True):
+            _of_file(setting, file, lambda name: open(name, "rb").close())
         certificate, key = self._files
+        has_passphrase = False
+
+        def passphrase() -> str:
+            # Without this function, OpenSSL would ask for it on the terminal.
+            nonlocal has_passphrase
+            has_passphrase = True
+            return ""
+
         try:
-            # Without a password function, OpenSSL would ask for a key's passphrase on the terminal.
-            context.load_cert_chain(certificate, key, password=lambda: "")
+            context.load_cert_chain(certificate, key, password=passphrase)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise ConfigurationError(
-                f"router.tls_certificate {certificate} and router.tls_key {key} must be a certificate with its chain, and its "
-                f"key without a passphrase, both in PEM: {error}"
-            ) from error
+            if has_passphrase:
+                why = f"{_SETTINGS[1]} {key} has a passphrase: write it without a passphrase, with `openssl pkey -in {key}`"
+            elif getattr(error, "reason", None) in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
+                why = f"{_SETTINGS[1]} {key} is not the key of {_SETTINGS[0]} {certificate}: name the one that was made with it"
+            else:
+                why = (
+                    f"{_SETTINGS[0]} {certificate} and {_SETTINGS[1]} {key} must be a certificate with its chain, and its key, "
+                    f"both in PEM: {error}"
+                )
+            raise ConfigurationError(why) from error
+
+
+_SETTINGS = "router.tls_certificate", "router.tls_key"
+
+
+def _of_file(setting: str, file: str, look: Callable[[str], _Seen]) -> _Seen:
+    try:
+        return look(file)
+    except OSError as error:
+        raise ConfigurationError(f"{setting} {file} cannot be read: {error.strerror}") from error
+
+
+def check_before_use(certificate_file: str, key_file: str) -> None:
+    """Raises ConfigurationError for what is no pair, and for a certificate that clients refuse because of its dates. A router loads
+    that one all the same: an operator may have nothing better yet, and a router that is replaced must not stay away."""
+    server_context = Certificate(certificate_file, key_file).context
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False
+    trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    trusting.load_verify_locations(certificate_file)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    client = trusting.wrap_bio(to_client, to_server)
+    for side in (client, server, client):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code in _DATES:
+                raise ConfigurationError(
+                    f"{_SETTINGS[0]} {certificate_file} {_DATES[error.verify_code]}, so clients refuse it: renew it"
+                ) from error
+            return  # what else a client asks of a certificate, such as its name, it knows better
+
+
+_DATES = {
+    9: "is not valid yet",
+    10: "has expired",
+}  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def _context() -> ssl.SSLContext:

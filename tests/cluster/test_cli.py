@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -118,6 +119,70 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
     assert main([]) == 2
     said = capsys.readouterr().err
     assert "serve a model, on this machine or on a Ray cluster" in said
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+def test_help_has_every_command_once_among_its_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    listed = re.findall(r"^    ([a-z-]+)  +\S", said, re.MULTILINE)
+    assert sorted(listed) == sorted(subcommands(make_parser()))
+    assert said.index("\nserve:") < said.index("\nuse and look:") < said.index("\nmeasure and plan:")
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["serv"], "there is no command 'serv'; did you mean serve?"),
+        (["models", "lst"], "there is no command 'lst'; did you mean list?"),
+        (["xyzzy"], "there is no command 'xyzzy'; `tandem --help` lists them"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_one_that_was_meant(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert meant in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "names_the_router"),
+    [("serve", True), ("config", True), ("plan", False), ("simulate", False), ("why", False)],
+)
+def test_help_names_no_flag_that_means_nothing_there(
+    command: str, names_the_router: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    assert ("--host" in said, "--port" in said) == (names_the_router, names_the_router)
+    assert said.index("--model") < said.index("--kv-memory") < said.index("--set KEY=VALUE [KEY=VALUE ...]\n")
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/v1.0/", "Qwen/Qwen3-0.6B@v1.0"),
+        ("https://hf.co/Qwen/Qwen3-0.6B/", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_the_address_of_a_models_page_is_its_name(address: str, name: str) -> None:
+    config = read_settings(make_parser().parse_args(["serve", address])).config
+    assert config.model.path == name
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/model", "gs://b/m", "https://example.com/model"])
+def test_an_address_that_is_not_read_says_so(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = fail(capsys, "serve", address, "--port", "0")
+    assert f"is an address, and models are not read over {address.partition(':')[0]}: download it" in said
+    assert "is an address" in fail(capsys, "models", "fetch", address)
 
 
 def test_a_model_that_is_not_there_fails_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

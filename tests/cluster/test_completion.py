@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tandem.cluster.cli import make_parser
+from tandem.cluster.cli import main, make_parser
 from tandem.cluster.completion import SCRIPTS, complete
 
 
@@ -39,6 +40,22 @@ def test_the_word_under_the_cursor_is_completed(line: str, answers: list[str]) -
     assert offered(line) == answers
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["serve", "--"], "--prefill"),
+        (["config", "--set", "--"], "--config"),
+        (["--"], "--version"),
+        (["bench", "-"], "--rate"),
+    ],
+)
+def test_a_lone_beginning_of_a_flag_is_completed(
+    words: list[str], offered: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", "bash", "--words", *words]) == 0
+    assert offered in capsys.readouterr().out.split()
+
+
 def test_flags_of_other_servers_are_not_offered() -> None:
     assert "--tensor-parallel-size" not in offered("serve --")
 
@@ -64,6 +81,19 @@ def test_bash_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None
         ["bash", "-c", script], env=tandem(tmp_path), capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["given-3", "router.port="]
+
+
+def test_bash_offers_what_follows_a_lone_dash_dash(tmp_path: Path) -> None:
+    command = tmp_path / "tandem"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m tandem.cluster.cli "$@"\n')
+    command.chmod(0o755)
+    script = (
+        SCRIPTS["bash"]
+        + 'COMP_WORDS=(tandem serve --); COMP_CWORD=2; _tandem 2>/dev/null; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert {"--prefill", "--config", "--detach"} <= set(done.stdout.split())
 
 
 def test_zsh_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None:

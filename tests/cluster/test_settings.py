@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.commands.show_config import render
+from tandem.cluster.commands.show_config import as_values, render
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import format_size, parse_size, ranges
 from tandem.cluster.setting_layers import Layer, read_assignments, read_environment, read_file
@@ -340,6 +341,100 @@ def test_a_mistake_is_a_sentence_that_says_what_to_change(tmp_path: Path, text: 
     assert mistakes(tmp_path, text) == [sentence]
 
 
+TOGETHER = [  # right only together: one of each alone is refused, by the defaults of the other
+    {"router.tls_certificate": "c.pem", "router.tls_key": "k.pem"},
+    {"router.limits.body_bytes": "2000000000", "router.limits.body_bytes_at_once": "4000000000"},
+    {"router.heartbeat.silence": "60.0", "router.heartbeat.starved": "120.0"},
+    {"router.heartbeat.ping_interval": "3.0", "router.heartbeat.silence": "4.0"},
+    {"router.heartbeat.ping_interval": "30.0", "router.heartbeat.silence": "40.0", "router.heartbeat.starved": "50.0"},
+    {"cache.events.endpoint": "tcp://127.0.0.1:5557", "cache.events.replay_endpoint": "tcp://127.0.0.1:5558"},
+    {"model.draft": "a/b", "scheduler.num_speculative_tokens": "4"},
+    {"model.adapters": "{a: b/c}", "scheduler.max_loras": "2"},
+    {"cache.remote": "true", "cache.tiers": "[{cpu: 1GiB}]"},
+    {"autoscaling.period_s": "60.0", "autoscaling.grow_after_s": "60.0"},
+    {"timeouts.silence_s": "20.0", "timeouts.unresponsive_s": "30.0"},
+    {"scheduler.chunked_prefill": "false", "scheduler.max_num_batched_tokens": "4096", "scheduler.max_model_len": "4096"},
+    {"pools.aggregated.nodes": "1", "pools.aggregated.tensor_parallel": "2"},
+    {"pools.decode.max": "4", "pools.decode.min": "2", "pools.decode.nodes": "3"},
+]  # fmt: skip
+
+
+def as_yaml(values: dict[str, str]) -> str:
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        section = tree
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[last] = yaml.safe_load(value)
+    return yaml.safe_dump(tree)
+
+
+@pytest.mark.parametrize("values", TOGETHER, ids=lambda values: "+".join(values))
+@pytest.mark.parametrize("by", ["a file", "variables", "--set", "a file and --set"])
+def test_settings_that_are_right_together_load_together(
+    tmp_path: Path, values: dict[str, str], by: str
+) -> None:
+    names = list(values)
+    in_file = {"a file": names, "a file and --set": names[:1]}.get(by, [])
+    in_flags = {"--set": names, "a file and --set": names[1:]}.get(by, [])
+    variables = names if by == "variables" else []
+    found = settings(
+        tmp_path,
+        as_yaml({name: values[name] for name in in_file}),
+        {f"TANDEM_{name.replace('.', '__').upper()}": values[name] for name in variables},
+        [(name, values[name], "--set") for name in in_flags],
+    )
+    loaded = as_values(found)
+    for name, value in values.items():
+        if name != "cache.tiers":
+            assert loaded[name]["value"] == yaml.safe_load(value), name
+        assert loaded[name]["origin"] != "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        (
+            "router: {limits: {body_bytes: 2000, body_bytes_at_once: 1000}}",
+            ["FILE: router.limits.body_bytes_at_once must be at least body_bytes, 2000, not 1000"],
+        ),
+        (
+            "router: {heartbeat: {silence: 60, starved: 5}, port: -1}",
+            [
+                "FILE: router.port must be from 0 to 65535, not -1",
+                "FILE: router.heartbeat.starved must be at least silence, 60, not 5",
+            ],
+        ),
+        ("router: {tls_key: k}", ["FILE: router.tls_certificate must be set, because router.tls_key is"]),
+        # What only follows from another mistake is not one more.
+        (
+            "router: {tls_certificate: 7, tls_key: k}",
+            ["FILE: router.tls_certificate must be text or null, not 7; put it in quotes"],
+        ),
+        (
+            "cache: {events: {endpoint: 'tcp://*:1', replay_endpoint: 'tcp://10.0.0.1:2'}}",
+            [
+                "FILE: cache.events.endpoint must be tcp://ADDRESS:PORT with an IP address of this machine, not 'tcp://*:1': what is "
+                "published there is open to all that reach it"
+            ],
+        ),
+        (
+            "{cache: {block_size: 24, tiers: [{cpu: 1GiB}], prefix_caching: false}, model: {dtype: x}}",
+            [
+                "FILE: model.dtype must be one of auto, bfloat16, float16, float32, not 'x'",
+                "FILE: cache.tiers needs cache.prefix_caching: a tier finds blocks by their hashes",
+                "FILE: cache.block_size must be a power of two, not 24",
+            ],
+        ),
+    ],
+)
+def test_settings_that_are_wrong_together_are_one_mistake(
+    tmp_path: Path, text: str, sentences: list[str]
+) -> None:
+    assert mistakes(tmp_path, text) == sentences
+
+
 @pytest.mark.parametrize("name", ["Chat", "a b", "-a", "a-", "a" * 41, "''"])
 def test_a_deployments_name_must_do_as_a_name_anywhere(tmp_path: Path, name: str) -> None:
     (mistake,) = mistakes(tmp_path, f"name: {name}")
@@ -399,6 +494,23 @@ def test_text_from_flags_becomes_every_type(tmp_path: Path) -> None:
     assert found.transfer.lease_s == 2.5
     assert found.router.model_aliases == ("a", "b")
     assert found.model.path == "0123"
+
+
+@pytest.mark.parametrize(
+    ("setting", "text", "meant"),
+    [
+        ("pools.decode.resources", "{GPU:1}", "'{GPU: 1}'"),
+        ("pools.decode.env", "{A:b}", "'{A: b}'"),
+        ("cache.tiers", "[{cpu:1GiB}]", "'{cpu: 1GiB}'"),
+        ("pools.decode.cache", "{block_size:32}", "'{block_size: 32}'"),
+    ],
+)
+def test_a_mapping_without_a_space_is_answered_with_how_it_is_written(
+    tmp_path: Path, setting: str, text: str, meant: str
+) -> None:
+    assert mistakes(tmp_path, "", {}, [(setting, text, "--set")]) == [
+        f"--set: {setting} needs a space after the colon, and in a shell quotes: {meant}"
+    ]
 
 
 def test_what_config_prints_is_a_file_that_makes_the_same_config(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands.setting_options import read_settings
@@ -206,6 +207,47 @@ def outcome(options: argparse.Namespace) -> tuple[set[str], str]:
         return set(read_settings(options).origins.values()), ""
     except SettingsError as error:
         return set(), str(error)
+
+
+# A value that each flag with a setting takes; one that is not here takes "2".
+TAKEN = {
+    "model.path": ["a/b"], "model.served_name": ["a", "b"], "model.revision": ["v1"], "model.dtype": ["half"],
+    "model.adapters": ["sql=./sql"], "model.device": ["cpu"], "cache.memory_share": ["0.5"], "cache.memory_bytes": ["1GiB"],
+    "cache.dtype": ["fp8_e4m3"], "cache.hash_algorithm": ["xxhash"], "scheduler.policy": ["priority"], "router.host": ["0.0.0.0"],
+    "router.api_keys": ["secret"], "router.cors_origins": ['["*"]'], "router.tls_certificate": ["c.pem"], "router.tls_key": ["k.pem"],
+    "logs.level": ["debug"], "router.tracing.otlp_endpoint": ["http://collector:4318"], "router.chat_template": ["t.jinja"],
+    "router.sampling_defaults": ["vllm"], "router.tool_format": ["hermes"], "router.reasoning_format": ["qwen3"],
+}  # fmt: skip
+BESIDE = {
+    "model.adapters": ["--max-loras", "2"],
+    "router.tls_certificate": ["--ssl-keyfile", "k.pem"],
+    "router.tls_key": ["--ssl-certfile", "c.pem"],
+    "pools.prefill.tensor_parallel": ["--prefill", "1"],
+}
+
+
+@pytest.mark.parametrize("flag", VLLM, ids=lambda flag: flag.names[0])
+def test_the_command_takes_or_answers_each_name_of_a_flag(
+    flag: Flag, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in flag.names:
+        match flag.becomes:
+            case SettingFlag(settings=settings):
+                values = TAKEN.get(settings[0], ["2"])
+                if name == "--speculative-config":
+                    values = ['{"method": "ngram", "num_speculative_tokens": 2}']
+                beside = BESIDE.get(settings[0], [])
+                assert main(["config", name, *([] if flag.nargs == 0 else values), *beside]) == 0
+                printed = yaml.safe_load(capsys.readouterr().out)
+                for part in settings[0].split("."):
+                    printed = printed[part]
+                assert printed is not None
+            case StandingFlag(values=values):
+                assert main(["config", name, *([] if flag.nargs == 0 else (values or ("2",))[:1])]) == 0
+                capsys.readouterr()
+            case _:
+                assert main(["config", name, *([] if flag.nargs == 0 else ["2"])]) == 1
+                assert f"{name}: {flag.becomes.note}" in capsys.readouterr().err
 
 
 def test_the_page_shows_the_table() -> None:

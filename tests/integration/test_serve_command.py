@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.certificates import make_pair
 from tests.integration.cluster_lab import END_S, START_S, free_port
 
 
@@ -107,15 +109,37 @@ def test_a_background_answer_outlives_the_kill_of_the_only_router(serve: Any) ->
     assert whole["usage"]["output_tokens"] > 20
 
 
-def test_a_program_that_starts_it_reads_one_document(smollm2_path: Path) -> None:
+def test_a_program_that_starts_it_reads_one_document_and_asks_over_tls(
+    smollm2_path: Path, tmp_path: Path
+) -> None:
+    pair = make_pair(tmp_path, "server")
     command = [sys.executable, "-m", "tandem.cluster.cli", "serve", "--port", "0", "--kv-memory", "256MiB"]
-    command += ["--aggregated", "1", "-o", "json"]
+    command += [
+        "--aggregated",
+        "1",
+        "-o",
+        "json",
+        "--ssl-certfile",
+        str(pair.certificate),
+        "--ssl-keyfile",
+        str(pair.key),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
             told = "".join(iter(process.stdout.readline, "}\n")) + "}"
             found = json.loads(told)
-            assert httpx.get(f"{found['url']}/health", timeout=10, trust_env=False).status_code == 200
+            assert found["url"].startswith("https://")
+            trusting = ssl.create_default_context(cafile=str(pair.certificate))
+            with httpx.Client(base_url=found["url"], verify=trusting, timeout=60, trust_env=False) as client:
+                assert client.get("/health").status_code == 200
+                body = {"model": found["model"], "prompt": "Once upon", "max_tokens": 3}
+                assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
+            status = subprocess.run(
+                [*command[:3], "status", "--url", found["url"]], capture_output=True, text=True, timeout=60, check=True,
+                env={**os.environ, "SSL_CERT_FILE": str(pair.certificate)},
+            )  # fmt: skip
+            assert "aggregated-0" in status.stdout
             assert (found["model"], found["nodes"]) == ("SmolLM2-135M-Instruct", {"aggregated": 1})
             process.terminate()
             assert process.stdout.read() == "", "nothing but the document"

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import tandem
 from tandem.router.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -70,6 +71,19 @@ def test_it_documents_what_there_is(router: RunningRouter, document: dict[str, A
             answer = router.client.request(verb, named, json={} if verb == "post" else None)
             assert answer.status_code not in (404, 405), path
             assert str(answer.status_code) in about["responses"], (path, answer.status_code)
+
+
+def test_the_document_has_the_version_of_the_server(document: dict[str, Any], router: RunningRouter) -> None:
+    assert (
+        document["info"]["version"] == router.client.get("/version").json()["version"] == tandem.__version__
+    )
+
+
+def test_probes_may_post_and_the_page_is_served(router: RunningRouter) -> None:
+    assert router.client.post("/ping").status_code == 200
+    page = router.client.get("/ui")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "<html" in page.text
 
 
 def test_requests_are_documented_field_by_field(document: dict[str, Any]) -> None:

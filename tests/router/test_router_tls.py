@@ -2,64 +2,55 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import socket
 import ssl
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
+import msgspec
 import pytest
 
+from tandem.cluster.cli import main, make_parser
+from tandem.cluster.commands.preflight import check_before_start
+from tandem.cluster.commands.setting_options import read_settings
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.pools.placement import LocalMachine
+from tandem.cluster.settings import SettingsError
+from tandem.engine.config import ModelConfig
 from tandem.router.config import RouterConfig, Timeouts
-from tandem.router.http.certificate import Certificate
+from tandem.router.http.certificate import Certificate, check_before_use
 from tandem.wire.errors import ConfigurationError
+from tests.certificates import Pair, make_pair
 from tests.router.conftest import RunningRouter, StartRouter
 
 
-class Pair(NamedTuple):
-    certificate: Path
-    key: Path
-
-    def copy_to(self, other: Pair) -> None:
-        """As a renewal does: each file is replaced whole."""
-        for mine, its in zip(self, other, strict=True):
-            fresh = its.with_suffix(".new")
-            shutil.copy(mine, fresh)
-            fresh.replace(its)
-
-
-MakePair = Callable[[str], Pair]
-
-
-@pytest.fixture(scope="module")
-def make_pair(tmp_path_factory: pytest.TempPathFactory) -> MakePair:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl, which makes the certificates, is not installed here")
-
-    def make(name: str) -> Pair:
-        folder = tmp_path_factory.mktemp(name)
-        pair = Pair(folder / "tls.crt", folder / "tls.key")
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "9",
-             "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", pair.key, "-out", pair.certificate],
-            check=True, capture_output=True, timeout=30,
-        )  # fmt: skip
-        return pair
-
-    return make
+def dated_certificate(folder: Path, key: Path, begins: str, ends: str) -> Path:
+    """A certificate of `key`, signed by itself. `openssl ca` is the one command whose every version takes dates."""
+    (folder / "index").touch()
+    (folder / "ca.cnf").write_text(
+        f"[ca]\ndefault_ca = one\n[one]\ndatabase = {folder}/index\nnew_certs_dir = {folder}\nrand_serial = yes\n"
+        "default_md = sha256\npolicy = any\n[any]\ncommonName = supplied\n"
+    )
+    for words in (
+        ["openssl", "req", "-new", "-key", key, "-subj", "/CN=dated", "-out", folder / "request"],
+        ["openssl", "ca", "-batch", "-selfsign", "-config", folder / "ca.cnf", "-keyfile", key, "-in", folder / "request",
+         "-startdate", begins, "-enddate", ends, "-notext", "-out", folder / "dated.crt"],
+    ):  # fmt: skip
+        subprocess.run(words, check=True, capture_output=True, timeout=30)
+    return folder / "dated.crt"
 
 
 @pytest.fixture(scope="module")
-def first(make_pair: MakePair) -> Pair:
-    return make_pair("first")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("first"), "first")
 
 
 @pytest.fixture(scope="module")
-def second(make_pair: MakePair) -> Pair:
-    return make_pair("second")
+def second(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("second"), "second")
 
 
 @pytest.fixture
@@ -174,25 +165,89 @@ def test_a_pair_that_is_not_right_changes_nothing(
 
 
 def test_what_is_no_pair_is_a_mistake_at_the_start(first: Pair, second: Pair, tmp_path: Path) -> None:
-    for certificate, key in [
-        (first.certificate, second.key),
-        (first.key, first.key),
-        (first.certificate, tmp_path),
+    for certificate, key, sentence in [
+        (first.certificate, second.key, "is not the key of router.tls_certificate"),
+        (first.key, first.key, "must be a certificate with its chain"),
+        (first.certificate, tmp_path, "tls_key .* cannot be read: Is a directory"),
+        (tmp_path / "none", first.key, "tls_certificate .* cannot be read: No such file"),
+        (first.certificate, locked(first, tmp_path), "has a passphrase: write it without"),
     ]:
-        with pytest.raises(ConfigurationError, match=r"router.tls_certificate .* must be a certificate"):
+        with pytest.raises(ConfigurationError, match=sentence):
             Certificate(str(certificate), str(key))
-    with pytest.raises(ConfigurationError, match="No such file"):
-        Certificate(str(tmp_path / "none"), str(first.key))
+        with pytest.raises(ConfigurationError, match=sentence):
+            check_before_use(str(certificate), str(key))
 
 
-def test_a_key_with_a_passphrase_is_not_asked_for(first: Pair, tmp_path: Path) -> None:
-    locked = tmp_path / "locked.key"
+def locked(pair: Pair, folder: Path) -> Path:
+    made = folder / "locked.key"
     subprocess.run(
-        ["openssl", "ec", "-in", first.key, "-aes256", "-passout", "pass:secret", "-out", locked],
+        ["openssl", "ec", "-in", pair.key, "-aes256", "-passout", "pass:secret", "-out", made],
         check=True, capture_output=True, timeout=30,
     )  # fmt: skip
-    with pytest.raises(ConfigurationError, match="without a passphrase"):
-        Certificate(str(first.certificate), str(locked))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends", "sentence"),
+    [
+        ("20200101000000Z", "20200301000000Z", "has expired"),
+        ("29990101000000Z", "29990301000000Z", "is not valid yet"),
+    ],
+)
+def test_a_certificate_that_clients_refuse_is_found_before_anything_starts(
+    first: Pair, tmp_path: Path, begins: str, ends: str, sentence: str
+) -> None:
+    made = dated_certificate(tmp_path, first.key, begins, ends)
+    config = TandemConfig(model=ModelConfig(path=str(tmp_path)))
+    router = msgspec.structs.replace(config.router, port=0, tls_certificate=str(made), tls_key=str(first.key))
+    with pytest.raises(SettingsError, match=rf"router\.tls_certificate .* {sentence}, so clients refuse it"):
+        check_before_start(msgspec.structs.replace(config, router=router), LocalMachine(cores=(0, 1)))
+    Certificate(str(made), str(first.key))  # a router that is replaced goes on with it
+    check_before_use(str(first.certificate), str(first.key))
+
+
+@pytest.mark.parametrize("door", ["flags", "a file", "variables", "--set"])
+def test_the_settings_make_a_router_that_the_commands_reach_over_tls(
+    start_router: StartRouter,
+    used: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    door: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["config"]
+    if door == "flags":
+        words += ["--ssl-certfile", str(used.certificate), "--ssl-keyfile", str(used.key)]
+    elif door == "a file":
+        text = f"router: {{tls_certificate: {used.certificate}, tls_key: {used.key}}}"
+        (tmp_path / "tandem.yaml").write_text(text)
+    elif door == "variables":
+        monkeypatch.setenv("TANDEM_ROUTER__TLS_CERTIFICATE", str(used.certificate))
+        monkeypatch.setenv("TANDEM_ROUTER__TLS_KEY", str(used.key))
+    else:
+        words += ["--set", f"router.tls_certificate={used.certificate}", f"router.tls_key={used.key}"]
+    config = read_settings(make_parser().parse_args(words)).config.router
+    router = start_router(
+        prefill=0, decode=0, aggregated=1, tls_certificate=config.tls_certificate, tls_key=config.tls_key
+    )
+
+    def asked(*words: str) -> tuple[int, str]:
+        status = main([*words, "--url", router.url])
+        told = capsys.readouterr()
+        return status, told.out + told.err
+
+    monkeypatch.setenv("SSL_CERT_FILE", str(used.certificate))
+    assert asked("status")[0] == 0
+    assert asked("top", "--once")[0] == 0
+    assert asked("trace")[0] == 0
+    if door == "flags":
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        status, told = asked("chat", "--max-tokens", "3")
+        assert (status, "does not answer" in told) == (0, False), told
+        monkeypatch.delenv("SSL_CERT_FILE")
+        status, told = asked("status")
+        assert (status, "its authority's file in SSL_CERT_FILE" in told) == (1, True), told
 
 
 @pytest.mark.parametrize(

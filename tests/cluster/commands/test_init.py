@@ -28,6 +28,22 @@ def test_the_file_as_written_changes_nothing(tmp_path: Path) -> None:
     assert resolve([read_file(tmp_path / "tandem.yaml")]).config == TandemConfig()
 
 
+def test_a_comment_says_where_to_read_on_and_the_command_what_comes_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["tandem.yaml", "tandem.schema.json", "next: tandem serve"]
+    text = (tmp_path / "tandem.yaml").read_text()
+    said = re.sub(r"\n *# ", " ", text)
+    assert "such as `{sql: ./sql-lora}`: see docs/adapters.md" in said
+    assert "`scheduler.num_speculative_tokens` tokens (see docs/scheduler.md); its memory" in said
+    for page in re.findall(r"docs/[\w.-]+\.md", said):
+        assert (Path(__file__).parents[3] / page).is_file()
+    assert not re.findall(r"\]\(", said)
+    assert main(["init", "there"]) == 0
+    assert "next: tandem serve --config there/tandem.yaml" in capsys.readouterr().out
+
+
 def test_the_file_with_every_comment_sign_taken_away_is_the_defaults(tmp_path: Path) -> None:
     main(["init"])
     text = (tmp_path / "tandem.yaml").read_text()
@@ -51,7 +67,7 @@ def test_flags_are_written_as_settings(tmp_path: Path, capsys: pytest.CaptureFix
         "router.policy=round_robin",
     ]
     assert main(["init", "there", *flags, "-o", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == ["there/tandem.yaml"]
+    assert json.loads(capsys.readouterr().out) == ["there/tandem.yaml", "there/tandem.schema.json"]
     config = read_settings(make_parser().parse_args(["config", "--config", "there/tandem.yaml"])).config
     assert config == read_settings(make_parser().parse_args(["config", *flags])).config
 

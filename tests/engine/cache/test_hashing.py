@@ -76,6 +76,12 @@ def test_the_binary_layout_is_the_documented_one():
     ]
 
 
+def test_the_canonical_form_is_that_of_the_standard():
+    """RFC 8949, 4.2.1. Another form would hash every block differently from the nodes and tiers that have it."""
+    assert cbor2.dumps("seed", canonical=True).hex() == "6473656564"
+    assert cbor2.dumps([b"\x01", [1, 70000], None], canonical=True).hex() == "83410182011a00011170f6"
+
+
 def test_the_cbor_layout_can_be_made_by_anybody():
     hasher = make_block_hasher(HashAlgorithm.SHA256_CBOR, 4, "seed")
     root = hashlib.sha256(cbor2.dumps("seed", canonical=True)).digest()
