@@ -12,6 +12,7 @@ protocol       one connection: its requests in order, its limits and timers; idl
 call           one request on a connection, and its answer; chunked: a chunked body
 exchange       one request and its answer, as handlers and the log see them, sent whole or as a stream; the gate that each passes; the lookup of
                its route
+field_table    which fields each path obeys, takes without effect, and refuses
 body, json_body    a request's body, from bytes to a checked type; limits on the memory of all requests together
 hosts          by which names a router without keys may be asked
 rendering      one rendering of a costly answer for all who ask

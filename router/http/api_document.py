@@ -10,8 +10,8 @@ import msgspec
 from tandem.router.anthropic.answer_types import MessageAnswer, MessagesError, TokenCount
 from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
+from tandem.router.http.field_table import ACCEPTED
 from tandem.router.http.services import Services
-from tandem.router.http.text_routes import DetokenizeRequest, TokenizeRequest
 from tandem.router.http.try_page import TRY_PAGE
 from tandem.router.openai.answer_types import (
     ChatCompletion,
@@ -31,8 +31,8 @@ from tandem.router.openai.answer_types import (
     Version,
 )
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.fields import ACCEPTED
 from tandem.router.openai.prompts import CompletionRequest
+from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from tandem.router.responses.answer_types import ResponseAnswer, ResponseDeleted
 from tandem.router.responses.responses_request import ResponsesRequest

@@ -5,19 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Annotated
-
-import msgspec
-from msgspec import Meta
 
 from tandem.router.anthropic.messages_request import CountRequest, as_chat
-from tandem.router.formats.lark import JsonObject
 from tandem.router.http.body import TOKEN_BYTES, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.services import Services
 from tandem.router.openai.answer import json_pieces
-from tandem.router.openai.chat_request import ChatMessage, Tool
-from tandem.router.openai.fields import TokenId
 from tandem.router.openai.prompts import (
     ChatPrompt,
     ServedModel,
@@ -28,28 +21,10 @@ from tandem.router.openai.prompts import (
     render_chat,
     with_images,
 )
+from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import DeadlineExceeded, InvalidRequest
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Either a prompt, or messages for the chat template."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    tools: list[Tool] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: JsonObject | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tokens: list[TokenId]
-    model: str | None = None
 
 
 @contextmanager
@@ -140,6 +115,7 @@ async def _rendered(model: ServedModel, request: TokenizeRequest) -> ChatPrompt:
         context=model.max_model_len,
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
+        documents=request.documents,
         extra=request.chat_template_kwargs,
     )
     return await with_images(text, request.messages, model)

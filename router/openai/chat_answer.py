@@ -125,7 +125,8 @@ def _choice(
     logprobs = None
     if request.logprobs:
         store = one.choice.life.ledger.logprobs
-        logprobs = chat_logprobs(store, one.tokens, tokenizer, request.top_logprobs or 0)
+        as_ids = bool(request.return_tokens_as_token_ids)
+        logprobs = chat_logprobs(store, one.tokens, tokenizer, request.top_logprobs or 0, as_ids=as_ids)
     return {
         "index": one.choice.index,
         "message": message,
@@ -217,7 +218,8 @@ class ChatStream:
         logprobs = None
         if delta is not None and delta.tokens:
             store, top = choice.life.ledger.logprobs, self._request.top_logprobs or 0
-            logprobs = chat_logprobs(store, delta.tokens, self._tokenizer, top).joined()
+            as_ids = bool(self._request.return_tokens_as_token_ids)
+            logprobs = chat_logprobs(store, delta.tokens, self._tokenizer, top, as_ids=as_ids).joined()
         entry = {
             "index": choice.index,
             "delta": content,

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.router.formats.lark import JsonObject
-from tandem.router.openai.fields import MaxTokens, ResponseFormat, SamplingFields, TopLogprobs
+from tandem.router.openai.fields import MaxTokens, SamplingFields, TopLogprobs
 
 ReasoningEffort = Annotated[
     str, Meta(pattern="^[a-z_]{1,20}$", description="such as none, low, medium, high")
@@ -83,7 +83,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: a call that is required is the only one

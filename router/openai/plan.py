@@ -207,7 +207,8 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
             "best_of: all of them must be complete to compare them, so not with stream", "best_of"
         )
     echo = bool(request.echo)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    asked = _asked_tokens(request)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if asked is None else asked
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens: must be at least 1, unless echo is set", "max_tokens")
     _check_stream_options(request)
@@ -254,14 +255,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
 async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) -> GenerationPlan:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
-    if (
-        request.max_tokens is not None
-        and request.max_completion_tokens is not None
-        and request.max_tokens != request.max_completion_tokens
-    ):
-        raise InvalidRequest(
-            "max_tokens: differs from max_completion_tokens, its newer name; set one", "max_tokens"
-        )
+    max_tokens = _asked_tokens(request)
     _check_stream_options(request)
     n = request.n or 1
     _check_counts(1, n, model.config)
@@ -277,17 +271,19 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
             "truncate_prompt_tokens: not with images, of which a part would be cut off",
             "truncate_prompt_tokens",
         )
-    # The template writes the special tokens itself.
+    # The template writes the special tokens itself, unless the client knows that it does not.
     token_ids = await encoded(
-        text, "messages", model.tokenizer, _context_for(request, model), special=False, owner=owner
+        text,
+        "messages",
+        model.tokenizer,
+        _context_for(request, model),
+        special=bool(request.add_special_tokens),
+        owner=owner,
     )
     if grammar is not None:
         grammar = model.format.after_reasoning(grammar, text, model.tokenizer)
     if not token_ids:
         raise InvalidRequest("messages: the chat template makes an empty prompt of them", "messages")
-    max_tokens = (
-        request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    )
     token_ids = truncated(token_ids, request.truncate_prompt_tokens, max_tokens, model.max_model_len)
     media: list[MediaFeature] = []
     if model.images is not None and images.files:
@@ -438,6 +434,15 @@ def _check_context(
             f"are together more than the model's context of {context}",
             "max_tokens",
         )
+
+
+def _asked_tokens(request: ChatRequest | CompletionRequest) -> int | None:
+    newer = request.max_completion_tokens
+    if newer is not None and request.max_tokens not in (None, newer):
+        raise InvalidRequest(
+            "max_tokens: differs from max_completion_tokens, its newer name; set one", "max_tokens"
+        )
+    return request.max_tokens if newer is None else newer
 
 
 def _check_tools(request: ChatRequest, model: ServedModel) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.router.http.field_table import ACCEPTED
 from tandem.router.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -20,7 +21,6 @@ from tandem.router.openai.answer_types import (
     TokenizeResponse,
 )
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.fields import ACCEPTED
 from tandem.router.openai.prompts import CompletionRequest
 from tests.router.conftest import RunningRouter, StartRouter
 
