@@ -40,12 +40,16 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         reasoning = (self.reasoning.begin.strip(), self.reasoning.end) if self.reasoning is not None else ()
         return (*(self.calls.layout.marks if self.calls is not None else ()), *reasoning)
 
-    def reader(self, prompt: str, tools: ToolSchemas | None) -> AnswerReader | None:
+    def reader(
+        self, prompt: str, tools: ToolSchemas | None, *, must_call: bool = False
+    ) -> AnswerReader | None:
         """Returns a reader of an answer, or None when the answer is only text. `tools`: None when the model
         may not call."""
         if self.harmony is not None:
-            return HarmonyReader(calls=tools is not None)
-        calls = CallReader(self.calls, tools) if self.calls is not None and tools is not None else None
+            return HarmonyReader(calls=tools is not None, must_call=must_call)
+        calls: AnswerReader | None = None
+        if self.calls is not None and tools is not None:
+            calls = CallReader(self.calls, tools, must_call=must_call)
         if self.reasoning is None:
             return calls
         start = self.reasoning.start(prompt)

@@ -84,10 +84,10 @@ class ReasoningReader:
         self._pieces.clear()
         return pieces
 
-    def finish(self) -> list[Piece]:
-        self._cursor.ended = True
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        self._cursor.ended, self._cursor.cut = True, cut
         pieces = self.push("")
-        return pieces if self._after is None else [*pieces, *self._after.finish()]
+        return pieces if self._after is None else [*pieces, *self._after.finish(cut=cut)]
 
     def _answer(self, text: str) -> list[Piece]:
         if self._after is not None:

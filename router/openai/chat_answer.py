@@ -142,7 +142,7 @@ def _message(
     reader, reason = plan.reader(), one.choice.finish_reason
     if reader is None:
         return {"role": "assistant", "content": one.text, "refusal": None}, reason
-    pieces = reader.push(one.text) + reader.finish()
+    pieces = reader.push(one.text) + reader.finish(cut=one.choice.cut)
     message = whole_message(pieces, reasoning=request.include_reasoning is not False)
     return message, "tool_calls" if "tool_calls" in message and reason == "stop" else reason
 
@@ -198,7 +198,7 @@ class ChatStream:
         message = self._messages[choice.index]
         pieces = reader.push(delta.text)
         if delta.finish_reason is not None:
-            pieces += reader.finish()
+            pieces += reader.finish(cut=delta.cut)
         if delta.tokens or delta.token_ids:
             out += self._event(choice, {}, delta=delta)
         for content in message.deltas(pieces):

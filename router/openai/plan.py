@@ -106,11 +106,13 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     format: AnswerFormat | None = None  # how the model writes a chat's answer
     chat_prompt: str = ""
     tools: ToolSchemas | None = None  # None when the model may not call tools
+    must_call: bool = False  # the grammar allows calls alone
     called: list[str] | None = (
         # Filled with the tools that a turn of a job calls, while its answer is read. None: not such a turn,
         # or not parsed for calls.
         None
     )
+    include_usage: bool = False  # a stream ends with it though the request does not ask
     only_echo: bool = False  # with max_tokens 0, the one token that a node always generates is not shown
 
     def choices(self, generation: ReadableLives, tokenizer: Tokenizer) -> list[Choice]:
@@ -132,7 +134,11 @@ class GenerationPlan(msgspec.Struct, frozen=True):
 
     def reader(self) -> AnswerReader | None:
         """Returns the reader of one choice's text, or None when the text is shown as it is."""
-        reader = self.format.reader(self.chat_prompt, self.tools) if self.format is not None else None
+        reader = (
+            self.format.reader(self.chat_prompt, self.tools, must_call=self.must_call)
+            if self.format is not None
+            else None
+        )
         return NotesCalls(reader, self.called) if reader is not None and self.called is not None else reader
 
     def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:
@@ -178,8 +184,8 @@ class StreamedUsage:
     def __init__(
         self, options: StreamOptions | None, plan: GenerationPlan, choices: Sequence[Choice]
     ) -> None:
-        self._included = bool(options and options.include_usage)
-        self.continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._included = plan.include_usage or bool(options and options.include_usage)
+        self.continuous = self._included and bool(options and options.continuous_usage_stats)
         self._plan = plan
         self._choices = choices
         self.null = b',"usage":null' if self._included else b""
@@ -304,6 +310,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         media=media,
         images=[file.data for file in images.files],
         tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
+        must_call=tools is not None and request.tool_choice not in (None, "auto"),
         grammar=grammar,
         bad_words=await bad_word_ids(request.bad_words, model.tokenizer),
     )
@@ -327,6 +334,7 @@ def _plan(
     media: list[MediaFeature] | None = None,
     images: list[bytes] | None = None,
     tools: ToolSchemas | None = None,
+    must_call: bool = False,
     grammar: str | None = None,
     bad_words: list[list[int]],
     embeds: list[PromptEmbeds] | None = None,
@@ -411,7 +419,9 @@ def _plan(
         format=answer_format,
         chat_prompt=chat_prompt,
         tools=tools,
+        must_call=must_call,
         called=[] if job_id is not None and reads_calls else None,
+        include_usage=model.config.include_usage,
         only_echo=max_tokens == 0,
     )
 

@@ -418,3 +418,11 @@ def test_probes(router: RunningRouter) -> None:
     assert router.client.get("/ping").json() == router.client.post("/ping").json() == {"status": "ok"}
     assert router.client.get("/version").json()["version"]
     assert router.client.get("/load").json() == {"server_load": 0}
+
+
+def test_an_operator_can_have_every_stream_end_with_its_usage(start_router: StartRouter) -> None:
+    router = start_router(include_usage=True)
+    for answer in (router.complete(stream=True, max_tokens=2), router.chat(stream=True, max_tokens=2)):
+        *_, last, done = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert done == "data: [DONE]"
+        assert json.loads(last[6:])["usage"]["completion_tokens"] == 2
