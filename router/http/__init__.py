@@ -3,6 +3,7 @@
 app            which path leads to which handler
 generate_routes, vector_routes, responses_routes, text_routes, status_routes, admin_routes, try_page, api_document
                the paths, each handler a function; ui_routes: the cluster's page (ui.html) and its data; services: what all handlers work with
+other_paths    paths of other servers and mistyped ones: what a 404 says, and what is answered
 other_models   requests for other deployments' models, passed on to these
 realtime_routes   a conversation over a WebSocket, read ahead while it arrives; websocket: its messages, pings and close
 sibling_desk   what router processes on one port ask each other about requests

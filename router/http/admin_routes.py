@@ -41,6 +41,12 @@ async def admin(services: Services, exchange: HttpExchange) -> None:
     await send_bytes(exchange.send, await control.act(action, body), b"application/json")
 
 
+async def reset_cache(services: Services, exchange: HttpExchange) -> None:
+    """The action `reset_prefix_cache` under the paths of vLLM and SGLang."""
+    control, _ = await _asked(services, exchange, exchange.route)
+    await send_bytes(exchange.send, await control.act("reset_prefix_cache", b"{}"), b"application/json")
+
+
 async def load_adapter(services: Services, exchange: HttpExchange) -> None:
     """The action `adapters` in vLLM's form, in which an adapter's folder stands for its content."""
     control, body = await _asked(services, exchange, "/v1/load_lora_adapter")

@@ -45,7 +45,9 @@ _REQUEST_ID = re.compile(rb"^[A-Za-z0-9._:-]{1,128}$")
 _TRACE_PARENT = re.compile(rb"^[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}$")
 # Paths for probes and scrapers, which have no key. They show nothing that needs one, and their successes are
 # logged at debug level only.
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/ui"})
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/healthz", "/live", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/ui"}
+)
 
 
 class Connection(Protocol):
@@ -336,8 +338,17 @@ class HttpGate:
     """The outermost layer of the application. An error raised inside becomes an error body, or an event if a
     stream has begun."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: RouterMetrics, hosts: OwnHosts) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        metrics: RouterMetrics,
+        hosts: OwnHosts,
+        instead: Callable[[str], str | None],
+    ) -> None:
+        """`instead`: says what is right in place of a path at which there is nothing."""
         self._app = app
+        self._instead = instead
         self._keys = keys
         self._hosts = hosts
         self._metrics = metrics
@@ -358,7 +369,8 @@ class HttpGate:
             except TandemError as error:
                 await _answer_error(exchange, error)
             except HTTPException as error:
-                body, more = from_http_exception(error, scope["method"], scope["path"])
+                path = scope["path"]
+                body, more = from_http_exception(error, scope["method"], path, self._instead(path))
                 await _answer(exchange, error.status_code, exchange.error_form(body), more)
             except asyncio.CancelledError:
                 exchange.status = exchange.status or Cancelled.http_status
