@@ -60,6 +60,8 @@ ACCEPTED_AT: Mapping[RequestType, Mapping[str, str]] = {
     CompletionRequest: {
         "reasoning_effort": _NO_REASONING,
         "include_reasoning": _NO_REASONING,
+        "enable_thinking": _NO_REASONING,
+        "thinking": _NO_REASONING,
         "prompt_cache_key": "use the header x-session-id",
     },
     MessagesRequest: {"prompt_cache_key": "use the header x-session-id"},
@@ -144,6 +146,7 @@ REFUSED_AT: Mapping[RequestType, Mapping[str, Refusal]] = {
         "system": Refusal("use instructions"),
         "stop_sequences": Refusal("use stop"),
         "lora_path": Refusal("name the adapter as model"),
+        "thinking": Refusal("use enable_thinking and reasoning.effort"),
         **dict.fromkeys(
             (
                 "regex", "json_schema", "ebnf",

@@ -15,7 +15,7 @@ from tandem.router.dispatch import ReadableLives, SequenceSpec
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
 from tandem.router.openai.answer import Choice, event
-from tandem.router.openai.chat_request import ChatRequest
+from tandem.router.openai.chat_request import ChatRequest, thinking_budget
 from tandem.router.openai.fields import SamplingFields, StreamOptions
 from tandem.router.openai.prompt_embeds import embeds_of
 from tandem.router.openai.prompts import (
@@ -270,8 +270,11 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     # First, because it refuses what is too long before anything looks into it.
     prompt = await chat_prompt(request, model, _context_for(request, model))
     owner = caller.cache_owner(request.cache_salt)
-    grammar = await chat_grammar(request, tools, model.format, model.tokenizer, owner)
     text, images = prompt.text, prompt.images
+    budget = _reasoning_budget(request, text, model)
+    grammar = await chat_grammar(
+        request, tools, model.format, model.tokenizer, owner, any_answer=budget is not None
+    )
     if images.files and request.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens: not with images, of which a part would be cut off",
@@ -287,7 +290,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         owner=owner,
     )
     if grammar is not None:
-        grammar = model.format.after_reasoning(grammar, text, model.tokenizer)
+        grammar = model.format.after_reasoning(grammar, text, model.tokenizer, budget)
     if not token_ids:
         raise InvalidRequest("messages: the chat template makes an empty prompt of them", "messages")
     token_ids = truncated(token_ids, request.truncate_prompt_tokens, max_tokens, model.max_model_len)
@@ -453,6 +456,18 @@ def _asked_tokens(request: ChatRequest | CompletionRequest) -> int | None:
             "max_tokens: differs from max_completion_tokens, its newer name; set one", "max_tokens"
         )
     return request.max_tokens if newer is None else newer
+
+
+def _reasoning_budget(request: ChatRequest, prompt: str, model: ServedModel) -> int | None:
+    """Returns the most tokens of reasoning. None: any number, or the model does not reason here."""
+    budget, param = thinking_budget(request)
+    most = _asked_tokens(request)
+    if budget is None or (most is not None and budget >= most):
+        return None
+    try:
+        return budget if model.format.bounds_reasoning(prompt, model.tokenizer) else None
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{param}: {error}", param) from None
 
 
 def _check_tools(request: ChatRequest, model: ServedModel) -> None:

@@ -27,6 +27,7 @@ from tandem.router.openai.chat_request import (
     ImagePart,
     Tool,
     ToolCall,
+    thinks,
 )
 from tandem.router.openai.fields import Choices, MaxTokens, SamplingFields, TokenId
 from tandem.router.openai.sampling import defaults_of
@@ -408,13 +409,13 @@ def template_variables(request: ChatRequest) -> JsonObject:
     """Returns the request's own template variables, and what it says about reasoning under the names that
     models' templates read."""
     variables: JsonObject = {}
-    thinks = request.enable_thinking
+    wanted = thinks(request)
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
-        if thinks is None and request.reasoning_effort == "none":
-            thinks = False
-    if thinks is not None:
-        variables["enable_thinking"] = variables["thinking"] = thinks
+        if wanted is None and request.reasoning_effort == "none":
+            wanted = False
+    if wanted is not None:
+        variables["enable_thinking"] = variables["thinking"] = wanted
     return variables | (request.chat_template_kwargs or {})
 
 

@@ -19,7 +19,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from tandem.router.config import RouterConfig, SamplingDefaults
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.call_grammar import CallGrammar, OfferedTool
-from tandem.router.formats.lark import JsonObject, json_schema, quoted
+from tandem.router.formats.lark import ANY_TEXT, JsonObject, json_schema, quoted
 from tandem.router.openai.chat_request import ChatRequest, NamedToolChoice, Tool
 from tandem.router.openai.fields import RepetitionFields, ResponseFormat, SamplingFields, StructuredOutputs
 from tandem.router.text.tenant_cache import CacheOwner, TenantCache
@@ -202,6 +202,7 @@ async def bad_word_ids(words: list[str] | None, tokenizer: Tokenizer) -> list[li
     return sequences
 
 
+FREE_TEXT = f"start: {ANY_TEXT}"
 MAX_GRAMMAR = 256 * 1024
 _REMEMBERED = 256
 # Checked grammars with their problem, "" for none. New grammars are checked in a thread, even short ones: a
@@ -308,17 +309,19 @@ async def chat_grammar(
     written: AnswerFormat,
     tokenizer: Tokenizer,
     owner: CacheOwner,
+    *,
+    any_answer: bool = False,
 ) -> str | None:
     """Returns the grammar of a chat's answer, without the reasoning before it, or None. `tools`: None when
-    the model may not call."""
+    the model may not call. `any_answer`: a grammar is needed, also of an answer that may be anything."""
     answer, param = await _answers_grammar(request, owner)
     if answer is not None:
         answer = written.answer_grammar(answer, tokenizer)
     if not tools or written.call_writing is None:
-        return answer
+        return answer or (FREE_TEXT if any_answer else None)
     if param is not None:
         raise InvalidRequest(f"{param}: contradicts tools, unless tool_choice is 'none'", param)
-    return await _grammar_with_calls(request, tools, written, tokenizer, answer, owner)
+    return await _grammar_with_calls(request, tools, written, tokenizer, answer, owner, any_answer=any_answer)
 
 
 async def _grammar_with_calls(
@@ -328,6 +331,8 @@ async def _grammar_with_calls(
     tokenizer: Tokenizer,
     answer: str | None,
     owner: CacheOwner,
+    *,
+    any_answer: bool,
 ) -> str | None:
     """Returns the grammar of calls, or None when the model may write anything. With `answer`, the model calls
     or answers by that grammar.
@@ -345,7 +350,7 @@ async def _grammar_with_calls(
     must_call = named is not None or choice == "required"
     strict = any(tool.function.strict for tool in tools) and written.harmony is None
     writing = written.call_writing
-    if writing is None or not (must_call or answer is not None or strict):
+    if writing is None or not (must_call or answer is not None or strict or any_answer):
         return None
     once = named is not None or request.parallel_tool_calls is False
     grammars = CallGrammar(writing, [_offered(tool) for tool in tools], tokenizer, once=once)
