@@ -14,7 +14,8 @@ import msgspec
 from tandem.cluster.commands.show_config import scalar
 from tandem.cluster.config import DERIVED, TandemConfig
 from tandem.cluster.setting_names import Path, dotted, fields_of, section_type
-from tandem.cluster.vllm_flags import table
+from tandem.cluster.vllm_flags import table as flags_table
+from tandem.router.http.field_table import table as fields_table
 from tandem.wire.nodes import Role
 from tandem.wire.settings import description_of
 
@@ -66,13 +67,22 @@ def _rows() -> Iterator[tuple[str, str]]:
 
 
 def vllm_page(page: str) -> str:
-    head, first, *_ = table()
-    before, _, after = page.partition(head + "\n" + first + "\n")
+    return _with_table(page, flags_table())
+
+
+def api_page(page: str) -> str:
+    return _with_table(page, fields_table())
+
+
+def _with_table(page: str, lines: Iterator[str]) -> str:
+    """Returns the page with the rows of the table that has the same head."""
+    head, first, *rows = lines
+    before, _, after = page.partition(f"{head}\n{first}\n")
     after = re.sub(r"\A(?:\|.*\n)*", "", after)
-    return before + "\n".join(table()) + "\n" + after
+    return before + "\n".join((head, first, *rows)) + "\n" + after
 
 
-PAGES = {"settings.md": settings_page, "from-vllm.md": vllm_page}
+PAGES = {"settings.md": settings_page, "from-vllm.md": vllm_page, "api.md": api_page}
 
 
 def main() -> int:

@@ -133,6 +133,36 @@ def _speculation(values: list[str]) -> list[Assignment]:
     return [("scheduler.num_speculative_tokens", str(count)), *draft]
 
 
+_NOT_OURS = ("hwm", "max_queue_size")  # sizes of vLLM's own queues
+
+
+def _events(values: list[str]) -> list[Assignment]:
+    """The value is an object, as of vLLM's KVEventsConfig."""
+    try:
+        described = dict(json.loads(values[0]))
+    except (ValueError, TypeError):
+        raise RefusedValue(f"is not a JSON object: {values[0][:80]!r}") from None
+    is_on = bool(described.pop("enable_kv_cache_events", False))
+    publisher = described.pop("publisher", None) or ("zmq" if is_on else "null")
+    if publisher not in ("zmq", "null"):
+        raise RefusedValue(f"`publisher` must be `zmq` or `null`, not {publisher!r}")
+    for name in _NOT_OURS:
+        if name in described:
+            raise RefusedValue(f"has {name!r}, a size of vLLM's own queues: leave it out")
+    unknown = described.keys() - {"endpoint", "replay_endpoint", "buffer_steps", "topic"}
+    if unknown:
+        raise RefusedValue(
+            f"has {', '.join(map(repr, sorted(unknown)))}, which Tandem does not read: leave it out"
+        )
+    if not is_on or publisher == "null":
+        return []
+    if "endpoint" not in described:
+        raise RefusedValue(
+            "needs `endpoint`, tcp://ADDRESS:PORT: nothing is published on every interface by default"
+        )
+    return [(f"cache.events.{name}", str(value)) for name, value in described.items() if value is not None]
+
+
 _RUNNER = "a model generates text, and makes vectors where its files or model.pooling say how; there is no classification"
 _OTHER_WAYS = (
     "several devices share a model by `--tensor-parallel-size N` and `--pipeline-parallel-size N`; for more throughput give a pool more nodes "
@@ -261,7 +291,11 @@ VLLM: tuple[Flag, ...] = (
     ),
     Flag(
         ("--kv-events-config",),
-        UnsupportedFlag("`--set cache.events.endpoint=tcp://ADDRESS:PORT` publishes what is cached, in vLLM's format"),
+        SettingFlag(
+            tuple(f"cache.events.{name}" for name in ("endpoint", "replay_endpoint", "buffer_steps", "topic")),
+            _events,
+            "the `endpoint` names an address of this machine, not `*`",
+        ),
     ),
     Flag(("--swap-space",), UnsupportedFlag("KV is kept in host memory by cache.tiers: --set 'cache.tiers=[{cpu: 4GiB}]'")),
     Flag(
@@ -341,7 +375,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--enable-metrics",), StandingFlag("every router has /metrics"), 0),
     Flag(("--enable-server-load-tracking",), StandingFlag("every router has /load"), 0),
     Flag(("--enable-prompt-tokens-details",), StandingFlag("usage says how many of a prompt's tokens were cached"), 0),
-    Flag(("--enable-force-include-usage",), UnsupportedFlag("clients ask for it with `stream_options: {include_usage: true}`"), 0),
+    Flag(("--enable-force-include-usage",), switches("router.include_usage", "true"), 0),
     Flag(("--stream-interval",), StandingFlag("each token is sent as it comes", ("1",))),
     # the API
     Flag(("--max-logprobs",), StandingFlag("a token has up to 20 alternatives, as with OpenAI", ("20",))),

@@ -14,7 +14,7 @@ from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, abo
 
 class LoadFailurePolicy(enum.StrEnum):
     RECOMPUTE = "recompute"  # the decode node computes the missing KV itself
-    FAIL = "fail"  # the request ends with a TransferError
+    FAIL = "fail"  # the request ends with a KVLoadFailed
 
 
 class ChecksumPolicy(enum.StrEnum):
@@ -51,7 +51,10 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 5.0
     on_failure: Annotated[
         LoadFailurePolicy,
-        about("`recompute`: the decode node reads the prompt itself; `fail`: the request fails"),
+        about(
+            "`recompute`: the decode node reads the prompt itself; `fail`: the request fails with `kv_load_failed`, and no node "
+            "computes its prompt again"
+        ),
     ] = LoadFailurePolicy.RECOMPUTE
     patience_s: Annotated[
         Seconds,

@@ -396,6 +396,12 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "states of the model that no text reaches"
         ),
     ] = False
+    include_usage: Annotated[
+        bool,
+        about(
+            "streams of chats and completions end with their usage, whether or not `stream_options` asks for it"
+        ),
+    ] = False
     sampling_defaults: Annotated[
         SamplingDefaults,
         about(

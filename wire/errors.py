@@ -13,6 +13,7 @@ TandemError
 ├── DeadlineExceeded        the request took longer than it was allowed to          504
 ├── Cancelled               the client no longer wants it                           499
 ├── TransferError           KV did not arrive, or arrived and did not verify        502
+│   └── KVLoadFailed            and the operator wants such requests to fail, not to be computed elsewhere
 ├── ConfigurationError      the operator's settings cannot work; says what to change
 └── InternalError           a bug of ours; the message says where                   500
     └── InvalidLogits           the model computed something that is not a number
@@ -89,6 +90,12 @@ class Cancelled(TandemError):
 class TransferError(TandemError):
     code = "kv_transfer_failed"
     http_status = 502
+
+
+class KVLoadFailed(TransferError):
+    """With `transfer.on_failure: fail`. It is the request's end: no other node computes the prompt."""
+
+    code = "kv_load_failed"
 
 
 class ConfigurationError(TandemError):

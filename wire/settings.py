@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from tandem.wire.errors import ConfigurationError
 
-_STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
+STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 LONGEST_S = 1_000_000.0  # far beyond any useful wait, and still safe to add up
 
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
@@ -83,7 +83,7 @@ def _default_of(field: msgspec.structs.FieldInfo) -> Any:
     return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
-_CONTAINERS = (msgspec.inspect.ListType, msgspec.inspect.VarTupleType, msgspec.inspect.DictType)
+_CONTAINERS = ((list, msgspec.inspect.CollectionType), (dict, msgspec.inspect.DictType))
 _OUT_OF_RANGE = re.compile(r"Expected `\w+` (?:[<>]|of length|matching)")
 
 
@@ -91,8 +91,15 @@ def refusal(annotation: Any, value: object, reason: str) -> str:
     """Returns a sentence that says what a value of this type must be, and what was given. `reason` is msgspec's
     message. The sentence does not repeat a list or mapping, which may hold a key; the reason says where in it the
     mistake is."""
-    members = _members(msgspec.inspect.type_info(annotation))
-    if isinstance(value, (list, dict)) and any(isinstance(member, _CONTAINERS) for member in members):
+    return refusal_of(_members(msgspec.inspect.type_info(annotation)), value, reason)
+
+
+def refusal_of(members: Sequence[msgspec.inspect.Type], value: object, reason: str) -> str:
+    if any(
+        isinstance(value, python) and isinstance(member, kind)
+        for python, kind in _CONTAINERS
+        for member in members
+    ):
         inside = next(
             (member.value_type for member in members if isinstance(member, msgspec.inspect.DictType)), None
         )
@@ -103,7 +110,7 @@ def refusal(annotation: Any, value: object, reason: str) -> str:
         return "must be a finite number"
     if _OUT_OF_RANGE.match(reason):
         shown = value if isinstance(value, str) and not _is_text(members) else repr(value)
-        return f"must {' or '.join(filter(None, map(_range, members)))}, not {_shortened(str(shown))}"
+        return f"must {limits_of(members)}, not {_shortened(str(shown))}"
     choices = [choice for member in members for choice in _choices(member)]
     hint = ""
     if choices and isinstance(value, str):
@@ -111,13 +118,28 @@ def refusal(annotation: Any, value: object, reason: str) -> str:
         hint = f"; did you mean {close[0]}?" if close else ""
     elif _is_text(members) and isinstance(value, (int, float)):
         hint = "; put it in quotes"
-    return f"must be {' or '.join(map(_words, members))}, not {_shortened(repr(value))}{hint}"
+    return f"must be {words_of(members)}, not {_shortened(_shown(value))}{hint}"
+
+
+def limits_of(members: Sequence[msgspec.inspect.Type]) -> str:
+    return " or ".join(filter(None, map(_range, members)))
+
+
+def words_of(members: Sequence[msgspec.inspect.Type]) -> str:
+    return " or ".join(dict.fromkeys(map(_words, members)))
+
+
+def _shown(value: object) -> str:
+    """Never what a list or mapping holds."""
+    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else repr(value)
 
 
 def _members(kind: msgspec.inspect.Type) -> Sequence[msgspec.inspect.Type]:
     if isinstance(kind, msgspec.inspect.Metadata):
-        kind = kind.type
-    return kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+        return _members(kind.type)
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return [member for one in kind.types for member in _members(one)]
+    return (kind,)
 
 
 def _shortened(text: str) -> str:
@@ -143,12 +165,12 @@ def allows_null(annotation: Any) -> bool:
     return any(isinstance(member, msgspec.inspect.NoneType) for member in members)
 
 
-def choices_at(annotation: Any, path: str) -> list[str]:
-    """Returns the strings that a type allows at `path`, written as in msgspec's messages: `messages[0].role`."""
+def kinds_at(annotation: Any, path: str) -> Sequence[msgspec.inspect.Type]:
+    """Returns the types that a value may have at `path`, written as in msgspec's messages: `messages[0].role`."""
     kinds = _members(msgspec.inspect.type_info(annotation))
-    for step in _STEP.findall(path):
+    for step in STEP.findall(path):
         kinds = [member for kind in kinds for member in _inside(kind, step)]
-    return [choice for kind in kinds for choice in _choices(kind)]
+    return kinds
 
 
 def _inside(kind: msgspec.inspect.Type, step: str) -> Sequence[msgspec.inspect.Type]:
@@ -189,9 +211,9 @@ def _words(kind: msgspec.inspect.Type) -> str:
     match kind:
         case msgspec.inspect.EnumType() | msgspec.inspect.LiteralType():
             return "one of " + ", ".join(_choices(kind))
-        case msgspec.inspect.ListType() | msgspec.inspect.VarTupleType():
+        case msgspec.inspect.CollectionType():
             return "a list"
-        case msgspec.inspect.DictType():
+        case msgspec.inspect.DictType() | msgspec.inspect.StructType():
             return "a mapping"
         case msgspec.inspect.IntType():
             return "a whole number"

@@ -7,7 +7,7 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
 from tandem.engine.scheduling.state import SchedulerState, leave_steps
 from tandem.kvtransfer.config import LoadFailurePolicy
-from tandem.wire.errors import TransferError
+from tandem.wire.errors import KVLoadFailed
 from tandem.wire.requests import TokenChunk
 
 
@@ -117,4 +117,4 @@ class InvalidBlocks:
         leave_steps(self._state, request)
         request.num_computed_tokens = valid
         self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
-        return failure_of(request, TransferError("blocks of the request's KV did not arrive whole"))
+        return failure_of(request, KVLoadFailed("blocks of the request's KV did not arrive whole"))

@@ -17,9 +17,9 @@ from tandem.wire.errors import (
     InternalError,
     InvalidImage,
     InvalidLogits,
+    KVLoadFailed,
     RequestError,
     TandemError,
-    TransferError,
     Unavailable,
 )
 from tandem.wire.requests import TokenChunk
@@ -337,7 +337,7 @@ class TransferResults:
         if state.load_failure_policy is LoadFailurePolicy.FAIL and not failure.cached:
             self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
             state.waiting.remove(request)
-            return [failure_of(request, TransferError(f"the prompt's KV did not arrive: {failure.reason}"))]
+            return [failure_of(request, KVLoadFailed(f"the prompt's KV did not arrive: {failure.reason}"))]
         found_here = request.num_computed_tokens
         promised = found_here + request.num_external_tokens
         valid = min(failure.valid_tokens, promised, request.num_tokens - 1)

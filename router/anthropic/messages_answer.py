@@ -24,7 +24,9 @@ def whole_message(
 ) -> Iterator[bytes]:
     (one,) = read
     reader = plan.reader()
-    pieces: list[Piece] = [Text(one.text)] if reader is None else reader.push(one.text) + reader.finish()
+    pieces: list[Piece] = [Text(one.text)]
+    if reader is not None:
+        pieces = reader.push(one.text) + reader.finish(cut=one.choice.cut)
     blocks = _Blocks()
     return json_pieces(
         {
@@ -161,7 +163,7 @@ class MessageStream:
         if self._reader is None:
             return [Text(delta.text)] if delta.text else []
         pieces = self._reader.push(delta.text)
-        return pieces + self._reader.finish() if delta.finish_reason is not None else pieces
+        return pieces + self._reader.finish(cut=delta.cut) if delta.finish_reason is not None else pieces
 
     def _show(self, piece: Piece) -> list[bytes]:
         out: list[bytes] = []

@@ -18,6 +18,7 @@ from tandem.router.openai.chat_request import (
     NamedFunction,
     NamedToolChoice,
     ReasoningEffort,
+    ThinkingOptions,
     Tool,
     ToolCall,
 )
@@ -76,13 +77,6 @@ class ToolChoice(msgspec.Struct, frozen=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingOptions(msgspec.Struct, frozen=True):
-    """`budget_tokens` bounds nothing here: `max_tokens` bounds reasoning and answer together."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-
-
 class OutputFormat(msgspec.Struct, frozen=True):
     type: Literal["json_schema"]
     schema: JsonObject
@@ -137,7 +131,7 @@ def as_chat(request: CountRequest) -> ChatRequest:
         tools=[_tool(tool, at) for at, tool in enumerate(request.tools or ())] or None,
         tool_choice=_tool_choice(choice) if request.tools else None,
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
-        enable_thinking=None if request.thinking is None else request.thinking.type != "disabled",
+        thinking=request.thinking,
         reasoning_effort=config.effort,
         response_format=None if config.format is None else _format(config.format),
         # A last message of the assistant is the beginning of the answer.

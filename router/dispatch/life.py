@@ -14,6 +14,7 @@ from tandem.wire.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    KVLoadFailed,
     NodeLost,
     TandemError,
     TransferError,
@@ -286,7 +287,7 @@ class RequestLife:
         if isinstance(error, InternalError) and not self._broke_a_node:
             self._broke_a_node = True
             return True
-        return isinstance(error, Unavailable | TransferError)
+        return isinstance(error, Unavailable | TransferError) and not isinstance(error, KVLoadFailed)
 
     def _fail_over(self, error: TandemError, avoid: Iterable[str]) -> None:
         failed = self.attempt

@@ -16,8 +16,9 @@ from tandem.router.formats.harmony import (
 )
 from tandem.router.formats.lark import LarkWriter
 from tandem.router.formats.pieces import AnswerReader, ToolSchemas
-from tandem.router.formats.reasoning import ReasoningFormat, ReasoningReader, ReasoningStart
+from tandem.router.formats.reasoning import Bound, ReasoningFormat, ReasoningReader, ReasoningStart
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.errors import InvalidRequest
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
@@ -40,12 +41,16 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         reasoning = (self.reasoning.begin.strip(), self.reasoning.end) if self.reasoning is not None else ()
         return (*(self.calls.layout.marks if self.calls is not None else ()), *reasoning)
 
-    def reader(self, prompt: str, tools: ToolSchemas | None) -> AnswerReader | None:
+    def reader(
+        self, prompt: str, tools: ToolSchemas | None, *, must_call: bool = False
+    ) -> AnswerReader | None:
         """Returns a reader of an answer, or None when the answer is only text. `tools`: None when the model
         may not call."""
         if self.harmony is not None:
-            return HarmonyReader(calls=tools is not None)
-        calls = CallReader(self.calls, tools) if self.calls is not None and tools is not None else None
+            return HarmonyReader(calls=tools is not None, must_call=must_call)
+        calls: AnswerReader | None = None
+        if self.calls is not None and tools is not None:
+            calls = CallReader(self.calls, tools, must_call=must_call)
         if self.reasoning is None:
             return calls
         start = self.reasoning.start(prompt)
@@ -57,14 +62,31 @@ class AnswerFormat(msgspec.Struct, frozen=True):
             return grammar
         return on_final_channel(grammar, LarkWriter(tokenizer, self.marks))
 
-    def after_reasoning(self, grammar: str, prompt: str, tokenizer: Tokenizer) -> str:
-        """Returns a grammar that holds from the reasoning's end on."""
+    def bounds_reasoning(self, prompt: str, tokenizer: Tokenizer) -> bool:
+        """Whether an answer to the prompt may begin with reasoning. Raises InvalidRequest when its tokens cannot be bounded."""
+        if self.harmony is None and (
+            self.reasoning is None or self.reasoning.start(prompt) is ReasoningStart.CLOSED
+        ):
+            return False
+        if self.reasoning is None or tokenizer.token_id(self.reasoning.end) is None:
+            raise InvalidRequest(
+                "a budget needs a model that ends its reasoning by a token of its own; use reasoning_effort or max_tokens"
+            )
+        return True
+
+    def after_reasoning(
+        self, grammar: str, prompt: str, tokenizer: Tokenizer, budget: int | None = None
+    ) -> str:
+        """Returns a grammar that holds from the reasoning's end on. `budget`: the most tokens of reasoning."""
         writer = LarkWriter(tokenizer, self.marks)
         if self.harmony is not None:
             return after_analysis(grammar, writer)
         if self.reasoning is None:
             return grammar
-        return self.reasoning.grammar(grammar, self.reasoning.start(prompt), writer)
+        end = tokenizer.token_id(self.reasoning.end) if budget is not None else None
+        begin = tokenizer.token_id(self.reasoning.begin)
+        bound = Bound(budget, end, begin) if budget is not None and end is not None else None
+        return self.reasoning.grammar(grammar, self.reasoning.start(prompt), writer, bound)
 
     def reasoning_tokens(self, token_ids: Sequence[int], prompt: str, tokenizer: Tokenizer) -> int | None:
         """Counts an answer's reasoning tokens; None when the model's reasoning format is unknown."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Protocol
 
 import msgspec
 
-from tandem.router.formats.cursor import Cursor, Steps
+from tandem.router.formats.cursor import UNAMBIGUOUS, Cursor, Steps
 from tandem.router.formats.lark import LarkWriter
 from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Text, ToolSchemas
 
@@ -73,10 +74,15 @@ class CallSink:
             self._pieces.append(Arguments(text))
 
 
-class CallReader:
-    """Reads calls in one format; all other text passes through."""
+_TOOL_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)')
 
-    def __init__(self, calls: CallFormat, tools: ToolSchemas) -> None:
+
+class CallReader:
+    """Reads calls in one format; all other text passes through. `must_call`: a grammar allows nothing but calls, so there
+    is no other text, only marks around calls that were cut off."""
+
+    def __init__(self, calls: CallFormat, tools: ToolSchemas, *, must_call: bool = False) -> None:
+        self._must_call = must_call
         self._calls = calls
         self._tools = tools
         self._cursor = Cursor()
@@ -90,10 +96,10 @@ class CallReader:
         self._cursor.rest += text
         return self._advance()
 
-    def finish(self) -> list[Piece]:
-        self._cursor.ended = True
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        self._cursor.ended, self._cursor.cut = True, cut
         pieces = self._advance()
-        if self._space and not self._found:
+        if self._space and not self._found and not self._must_call:
             pieces.append(Text(self._space))
         self._space = None
         return pieces
@@ -111,8 +117,13 @@ class CallReader:
                 yield
             if cursor.rest.lstrip().startswith(calls.opening):
                 yield from self._read_calls("")
-        while (mark := (yield from cursor.until(calls.begins, self._say))) is not None:
+        while (mark := (yield from self._next_mark())) is not None:
             yield from self._read_calls(mark)
+
+    def _next_mark(self) -> Steps[str | None]:
+        # After a call the first character of a mark is one, because the next call is what mostly follows.
+        least = 1 if self._found else UNAMBIGUOUS
+        return (yield from self._cursor.until(self._calls.begins, self._say, least))
 
     def _read_calls(self, mark: str) -> Steps[None]:
         """Reads the calls after a mark. White space around them belongs to the format; a mark without a call
@@ -123,12 +134,23 @@ class CallReader:
         yield from self._calls.read(cursor, sink, self._tools)
         if sink.began:
             self._space, self._found = "", True
-        else:
-            cursor.give_back()
-            if mark:
-                self._say(mark)
+            if cursor.cut and _may_be_calls(cursor.rest):
+                cursor.rest = ""
+            return
+        cursor.give_back()
+        if cursor.cut and (_may_be_calls(cursor.rest) if mark else self._names_a_tool(cursor.rest)):
+            cursor.rest = ""
+        elif mark:
+            self._say(mark)
+
+    def _names_a_tool(self, text: str) -> bool:
+        """Whether an object without a mark is certainly the beginning of a call."""
+        named = _TOOL_NAMED.match(text)
+        return named is not None and any(tool.startswith(named[1]) for tool in self._tools)
 
     def _say(self, text: str) -> None:
+        if self._must_call:
+            return
         if self._space is not None:
             text = self._space + text
             if not text.strip():
@@ -136,3 +158,10 @@ class CallReader:
                 return
             self._space = None
         self._pieces.append(Text(text))
+
+
+def _may_be_calls(text: str) -> bool:
+    """Whether text after a mark or a call may be the beginning of more of them: a bracket, or a word that has not ended. Prose has
+    several words."""
+    text = text.strip(" \t\r\n,;")
+    return not text or text[0] in "{[<]}" or not any(map(str.isspace, text))

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 # The most text held back as a possible beginning of a call. A name with its marks is shorter.
 MOST_HELD = 1_000
+# So many characters of a mark are no text: shorter ones, such as "<", are often something else.
+UNAMBIGUOUS = 3
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -17,11 +19,12 @@ Steps = Generator[None, None, T]
 
 class Cursor:
     """A position in a growing text. `rest`: text that has arrived and was not taken. `ended`: no more will
-    arrive."""
+    arrive; `cut`: though the model would have written more."""
 
     def __init__(self) -> None:
         self.rest = ""
         self.ended = False
+        self.cut = False
         self._kept: list[str] | None = None  # text taken since `keep`
 
     def keep(self) -> None:
@@ -49,11 +52,14 @@ class Cursor:
                 return
             yield
 
-    def until(self, marks: Sequence[str], say: Callable[[str], None]) -> Steps[str | None]:
+    def until(
+        self, marks: Sequence[str], say: Callable[[str], None], least: int = UNAMBIGUOUS
+    ) -> Steps[str | None]:
         """Passes the text before the first mark to `say`, takes the mark and returns it; None if the text
         ended without one.
 
-        Text that may become a mark is held back until that is decided.
+        Text that may become a mark is held back until that is decided. Where the text is cut, a mark's first
+        characters, at least `least` of them, are dropped.
         """
         while True:
             found = [(at, -len(mark), mark) for mark in marks if (at := self.rest.find(mark)) >= 0]
@@ -65,6 +71,8 @@ class Cursor:
                         say(self.take(at))
                     self.take(len(mark))
                     return mark
+            if self.cut and not found:
+                self._drop_cut_mark(marks, least)
             keep = len(self.rest) if self.ended else possible_start(self.rest, marks)
             if found:
                 keep = min(keep, found[0][0])
@@ -73,6 +81,11 @@ class Cursor:
             if self.ended:
                 return None
             yield
+
+    def _drop_cut_mark(self, marks: Sequence[str], least: int) -> None:
+        at = possible_start(self.rest, marks)
+        if len(self.rest) - at >= least and not self.rest[at].isalnum():
+            self.rest = self.rest[:at]
 
     def match(
         self, pattern: re.Pattern[str], possible: re.Pattern[str] | None = None

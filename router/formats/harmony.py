@@ -83,8 +83,9 @@ def _if_analysis(
 
 
 class HarmonyReader:
-    def __init__(self, *, calls: bool) -> None:
+    def __init__(self, *, calls: bool, must_call: bool = False) -> None:
         self._calls = calls
+        self._must_call = must_call
         self._cursor = Cursor()
         self._pieces: list[Piece] = []
         self._steps = self._read()
@@ -96,8 +97,8 @@ class HarmonyReader:
         self._pieces.clear()
         return pieces
 
-    def finish(self) -> list[Piece]:
-        self._cursor.ended = True
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        self._cursor.ended, self._cursor.cut = True, cut
         return self.push("")
 
     def _read(self) -> Steps[None]:
@@ -130,6 +131,8 @@ class HarmonyReader:
         return (yield from self._cursor.until(_ENDS, say))
 
     def _text(self, text: str) -> None:
+        if self._must_call:
+            return
         self._pieces.append(Text(text))
 
     def _reasoning(self, text: str) -> None:

@@ -44,9 +44,9 @@ class AnswerReader(Protocol):
 
     def push(self, text: str) -> list[Piece]: ...
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, cut: bool = False) -> list[Piece]:
         """Ends the answer. A call without its end mark counts if it is complete, because the mark may be the
-        stop token."""
+        stop token. `cut`: the model would have written more, so what begins a mark or a call is no text."""
         ...
 
 
@@ -60,8 +60,8 @@ class NotesCalls:
     def push(self, text: str) -> list[Piece]:
         return self._noted(self._reader.push(text))
 
-    def finish(self) -> list[Piece]:
-        return self._noted(self._reader.finish())
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        return self._noted(self._reader.finish(cut=cut))
 
     def _noted(self, pieces: list[Piece]) -> list[Piece]:
         self._called += [piece.name for piece in pieces if isinstance(piece, CallBegins)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.router.formats.cursor import Cursor, Steps
-from tandem.router.formats.lark import SOME_SPACE, LarkWriter, nested
+from tandem.router.formats.lark import ANY_TEXT, SOME_SPACE, LarkWriter, nested
 from tandem.router.formats.pieces import AnswerReader, Piece, Reasoning, Text
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -21,6 +21,23 @@ class ReasoningStart(enum.Enum):
     OPEN = enum.auto()  # within the reasoning: the template wrote the begin mark
     FREE = enum.auto()  # before the answer: the model may begin with reasoning
     CLOSED = enum.auto()  # after the reasoning: the template wrote that there is none
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """The most tokens of reasoning. Then only the token of the end mark can follow. A mark that is one token is written as
+    that token, special or not."""
+
+    tokens: int
+    end_token: int
+    begin_token: int | None
+
+    def rules(self, rule: str) -> list[str]:
+        if not self.tokens:
+            return [f"{rule}: <[{self.end_token}]>"]
+        return [
+            f"{rule}: {rule}_text <[{self.end_token}]>",
+            f"{rule}_text[max_tokens={self.tokens}]: {ANY_TEXT}",
+        ]
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
@@ -47,15 +64,24 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         before, found, _ = tokenizer.decode(list(token_ids)).partition(self.end)
         return len(tokenizer.encode(before + found, special=False)) if found else len(token_ids)
 
-    def grammar(self, answer: str, start: ReasoningStart, writer: LarkWriter) -> str:
-        """Returns a grammar of free reasoning followed by an answer by the given grammar."""
+    def grammar(
+        self, answer: str, start: ReasoningStart, writer: LarkWriter, bound: Bound | None = None
+    ) -> str:
+        """Returns a grammar of free reasoning followed by an answer by the given grammar. With a bound, the model does
+        reason: otherwise an answer that may be any text could hold reasoning beyond it."""
         if start is ReasoningStart.CLOSED:
             return answer
-        thought = "thought" if start is ReasoningStart.OPEN else f"({writer.literal(self.begin)} thought)?"
+        thought = "thought"
+        if start is ReasoningStart.FREE:
+            begin = writer.literal(self.begin)
+            if bound is not None and bound.begin_token is not None:
+                begin = f"<[{bound.begin_token}]>"
+            thought = f"({begin} thought)?" if bound is None else f"{begin} thought"
+        rules = [writer.text_until("thought", self.end)] if bound is None else bound.rules("thought")
         return "\n".join(
             [
                 f"start: {thought} {SOME_SPACE} answer",
-                writer.text_until("thought", self.end),
+                *rules,
                 f"answer: {nested(answer)}",
             ]
         )
@@ -84,10 +110,10 @@ class ReasoningReader:
         self._pieces.clear()
         return pieces
 
-    def finish(self) -> list[Piece]:
-        self._cursor.ended = True
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        self._cursor.ended, self._cursor.cut = True, cut
         pieces = self.push("")
-        return pieces if self._after is None else [*pieces, *self._after.finish()]
+        return pieces if self._after is None else [*pieces, *self._after.finish(cut=cut)]
 
     def _answer(self, text: str) -> list[Piece]:
         if self._after is not None:

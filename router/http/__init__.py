@@ -3,6 +3,7 @@
 app            which path leads to which handler
 generate_routes, vector_routes, responses_routes, text_routes, status_routes, admin_routes, try_page, api_document
                the paths, each handler a function; ui_routes: the cluster's page (ui.html) and its data; services: what all handlers work with
+other_paths    paths of other servers and mistyped ones: what a 404 says, and what is answered
 other_models   requests for other deployments' models, passed on to these
 realtime_routes   a conversation over a WebSocket, read ahead while it arrives; websocket: its messages, pings and close
 sibling_desk   what router processes on one port ask each other about requests
@@ -12,6 +13,7 @@ protocol       one connection: its requests in order, its limits and timers; idl
 call           one request on a connection, and its answer; chunked: a chunked body
 exchange       one request and its answer, as handlers and the log see them, sent whole or as a stream; the gate that each passes; the lookup of
                its route
+field_table    which fields each path obeys, takes without effect, and refuses
 body, json_body    a request's body, from bytes to a checked type; limits on the memory of all requests together
 hosts          by which names a router without keys may be asked
 rendering      one rendering of a costly answer for all who ask

@@ -11,6 +11,7 @@ from tandem.router.http.body import read_bytes
 from tandem.router.http.errors import Forbidden
 from tandem.router.http.exchange import HttpExchange, send_bytes
 from tandem.router.http.services import ClusterControl, Services
+from tandem.router.openai.mistakes import explain
 from tandem.wire.errors import InvalidRequest, RequestError, Unavailable
 
 T = TypeVar("T")
@@ -38,6 +39,12 @@ async def admin(services: Services, exchange: HttpExchange) -> None:
     action = exchange.scope["path_params"]["action"]
     exchange.notes += f" action={action[:40]!r}"
     await send_bytes(exchange.send, await control.act(action, body), b"application/json")
+
+
+async def reset_cache(services: Services, exchange: HttpExchange) -> None:
+    """The action `reset_prefix_cache` under the paths of vLLM and SGLang."""
+    control, _ = await _asked(services, exchange, exchange.route)
+    await send_bytes(exchange.send, await control.act("reset_prefix_cache", b"{}"), b"application/json")
 
 
 async def load_adapter(services: Services, exchange: HttpExchange) -> None:
@@ -88,9 +95,13 @@ async def _asked(services: Services, exchange: HttpExchange, door: str) -> tuple
 
 def _decoded(body: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(body, type=kind)
+        value = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(str(error)) from error
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise explain(str(error), kind, value) from None
 
 
 def _places(answer: bytes) -> dict[str, str]:

@@ -11,8 +11,8 @@ import tandem
 from tandem.router.anthropic.answer_types import MessageAnswer, MessagesError, TokenCount
 from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
+from tandem.router.http.field_table import ACCEPTED
 from tandem.router.http.services import Services
-from tandem.router.http.text_routes import DetokenizeRequest, TokenizeRequest
 from tandem.router.http.try_page import TRY_PAGE
 from tandem.router.openai.answer_types import (
     ChatCompletion,
@@ -32,10 +32,10 @@ from tandem.router.openai.answer_types import (
     Version,
 )
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.fields import ACCEPTED
 from tandem.router.openai.prompts import CompletionRequest
+from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
-from tandem.router.responses.answer_types import ResponseAnswer, ResponseDeleted
+from tandem.router.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted
 from tandem.router.responses.responses_request import ResponsesRequest
 from tandem.router.tracing.record import TraceList, TraceRecord
 
@@ -47,7 +47,7 @@ _EVENT: dict[str, Any] = {
     "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
 }
 _TYPES: tuple[type[msgspec.Struct], ...] = (
-    CompletionRequest, ChatRequest, ResponsesRequest, ResponseAnswer, ResponseDeleted, MessagesRequest, CountRequest, MessageAnswer, TokenCount, MessagesError, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
+    CompletionRequest, ChatRequest, ResponsesRequest, ResponseAnswer, ResponseDeleted, InputItems, InputTokens, MessagesRequest, CountRequest, MessageAnswer, TokenCount, MessagesError, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
     ChatCompletionChunk, ModelCard, ModelList, TokenizeResponse, DetokenizeResponse, Health, Version, RouterLoad, ErrorBody, ClusterDescription, TraceList,
     TraceRecord, EmbeddingRequest, EmbeddingList, ScoreRequest, ScoreList, RerankRequest, Ranking,
 )  # fmt: skip
@@ -97,6 +97,14 @@ def _paths() -> dict[str, Any]:
             )
         },
         "/v1/responses": {"post": _responses()},
+        "/v1/responses/input_tokens": {
+            "post": _operation(
+                "Count the tokens of its prompt", ResponsesRequest, InputTokens, _GENERATION_ERRORS
+            )
+        },
+        "/v1/responses/{response_id}/input_items": {
+            "get": _of_response("What it was asked with", InputItems)
+        },
         "/v1/responses/{response_id}/cancel": {"post": _of_response("End it", ResponseAnswer)},
         "/v1/responses/{response_id}": {
             "get": _of_response("One that is kept, as it is now", ResponseAnswer),
@@ -124,7 +132,9 @@ def _paths() -> dict[str, Any]:
             "post": _operation("Token ids to text", DetokenizeRequest, DetokenizeResponse, _TEXT_ERRORS)
         },
         "/health": {"get": _health()},
+        "/healthz": {"get": _health()},
         "/ping": {"get": _health()},
+        "/live": {"get": _operation("Whether this process answers", None, Health, ())},
         "/version": {"get": _operation("This server's version", None, Version, ())},
         "/load": {"get": _operation("Requests that this router is working on", None, RouterLoad, ("401",))},
         "/metrics": {

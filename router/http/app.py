@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from tandem.router.http import (
     admin_routes,
     api_document,
+    other_paths,
     realtime_routes,
     responses_routes,
     status_routes,
@@ -22,6 +23,7 @@ from tandem.router.http import (
 from tandem.router.http.exchange import HttpExchange, HttpGate, HttpRoute, HttpRoutes
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, MESSAGES, generate
 from tandem.router.http.hosts import OwnHosts
+from tandem.router.http.other_paths import instead_of
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
@@ -73,9 +75,14 @@ def make_app(services: Services) -> ASGIApp:
         ("/v1/embeddings", vector_routes.embeddings, ["POST"]),
         ("/v1/score", vector_routes.score, ["POST"]),
         ("/v1/rerank", vector_routes.rerank, ["POST"]),
+        ("/score", vector_routes.score, ["POST"]),
+        ("/rerank", vector_routes.rerank, ["POST"]),
+        ("/v2/rerank", vector_routes.rerank, ["POST"]),
         ("/v1/messages", partial(generate, MESSAGES), ["POST"]),
         ("/v1/messages/count_tokens", text_routes.count_tokens, ["POST"]),
         ("/v1/responses", partial(responses_routes.create_response, desk), ["POST"]),
+        ("/v1/responses/input_tokens", partial(responses_routes.count_input, desk), ["POST"]),
+        ("/v1/responses/{response_id}/input_items", partial(responses_routes.input_items, desk), ["GET"]),
         ("/v1/responses/{response_id}", partial(responses_routes.one_response, desk), ["GET", "DELETE"]),
         ("/v1/responses/{response_id}/cancel", partial(responses_routes.cancel_response, desk), ["POST"]),
         ("/v1/realtime", realtime_routes.realtime, ["GET"]),
@@ -84,18 +91,25 @@ def make_app(services: Services) -> ASGIApp:
         ("/tokenize", text_routes.tokenize, ["POST"]),
         ("/detokenize", text_routes.detokenize, ["POST"]),
         ("/health", status_routes.health, ["GET"]),
+        ("/healthz", status_routes.health, ["GET"]),
+        ("/live", other_paths.live, ["GET"]),
         ("/ping", status_routes.health, ["GET", "POST"]),
         ("/version", status_routes.version, ["GET"]),
         ("/load", status_routes.load, ["GET"]),
         ("/metrics", partial(status_routes.metrics, metrics), ["GET"]),
         ("/cluster", status_routes.cluster, ["GET"]),
         ("/admin/{action}", admin_routes.admin, ["POST"]),
+        ("/reset_prefix_cache", admin_routes.reset_cache, ["POST"]),
+        ("/flush_cache", admin_routes.reset_cache, ["POST"]),
         ("/v1/load_lora_adapter", admin_routes.load_adapter, ["POST"]),
         ("/v1/unload_lora_adapter", admin_routes.unload_adapter, ["POST"]),
         ("/traces", status_routes.traces, ["GET"]),
         ("/traces/{request_id}", status_routes.trace, ["GET"]),
         ("/openapi.json", api_document.document, ["GET"]),
         ("/docs", api_document.try_page, ["GET"]),
+        ("/get_model_info", other_paths.model_info, ["GET"]),
+        ("/tokenizer_info", other_paths.tokenizer_info, ["GET"]),
+        ("/", other_paths.home, ["GET"]),
         ("/ui", ui_routes.page, ["GET"]),
         ("/ui/state", ui_routes.state, ["GET"]),
         ("/ui/decisions", ui_routes.decisions, ["GET"]),
@@ -108,5 +122,8 @@ def make_app(services: Services) -> ASGIApp:
     # Without Starlette's application around the routes: its layers turn errors into answers, which the gate
     # does here.
     hosts = OwnHosts(services.config.host, services.config.cors_origins)
-    gate = HttpGate(HttpRoutes(routes), services.keys, services.metrics, hosts, services.dispatcher.recent)
+    instead = partial(instead_of, known=frozenset(path for path, *_ in table))
+    gate = HttpGate(
+        HttpRoutes(routes), services.keys, services.metrics, hosts, services.dispatcher.recent, instead
+    )
     return _with_cors(gate, services.config.cors_origins)

@@ -139,10 +139,13 @@ def anthropic_error(body: bytes) -> bytes:
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error["message"]}})
 
 
-def from_http_exception(error: HTTPException, method: str, path: str) -> tuple[bytes, dict[str, str]]:
+def from_http_exception(
+    error: HTTPException, method: str, path: str, instead: str | None
+) -> tuple[bytes, dict[str, str]]:
     headers: dict[str, str] = dict(error.headers or {})
     if error.status_code == 404:
-        return error_body(f"there is nothing at {path[:200]}", 404, "not_found"), headers
+        hint = f"; {instead}" if instead is not None else ""
+        return error_body(f"there is nothing at {path[:200]}{hint}", 404, "not_found"), headers
     if error.status_code == 405:
         allowed = headers.get("Allow", headers.get("allow", "another method"))
         return error_body(

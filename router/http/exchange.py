@@ -46,7 +46,9 @@ _TRACE_PARENT = re.compile(rb"^[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{
 # Paths for probes and scrapers, which have no key. They show nothing that needs one, and their successes are
 # logged at debug level only.
 _OPERATORS = frozenset({"/admin/{action}"})
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/ui"})
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/healthz", "/live", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/ui"}
+)
 
 
 class Connection(Protocol):
@@ -339,10 +341,18 @@ class HttpGate:
     stream has begun."""
 
     def __init__(
-        self, app: ASGIApp, keys: KeyRing, metrics: RouterMetrics, hosts: OwnHosts, recent: RecentRequests
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        metrics: RouterMetrics,
+        hosts: OwnHosts,
+        recent: RecentRequests,
+        instead: Callable[[str], str | None],
     ) -> None:
+        """`instead`: says what is right in place of a path at which there is nothing."""
         self._app = app
         self._recent = recent
+        self._instead = instead
         self._keys = keys
         self._hosts = hosts
         self._metrics = metrics
@@ -367,7 +377,8 @@ class HttpGate:
                 await _answer_error(exchange, error)
             except HTTPException as error:
                 exchange.trouble = ("not_found", str(error.detail))
-                body, more = from_http_exception(error, scope["method"], scope["path"])
+                path = scope["path"]
+                body, more = from_http_exception(error, scope["method"], path, self._instead(path))
                 await _answer(exchange, error.status_code, exchange.error_form(body), more)
             except asyncio.CancelledError:
                 exchange.status = exchange.status or Cancelled.http_status

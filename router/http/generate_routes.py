@@ -136,7 +136,7 @@ async def _read(
     request = await read_body(exchange, endpoint.request_type, services.config, share)
     if endpoint.translate is not None:
         request = endpoint.translate(request)
-    services.model.check_name(request.model)
+    request = services.model.named_by(request)
     return request, await planned(endpoint.plan, services, exchange, request, arrived)
 
 

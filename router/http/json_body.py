@@ -25,9 +25,9 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from tandem.router.config import Limits, UnknownFields
-from tandem.router.openai.fields import ACCEPTED, INTERNAL, REFUSED
+from tandem.router.http.field_table import INTERNAL, refusal_of, takes_without_effect
+from tandem.router.openai.mistakes import explain
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.settings import choices_at
 
 # The largest single match, and the largest piece.
 WINDOW = 256 << 10
@@ -44,15 +44,6 @@ _UNITS = re.compile(
 
 Decode = Callable[[str], Any]
 R = TypeVar("R", bound=msgspec.Struct)
-
-_UNKNOWN = re.compile(
-    r"^Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
-)
-_MISSING = re.compile(
-    r"^Object missing required field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
-)
-_AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
-_NO_CHOICE = re.compile(r"^Invalid enum value (?P<value>.*)$", re.DOTALL)
 
 
 def decode_in_pieces(text: str, decode: Decode, window: int = WINDOW) -> Any:
@@ -388,38 +379,20 @@ def read_request(
             raise InvalidRequest(f"{name}: internal to the server, not accepted from a client", name)
         if name in fields:
             known[name] = value
-        elif name in REFUSED and value not in (None, False):
-            raise InvalidRequest(f"{name}: not supported; {REFUSED[name]}", name)
-        elif name not in ACCEPTED and name not in REFUSED:
-            if unknown_fields is UnknownFields.REFUSE:
-                raise InvalidRequest(f"{name}: unknown field", name)
+        elif takes_without_effect(request_type, name):
+            continue
+        elif (why := refusal_of(request_type, name, value)) is not None:
+            raise InvalidRequest(why, name)
+        elif unknown_fields is UnknownFields.REFUSE:
+            raise InvalidRequest(f"{name}: unknown field", name)
+        else:
             ignored.append(name)
     try:
         return msgspec.convert(known, request_type), ignored
     except msgspec.ValidationError as error:
-        raise _explain(str(error), request_type) from None
+        raise explain(str(error), request_type, known) from None
 
 
 @functools.cache
 def _fields_of(request_type: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(request_type.__struct_encode_fields__)
-
-
-def _explain(text: str, request_type: type[msgspec.Struct]) -> InvalidRequest:
-    if match := _UNKNOWN.match(text):
-        name = _join(match["path"], match["field"])
-        return InvalidRequest(f"{name}: unknown field", name)
-    if match := _MISSING.match(text):
-        name = _join(match["path"], match["field"])
-        return InvalidRequest(f"{name}: is required", name)
-    if match := _AT.match(text):
-        what, path = match["what"], match["path"]
-        if wrong := _NO_CHOICE.match(what):
-            choices = ", ".join(choices_at(request_type, path))
-            return InvalidRequest(f"{path}: must be one of {choices}, not {wrong['value'][:60]}", path)
-        return InvalidRequest(f"{path}: {what[0].lower()}{what[1:]}", path)
-    return InvalidRequest(text)
-
-
-def _join(path: str | None, field: str) -> str:
-    return f"{path}.{field}" if path else field

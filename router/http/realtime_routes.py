@@ -429,7 +429,8 @@ class _Session:
                         text = delta.text
                         if reader is not None:
                             pieces = reader.push(text)
-                            pieces += reader.finish() if delta.finish_reason is not None else []
+                            if delta.finish_reason is not None:
+                                pieces += reader.finish(cut=delta.cut)
                             text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
                         if text:
                             written.append(text)

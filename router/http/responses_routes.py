@@ -1,4 +1,4 @@
-"""POST /v1/responses, and GET, DELETE and cancel of one response.
+"""POST /v1/responses, and GET, DELETE, cancel and input items of one response; what one's prompt would count.
 
 A response's events are kept by number, and clients follow what is kept. So `ResponseDesk` writes responses,
 not a handler.
@@ -7,7 +7,10 @@ not a handler.
 from __future__ import annotations
 
 import time
+from typing import Any
 from urllib.parse import parse_qs
+
+import msgspec
 
 from tandem.router.dispatch import LeftBehind
 from tandem.router.http.body import read_body
@@ -15,10 +18,13 @@ from tandem.router.http.exchange import EventStream, HttpExchange, send_json
 from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
 from tandem.router.http.response_desk import ResponseDesk, conversation
 from tandem.router.http.services import Services
+from tandem.router.http.text_routes import counted, prompt_size, timely
 from tandem.router.openai.plan import GenerationPlan, plan_chat
 from tandem.router.responses.response_store import StoredResponse
 from tandem.router.responses.responses_request import InputItem, ResponsesRequest, as_chat, check
 from tandem.wire.errors import InvalidRequest
+
+MOST_ITEMS = 100
 
 
 async def create_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
@@ -49,9 +55,7 @@ async def _read(
         request = await read_body(exchange, ResponsesRequest, services.config, share)
         check(request)
         services.model.check_name(request.model)
-        before: list[InputItem] = []
-        if request.previous_response_id is not None:
-            before = conversation(await desk.find(request.previous_response_id, exchange.owner))
+        before = await _before(desk, exchange, request)
         chat = as_chat(request, before)
         plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
     return request, plan, before
@@ -122,6 +126,64 @@ async def cancel_response(desk: ResponseDesk, services: Services, exchange: Http
         raise InvalidRequest("only a background response can be cancelled", "response_id")
     await desk.cancel(response)
     await send_json(exchange.send, response.body)
+
+
+async def input_items(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+    """Lists what the response was asked with, the conversation before it included, the last item first."""
+    response = await _find(desk, exchange)
+    items = [_shown(item, f"{response.id}_{at}") for at, item in enumerate(response.items)]
+    query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+    if query.get("order", ["desc"])[0] != "asc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if (after := query.get("after", [""])[0]) in ids:
+        items = items[ids.index(after) + 1 :]
+    limit = query.get("limit", ["20"])[0]
+    if not limit.isdigit() or not 1 <= int(limit[:4]) <= MOST_ITEMS:
+        raise InvalidRequest(f"limit: must be from 1 to {MOST_ITEMS}, not {limit[:40]!r}", "limit")
+    shown = items[: int(limit)]
+    await send_json(
+        exchange.send,
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(shown) < len(items),
+        },
+    )
+
+
+def _shown(item: InputItem, item_id: str) -> dict[str, Any]:
+    shown = {
+        "id": item_id,
+        **{name: value for name, value in msgspec.to_builtins(item).items() if value is not None},
+    }
+    if isinstance(item.content, str) and item.type == "message":
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        shown["content"] = [{"type": kind, "text": item.content}]
+    return shown
+
+
+async def count_input(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+    """Counts the tokens of the prompt that a request for a response would have."""
+    async with timely(services):
+        with counted(exchange):
+            with services.bodies.share() as share:
+                request = await read_body(exchange, ResponsesRequest, services.config, share)
+                check(request)
+                services.model.check_name(request.model)
+                before = await _before(desk, exchange, request)
+                count = await prompt_size(services, exchange, as_chat(request, before))
+                del request, before
+            await send_json(exchange.send, {"object": "response.input_tokens", "input_tokens": count})
+
+
+async def _before(desk: ResponseDesk, exchange: HttpExchange, request: ResponsesRequest) -> list[InputItem]:
+    """Returns the conversation that the request continues."""
+    if request.previous_response_id is None:
+        return []
+    return conversation(await desk.find(request.previous_response_id, exchange.owner))
 
 
 async def _find(desk: ResponseDesk, exchange: HttpExchange) -> StoredResponse:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Annotated
-
-import msgspec
-from msgspec import Meta
 
 from tandem.router.anthropic.messages_request import CountRequest, as_chat
-from tandem.router.formats.lark import JsonObject
 from tandem.router.http.body import TOKEN_BYTES, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.services import Services
 from tandem.router.openai.answer import json_pieces
-from tandem.router.openai.chat_request import ChatMessage, Tool
-from tandem.router.openai.fields import TokenId
+from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.prompts import (
     ChatPrompt,
     ServedModel,
@@ -28,32 +22,14 @@ from tandem.router.openai.prompts import (
     render_chat,
     with_images,
 )
+from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import DeadlineExceeded, InvalidRequest
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Either a prompt, or messages for the chat template."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    tools: list[Tool] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: JsonObject | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tokens: list[TokenId]
-    model: str | None = None
-
-
 @contextmanager
-def _counted(exchange: HttpExchange) -> Iterator[None]:
+def counted(exchange: HttpExchange) -> Iterator[None]:
     """Counts a request for its key before it is read. It uses none of the key's tokens, because nothing is
     generated."""
     tenant = exchange.tenant
@@ -74,7 +50,7 @@ CHARACTER_BYTES = 4  # of a text, at most
 
 
 @asynccontextmanager
-async def _timely(services: Services) -> AsyncIterator[None]:
+async def timely(services: Services) -> AsyncIterator[None]:
     """Bounds the whole request, so that an answer which is read too slowly is cut off and keeps no memory."""
     total = services.config.timeouts.total
     try:
@@ -84,14 +60,14 @@ async def _timely(services: Services) -> AsyncIterator[None]:
         raise DeadlineExceeded("the request took longer than router.timeouts.total allows") from None
 
 
-def _owner(exchange: HttpExchange) -> CacheOwner:
+def owner_of(exchange: HttpExchange) -> CacheOwner:
     salt = exchange.tenant.salted(None) if exchange.tenant is not None else ""
     return CacheOwner(salt, salt)
 
 
 async def tokenize(services: Services, exchange: HttpExchange) -> None:
-    async with _timely(services):
-        with _counted(exchange):
+    async with timely(services):
+        with counted(exchange):
             with services.bodies.share() as share:
                 request = await read_body(exchange, TokenizeRequest, services.config, share)
                 model = services.model
@@ -100,7 +76,7 @@ async def tokenize(services: Services, exchange: HttpExchange) -> None:
                     raise InvalidRequest(
                         "prompt: either prompt or messages must be given, and not both", "prompt"
                     )
-                ids = await _token_ids(model, request, _owner(exchange))
+                ids = await _token_ids(model, request, owner_of(exchange))
             named = bool(request.return_token_strs)
             del request
             with services.kept.share(len(ids) * (TOKEN_BYTES + named * NAME_BYTES), exchange.owner):
@@ -140,6 +116,7 @@ async def _rendered(model: ServedModel, request: TokenizeRequest) -> ChatPrompt:
         context=model.max_model_len,
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
+        documents=request.documents,
         extra=request.chat_template_kwargs,
     )
     return await with_images(text, request.messages, model)
@@ -150,8 +127,8 @@ def _pieces(token_ids: list[int], tokenizer: Tokenizer) -> list[str]:
 
 
 async def detokenize(services: Services, exchange: HttpExchange) -> None:
-    async with _timely(services):
-        with _counted(exchange):
+    async with timely(services):
+        with counted(exchange):
             with services.bodies.share() as share:
                 request = await read_body(exchange, DetokenizeRequest, services.config, share)
                 model = services.model
@@ -162,7 +139,7 @@ async def detokenize(services: Services, exchange: HttpExchange) -> None:
                     model.tokenizer,
                     model.max_model_len,
                     special=False,
-                    owner=_owner(exchange),
+                    owner=owner_of(exchange),
                 )
                 prompt = await model.tokenizer.decode_async(ids)
                 del request, ids
@@ -172,17 +149,21 @@ async def detokenize(services: Services, exchange: HttpExchange) -> None:
 
 async def count_tokens(services: Services, exchange: HttpExchange) -> None:
     """Counts the tokens of a chat's prompt, for Anthropic's clients."""
-    async with _timely(services):
-        with _counted(exchange):
+    async with timely(services):
+        with counted(exchange):
             with services.bodies.share() as share:
                 request = await read_body(exchange, CountRequest, services.config, share)
                 model = services.model
                 model.check_name(request.model)
-                context = model.max_model_len
-                prompt = await chat_prompt(as_chat(request), model, context)
-                ids = await encoded(
-                    prompt.text, "messages", model.tokenizer, context, special=False, owner=_owner(exchange)
-                )
-                count = len(ids)
-                del request, prompt, ids
+                count = await prompt_size(services, exchange, as_chat(request))
+                del request
             await send_pieces(exchange.send, json_pieces({"input_tokens": count}))
+
+
+async def prompt_size(services: Services, exchange: HttpExchange, chat: ChatRequest) -> int:
+    """Counts the tokens of a chat's prompt."""
+    model, context = services.model, services.model.max_model_len
+    prompt = await chat_prompt(chat, model, context)
+    owner = owner_of(exchange)
+    ids = await encoded(prompt.text, "messages", model.tokenizer, context, special=False, owner=owner)
+    return len(ids)

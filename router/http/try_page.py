@@ -3,6 +3,24 @@ elsewhere."""
 
 from __future__ import annotations
 
+import json
+
+_HELLO = [{"role": "user", "content": "Hello!"}]
+# What the form of each operation that takes a body begins with, besides the model.
+EXAMPLES = {
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 60, "stream": True},
+    "/v1/chat/completions": {"messages": _HELLO, "max_tokens": 60, "stream": True},
+    "/v1/responses": {"input": "Hello!", "max_output_tokens": 60},
+    "/v1/responses/input_tokens": {"input": "Hello!"},
+    "/v1/messages": {"messages": _HELLO, "max_tokens": 60},
+    "/v1/messages/count_tokens": {"messages": _HELLO},
+    "/v1/embeddings": {"input": "Hello!"},
+    "/v1/score": {"text_1": "Hello!", "text_2": ["Good day!", "Goodbye!"]},
+    "/v1/rerank": {"query": "Hello!", "documents": ["Good day!", "Goodbye!"]},
+    "/tokenize": {"prompt": "Hello!"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}
+
 TRY_PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Tandem: try it</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -18,12 +36,7 @@ TRY_PAGE = """<!doctype html>
  Key, if one is needed: <input id="key" size="30" autocomplete="off"></p>
 <div id="operations">loading…</div>
 <script>
-const examples = {
-  "/v1/completions": m => ({ model: m, prompt: "Once upon a time", max_tokens: 60, stream: true }),
-  "/v1/chat/completions": m => ({ model: m, messages: [{ role: "user", content: "Hello!" }], max_tokens: 60, stream: true }),
-  "/tokenize": m => ({ prompt: "Hello!" }),
-  "/detokenize": m => ({ tokens: [1, 2, 3] }),
-};
+const examples = EXAMPLES;
 const key = document.getElementById("key");
 const headers = () => ({ "content-type": "application/json", ...(key.value ? { authorization: "Bearer " + key.value } : {}) });
 function shown(data) {
@@ -56,7 +69,7 @@ function operation(verb, path, about, model) {
   const box = document.createElement("details");
   box.innerHTML = `<summary><code><span class="verb">${verb.toUpperCase()}</span> ${path}</code> ${about.summary}</summary>`;
   const body = document.createElement("textarea");
-  if (verb === "post") { body.rows = 8; body.value = JSON.stringify(examples[path](model), null, 2); box.append(body); }
+  if (verb === "post") { body.rows = 8; body.value = JSON.stringify({ model, ...examples[path] }, null, 2); box.append(body); }
   const send = document.createElement("button"), stop = document.createElement("button"), out = document.createElement("pre");
   send.textContent = "Send"; stop.textContent = "Stop"; box.append(send, stop, out);
   let abort = new AbortController();
@@ -81,4 +94,4 @@ function operation(verb, path, about, model) {
     for (const [verb, about] of Object.entries(verbs)) list.append(operation(verb, path, about, model));
 })();
 </script></body></html>
-"""
+""".replace("EXAMPLES", json.dumps(EXAMPLES))

@@ -34,6 +34,7 @@ class Delta(msgspec.Struct, frozen=True):
     text: str
     tokens: range = range(0)  # the output tokens whose log-probabilities are shown with it
     finish_reason: str | None = None
+    cut: bool = False  # with a finish_reason: not where the model would have ended
     token_ids: Sequence[int] = ()  # only if the request asks for them
 
 
@@ -164,12 +165,17 @@ class Choice:
         if self._show_token_ids:
             ids = tokens[self._ids_shown : self.completion_tokens]
             self._ids_shown = self.completion_tokens
-        return Delta(text, shown, self.finish_reason, ids)
+        return Delta(text, shown, self.finish_reason, self.cut, ids)
 
     @property
     def stop_matched(self) -> str | None:
         """The stop string that ended the choice, or None."""
         return self._stops.matched
+
+    @property
+    def cut(self) -> bool:
+        """Whether the model would have written more: max_tokens or a stop string ended the choice."""
+        return self.finish_reason == "length" or self._stops.matched is not None
 
     @property
     def token_ids(self) -> Sequence[int]:

@@ -125,7 +125,8 @@ def _choice(
     logprobs = None
     if request.logprobs:
         store = one.choice.life.ledger.logprobs
-        logprobs = chat_logprobs(store, one.tokens, tokenizer, request.top_logprobs or 0)
+        as_ids = bool(request.return_tokens_as_token_ids)
+        logprobs = chat_logprobs(store, one.tokens, tokenizer, request.top_logprobs or 0, as_ids=as_ids)
     return {
         "index": one.choice.index,
         "message": message,
@@ -141,7 +142,7 @@ def _message(
     reader, reason = plan.reader(), one.choice.finish_reason
     if reader is None:
         return {"role": "assistant", "content": one.text, "refusal": None}, reason
-    pieces = reader.push(one.text) + reader.finish()
+    pieces = reader.push(one.text) + reader.finish(cut=one.choice.cut)
     message = whole_message(pieces, reasoning=request.include_reasoning is not False)
     return message, "tool_calls" if "tool_calls" in message and reason == "stop" else reason
 
@@ -197,7 +198,7 @@ class ChatStream:
         message = self._messages[choice.index]
         pieces = reader.push(delta.text)
         if delta.finish_reason is not None:
-            pieces += reader.finish()
+            pieces += reader.finish(cut=delta.cut)
         if delta.tokens or delta.token_ids:
             out += self._event(choice, {}, delta=delta)
         for content in message.deltas(pieces):
@@ -217,7 +218,8 @@ class ChatStream:
         logprobs = None
         if delta is not None and delta.tokens:
             store, top = choice.life.ledger.logprobs, self._request.top_logprobs or 0
-            logprobs = chat_logprobs(store, delta.tokens, self._tokenizer, top).joined()
+            as_ids = bool(self._request.return_tokens_as_token_ids)
+            logprobs = chat_logprobs(store, delta.tokens, self._tokenizer, top, as_ids=as_ids).joined()
         entry = {
             "index": choice.index,
             "delta": content,

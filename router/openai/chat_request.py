@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from tandem.router.formats.lark import JsonObject
-from tandem.router.openai.fields import MaxTokens, ResponseFormat, SamplingFields, TopLogprobs
+from tandem.router.openai.fields import MaxTokens, SamplingFields, TopLogprobs
+from tandem.wire.errors import InvalidRequest
 
 ReasoningEffort = Annotated[
     str, Meta(pattern="^[a-z_]{1,20}$", description="such as none, low, medium, high")
@@ -77,13 +78,22 @@ class NamedToolChoice(msgspec.Struct, frozen=True):
     function: NamedFunction
 
 
+ThinkingBudget = Annotated[int, Meta(ge=0, le=2**31 - 1, description="the most tokens of reasoning")]
+
+
+class ThinkingOptions(msgspec.Struct, frozen=True):
+    """As Anthropic's API, and those of DeepSeek and GLM, have them."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: ThinkingBudget | None = None
+
+
 class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: a call that is required is the only one
@@ -91,11 +101,37 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt_cache_key: str | None = None  # keeps a conversation on its nodes, under session affinity
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None
+    thinking: ThinkingOptions | None = None
+    thinking_token_budget: ThinkingBudget | None = None  # vLLM's name of thinking.budget_tokens
     include_reasoning: bool | None = None  # false: the reasoning is left out of the answer
     documents: list[JsonObject] | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+
+def thinks(request: ChatRequest) -> bool | None:
+    """Returns whether the model is to reason; None: as its template has it."""
+    options = request.thinking
+    if options is None:
+        return request.enable_thinking
+    wanted = options.type != "disabled"
+    if request.enable_thinking not in (None, wanted):
+        raise InvalidRequest("enable_thinking: contradicts thinking; set one", "enable_thinking")
+    return wanted
+
+
+def thinking_budget(request: ChatRequest) -> tuple[int | None, str]:
+    """Returns the most tokens of reasoning, and the name of the field that says so."""
+    theirs = request.thinking.budget_tokens if request.thinking is not None else None
+    own = request.thinking_token_budget
+    if own is None:
+        return theirs, "thinking.budget_tokens"
+    if theirs not in (None, own):
+        raise InvalidRequest(
+            "thinking_token_budget: contradicts thinking.budget_tokens; set one", "thinking_token_budget"
+        )
+    return own, "thinking_token_budget"
 
 
 class ImagePart(msgspec.Struct, frozen=True):

@@ -84,7 +84,14 @@ def _logprobs(
         prompt = plan.prompts[choice.index // plan.choices_per_prompt]
         found = choice.life.prompt_logprobs or []
     return completion_logprobs(
-        choice.life.ledger.logprobs, shown, choice.offsets, tokenizer, request.logprobs, prompt, found
+        choice.life.ledger.logprobs,
+        shown,
+        choice.offsets,
+        tokenizer,
+        request.logprobs,
+        prompt,
+        found,
+        as_ids=bool(request.return_tokens_as_token_ids),
     )
 
 

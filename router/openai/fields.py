@@ -117,7 +117,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool | None = None
     repetition_detection: RepetitionFields | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonObject | str | None = None  # the older names of the fields of `structured_outputs`
+    regex: Text | None = None  # SGLang's names of the fields of `structured_outputs`
+    json_schema: JsonObject | str | None = None
+    ebnf: Text | None = None
+    guided_json: JsonObject | str | None = None  # vLLM's older names of the same
     guided_regex: Text | None = None
     guided_choice: TextChoice | None = None
     guided_grammar: Text | None = None
@@ -125,38 +128,15 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     prompt_logprobs: PromptLogprobs | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = (
+        None  # of log-probabilities: "token_id:5" in place of the token's text
+    )
+    add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     job_id: JobId | None = None
     is_last_step: bool | None = None  # the job's last turn, whose KV need not be kept
     hidden_states: FileName | None = None
-
-
-# Fields of OpenAI's API that do not change an answer's content here: accepted and not acted on.
-ACCEPTED: dict[str, str] = {
-    "user": "an end user's id; not used",
-    "metadata": "not stored",
-    "store": "nothing is stored",
-    "service_tier": "there is one tier",
-    "safety_identifier": "not used",
-    "prompt_cache_retention": "the cache keeps what is used",
-    "prediction": "only ever a hint for speed",
-    "reasoning_effort": "a text is completed without reasoning; in a chat it reaches the template",
-    "verbosity": "a model's own matter; pass it in chat_template_kwargs if its template knows it",
-}
-
-# Fields of OpenAI's API that are refused, because ignoring them would answer a different question.
-REFUSED: dict[str, str] = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "audio": "this server answers in text",
-    "web_search_options": "this server does not search the web",
-    "use_beam_search": "answers are sampled; n and best_of give several",
-    "chat_template": "the operator sets it (router.chat_template)",
-}
-
-# Fields between router and nodes. A client that could set them could read other clients' memory.
-INTERNAL: frozenset[str] = frozenset(
-    {"kv_transfer_params", "transfer", "reply_to", "output_token_ids", "lora"}
-)
+    response_format: ResponseFormat | None = None
+    lora_path: str | None = None  # SGLang's way to name the adapter

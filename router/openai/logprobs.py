@@ -23,10 +23,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _TokenTexts:
-    """Caches tokens' JSON, because an answer shows the same alternatives over and over."""
+    """Caches tokens' JSON, because an answer shows the same alternatives over and over. `as_ids`: a token's text is
+    `token_id:5`, which tells tokens of the same text apart."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self._token_bytes = tokenizer.token_bytes
+        self._as_ids = as_ids
         self._known: dict[int, tuple[str, str]] = {}
 
     def of(self, token_id: int) -> tuple[str, str]:
@@ -34,7 +36,8 @@ class _TokenTexts:
         found = self._known.get(token_id)
         if found is None:
             data = self._token_bytes(token_id)
-            text = _encode(data.decode("utf-8", "replace")).decode()
+            shown = f"token_id:{token_id}" if self._as_ids else data.decode("utf-8", "replace")
+            text = _encode(shown).decode()
             found = (text, _encode(list(data)).decode())
             if len(self._known) >= _REMEMBERED_TOKENS:
                 self._known.clear()
@@ -42,14 +45,14 @@ class _TokenTexts:
         return found
 
 
-_texts_of: weakref.WeakKeyDictionary[Tokenizer, _TokenTexts] = weakref.WeakKeyDictionary()
+_texts_of: weakref.WeakKeyDictionary[Tokenizer, dict[bool, _TokenTexts]] = weakref.WeakKeyDictionary()
 
 
-def _texts(tokenizer: Tokenizer) -> _TokenTexts:
-    found = _texts_of.get(tokenizer)
-    if found is None:
-        found = _texts_of[tokenizer] = _TokenTexts(tokenizer)
-    return found
+def _texts(tokenizer: Tokenizer, *, as_ids: bool) -> _TokenTexts:
+    both = _texts_of.setdefault(tokenizer, {})
+    if as_ids not in both:
+        both[as_ids] = _TokenTexts(tokenizer, as_ids=as_ids)
+    return both[as_ids]
 
 
 def _finite(logprob: float) -> float:
@@ -60,8 +63,10 @@ def _shown(token_id: int, tokenizer: Tokenizer) -> str:
     return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
-def chat_logprobs(store: LogprobStore, tokens: range, tokenizer: Tokenizer, top: int) -> RawPieces:
-    return RawPieces(_chat_logprobs(store, tokens, _texts(tokenizer), top))
+def chat_logprobs(
+    store: LogprobStore, tokens: range, tokenizer: Tokenizer, top: int, *, as_ids: bool = False
+) -> RawPieces:
+    return RawPieces(_chat_logprobs(store, tokens, _texts(tokenizer, as_ids=as_ids), top))
 
 
 def _chat_logprobs(store: LogprobStore, tokens: range, texts: _TokenTexts, top: int) -> Iterator[bytes]:
@@ -101,12 +106,17 @@ def completion_logprobs(
     top: int,
     prompt: Sequence[int] = (),
     prompt_found: Sequence[TokenLogprobs | None] = (),
+    *,
+    as_ids: bool = False,
 ) -> RawPieces:
     """Writes a completion's log-probabilities. `prompt` is echoed; its first token has no log-probability,
     because nothing precedes it. `offsets`: where each output token begins in the text."""
     echoed = LogprobStore(found or TokenLogprobs(0, 0.0, 0) for found in prompt_found)
     known = [at < len(prompt_found) and prompt_found[at] is not None for at in range(len(prompt))]
-    return RawPieces(_completion_logprobs(store, tokens, offsets, tokenizer, top, prompt, echoed, known))
+    texts = _texts(tokenizer, as_ids=as_ids)
+    return RawPieces(
+        _completion_logprobs(store, tokens, offsets, tokenizer, texts, top, prompt, echoed, known)
+    )
 
 
 def _completion_logprobs(
@@ -114,13 +124,12 @@ def _completion_logprobs(
     tokens: range,
     offsets: Sequence[int],
     tokenizer: Tokenizer,
+    texts: _TokenTexts,
     top: int,
     prompt: Sequence[int],
     echoed: LogprobStore,
     known: Sequence[bool],
 ) -> Iterator[bytes]:
-    texts = _texts(tokenizer)
-
     def rows() -> Iterator[tuple[Sequence[int], Sequence[float]] | None]:
         for at, is_known in enumerate(known):
             yield echoed.row(at) if is_known else None

@@ -15,7 +15,7 @@ from tandem.router.dispatch import ReadableLives, SequenceSpec
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
 from tandem.router.openai.answer import Choice, event
-from tandem.router.openai.chat_request import ChatRequest
+from tandem.router.openai.chat_request import ChatRequest, thinking_budget
 from tandem.router.openai.fields import SamplingFields, StreamOptions
 from tandem.router.openai.prompt_embeds import embeds_of
 from tandem.router.openai.prompts import (
@@ -106,11 +106,13 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     format: AnswerFormat | None = None  # how the model writes a chat's answer
     chat_prompt: str = ""
     tools: ToolSchemas | None = None  # None when the model may not call tools
+    must_call: bool = False  # the grammar allows calls alone
     called: list[str] | None = (
         # Filled with the tools that a turn of a job calls, while its answer is read. None: not such a turn,
         # or not parsed for calls.
         None
     )
+    include_usage: bool = False  # a stream ends with it though the request does not ask
     only_echo: bool = False  # with max_tokens 0, the one token that a node always generates is not shown
 
     def choices(self, generation: ReadableLives, tokenizer: Tokenizer) -> list[Choice]:
@@ -132,7 +134,11 @@ class GenerationPlan(msgspec.Struct, frozen=True):
 
     def reader(self) -> AnswerReader | None:
         """Returns the reader of one choice's text, or None when the text is shown as it is."""
-        reader = self.format.reader(self.chat_prompt, self.tools) if self.format is not None else None
+        reader = (
+            self.format.reader(self.chat_prompt, self.tools, must_call=self.must_call)
+            if self.format is not None
+            else None
+        )
         return NotesCalls(reader, self.called) if reader is not None and self.called is not None else reader
 
     def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:
@@ -178,8 +184,8 @@ class StreamedUsage:
     def __init__(
         self, options: StreamOptions | None, plan: GenerationPlan, choices: Sequence[Choice]
     ) -> None:
-        self._included = bool(options and options.include_usage)
-        self.continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._included = plan.include_usage or bool(options and options.include_usage)
+        self.continuous = self._included and bool(options and options.continuous_usage_stats)
         self._plan = plan
         self._choices = choices
         self.null = b',"usage":null' if self._included else b""
@@ -207,7 +213,8 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
             "best_of: all of them must be complete to compare them, so not with stream", "best_of"
         )
     echo = bool(request.echo)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    asked = _asked_tokens(request)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if asked is None else asked
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens: must be at least 1, unless echo is set", "max_tokens")
     _check_stream_options(request)
@@ -254,14 +261,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
 async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) -> GenerationPlan:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
-    if (
-        request.max_tokens is not None
-        and request.max_completion_tokens is not None
-        and request.max_tokens != request.max_completion_tokens
-    ):
-        raise InvalidRequest(
-            "max_tokens: differs from max_completion_tokens, its newer name; set one", "max_tokens"
-        )
+    max_tokens = _asked_tokens(request)
     _check_stream_options(request)
     n = request.n or 1
     _check_counts(1, n, model.config)
@@ -270,24 +270,29 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     # First, because it refuses what is too long before anything looks into it.
     prompt = await chat_prompt(request, model, _context_for(request, model))
     owner = caller.cache_owner(request.cache_salt)
-    grammar = await chat_grammar(request, tools, model.format, model.tokenizer, owner)
     text, images = prompt.text, prompt.images
+    budget = _reasoning_budget(request, text, model)
+    grammar = await chat_grammar(
+        request, tools, model.format, model.tokenizer, owner, any_answer=budget is not None
+    )
     if images.files and request.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens: not with images, of which a part would be cut off",
             "truncate_prompt_tokens",
         )
-    # The template writes the special tokens itself.
+    # The template writes the special tokens itself, unless the client knows that it does not.
     token_ids = await encoded(
-        text, "messages", model.tokenizer, _context_for(request, model), special=False, owner=owner
+        text,
+        "messages",
+        model.tokenizer,
+        _context_for(request, model),
+        special=bool(request.add_special_tokens),
+        owner=owner,
     )
     if grammar is not None:
-        grammar = model.format.after_reasoning(grammar, text, model.tokenizer)
+        grammar = model.format.after_reasoning(grammar, text, model.tokenizer, budget)
     if not token_ids:
         raise InvalidRequest("messages: the chat template makes an empty prompt of them", "messages")
-    max_tokens = (
-        request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    )
     token_ids = truncated(token_ids, request.truncate_prompt_tokens, max_tokens, model.max_model_len)
     media: list[MediaFeature] = []
     if model.images is not None and images.files:
@@ -308,6 +313,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         media=media,
         images=[file.data for file in images.files],
         tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
+        must_call=tools is not None and request.tool_choice not in (None, "auto"),
         grammar=grammar,
         bad_words=await bad_word_ids(request.bad_words, model.tokenizer),
     )
@@ -331,6 +337,7 @@ def _plan(
     media: list[MediaFeature] | None = None,
     images: list[bytes] | None = None,
     tools: ToolSchemas | None = None,
+    must_call: bool = False,
     grammar: str | None = None,
     bad_words: list[list[int]],
     embeds: list[PromptEmbeds] | None = None,
@@ -415,7 +422,9 @@ def _plan(
         format=answer_format,
         chat_prompt=chat_prompt,
         tools=tools,
+        must_call=must_call,
         called=[] if job_id is not None and reads_calls else None,
+        include_usage=model.config.include_usage,
         only_echo=max_tokens == 0,
     )
 
@@ -438,6 +447,27 @@ def _check_context(
             f"are together more than the model's context of {context}",
             "max_tokens",
         )
+
+
+def _asked_tokens(request: ChatRequest | CompletionRequest) -> int | None:
+    newer = request.max_completion_tokens
+    if newer is not None and request.max_tokens not in (None, newer):
+        raise InvalidRequest(
+            "max_tokens: differs from max_completion_tokens, its newer name; set one", "max_tokens"
+        )
+    return request.max_tokens if newer is None else newer
+
+
+def _reasoning_budget(request: ChatRequest, prompt: str, model: ServedModel) -> int | None:
+    """Returns the most tokens of reasoning. None: any number, or the model does not reason here."""
+    budget, param = thinking_budget(request)
+    most = _asked_tokens(request)
+    if budget is None or (most is not None and budget >= most):
+        return None
+    try:
+        return budget if model.format.bounds_reasoning(prompt, model.tokenizer) else None
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{param}: {error}", param) from None
 
 
 def _check_tools(request: ChatRequest, model: ServedModel) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -27,8 +27,9 @@ from tandem.router.openai.chat_request import (
     ImagePart,
     Tool,
     ToolCall,
+    thinks,
 )
-from tandem.router.openai.fields import Choices, SamplingFields, TokenId
+from tandem.router.openai.fields import Choices, MaxTokens, SamplingFields, TokenId
 from tandem.router.openai.sampling import defaults_of
 from tandem.router.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.router.text.tenant_cache import CacheOwner
@@ -56,11 +57,14 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
     prompt: Prompts | None = None
     prompt_embeds: GivenEmbeds | None = None
     max_tokens: CompletionMaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None  # load generators send both names
     logprobs: CompletionLogprobs | None = None
     echo: bool | None = None
     best_of: Choices | None = None
     suffix: str | None = None
-    add_special_tokens: bool | None = None
+
+
+RequestT = TypeVar("RequestT", bound=SamplingFields)
 
 
 class ModelElsewhere(UnknownModel):
@@ -127,6 +131,24 @@ class ServedModel:
                 raise ModelElsewhere(name)
             known = ", ".join((*self.names, *sorted(self.adapters), *self.config.other_models))
             raise UnknownModel(f"the model {name[:200]!r} does not exist; this server has {known[:2000]}")
+
+    def named_by(self, request: RequestT) -> RequestT:
+        """Checks the names of model and adapter. Returns the request with the adapter of `lora_path` as its model."""
+        self.check_name(request.model)
+        adapter = request.lora_path
+        if adapter is None or adapter == request.model:
+            return request
+        if request.model is not None and request.model not in self.names:
+            raise InvalidRequest(
+                f"lora_path: contradicts model, the adapter {request.model!r}; set one", "lora_path"
+            )
+        if adapter not in self.adapters:
+            known = ", ".join(sorted(self.adapters)) or "none"
+            raise InvalidRequest(
+                f"lora_path: {adapter[:200]!r} is no adapter of this server; it has {known[:2000]}",
+                "lora_path",
+            )
+        return msgspec.structs.replace(request, model=adapter)
 
     def adapter_of(self, name: str | None) -> str | None:
         """Returns the identity of the adapter that a request names as its model; None for the model
@@ -387,13 +409,13 @@ def template_variables(request: ChatRequest) -> JsonObject:
     """Returns the request's own template variables, and what it says about reasoning under the names that
     models' templates read."""
     variables: JsonObject = {}
-    thinks = request.enable_thinking
+    wanted = thinks(request)
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
-        if thinks is None and request.reasoning_effort == "none":
-            thinks = False
-    if thinks is not None:
-        variables["enable_thinking"] = variables["thinking"] = thinks
+        if wanted is None and request.reasoning_effort == "none":
+            wanted = False
+    if wanted is not None:
+        variables["enable_thinking"] = variables["thinking"] = wanted
     return variables | (request.chat_template_kwargs or {})
 
 

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 import msgspec
 from llguidance import LLMatcher, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tandem.router.config import RouterConfig, SamplingDefaults
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.call_grammar import CallGrammar, OfferedTool
-from tandem.router.formats.lark import JsonObject, json_schema, quoted
+from tandem.router.formats.lark import ANY_TEXT, JsonObject, json_schema, quoted
 from tandem.router.openai.chat_request import ChatRequest, NamedToolChoice, Tool
 from tandem.router.openai.fields import RepetitionFields, ResponseFormat, SamplingFields, StructuredOutputs
 from tandem.router.text.tenant_cache import CacheOwner, TenantCache
@@ -201,6 +202,7 @@ async def bad_word_ids(words: list[str] | None, tokenizer: Tokenizer) -> list[li
     return sequences
 
 
+FREE_TEXT = f"start: {ANY_TEXT}"
 MAX_GRAMMAR = 256 * 1024
 _REMEMBERED = 256
 # Checked grammars with their problem, "" for none. New grammars are checked in a thread, even short ones: a
@@ -285,8 +287,20 @@ def _problem(grammar: str) -> str | None:
 
 
 async def completion_grammar(request: SamplingFields, owner: CacheOwner) -> str | None:
-    wanted, param = outputs_wanted(request)
-    return await grammar_of_structured_outputs(wanted, param, owner)
+    grammar, _ = await _answers_grammar(request, owner)
+    return grammar
+
+
+async def _answers_grammar(request: SamplingFields, owner: CacheOwner) -> tuple[str | None, str | None]:
+    """Returns the grammar of an answer, and the name of the field that it comes from unless that is response_format."""
+    grammar = await grammar_of_format(request.response_format, owner)
+    wanted, param = await outputs_wanted(request)
+    other = await grammar_of_structured_outputs(wanted, param, owner)
+    if other is None:
+        return grammar, None
+    if grammar is not None:
+        raise InvalidRequest(f"{param}: contradicts response_format; set one", param)
+    return other, param
 
 
 async def chat_grammar(
@@ -295,22 +309,19 @@ async def chat_grammar(
     written: AnswerFormat,
     tokenizer: Tokenizer,
     owner: CacheOwner,
+    *,
+    any_answer: bool = False,
 ) -> str | None:
     """Returns the grammar of a chat's answer, without the reasoning before it, or None. `tools`: None when
-    the model may not call."""
-    answer = await grammar_of_format(request.response_format, owner)
-    wanted, param = outputs_wanted(request)
-    other = await grammar_of_structured_outputs(wanted, param, owner)
-    if answer is not None and other is not None:
-        raise InvalidRequest(f"{param}: contradicts response_format; set one", param)
-    answer = answer or other
+    the model may not call. `any_answer`: a grammar is needed, also of an answer that may be anything."""
+    answer, param = await _answers_grammar(request, owner)
     if answer is not None:
         answer = written.answer_grammar(answer, tokenizer)
     if not tools or written.call_writing is None:
-        return answer
-    if other is not None:
+        return answer or (FREE_TEXT if any_answer else None)
+    if param is not None:
         raise InvalidRequest(f"{param}: contradicts tools, unless tool_choice is 'none'", param)
-    return await _grammar_with_calls(request, tools, written, tokenizer, answer, owner)
+    return await _grammar_with_calls(request, tools, written, tokenizer, answer, owner, any_answer=any_answer)
 
 
 async def _grammar_with_calls(
@@ -320,6 +331,8 @@ async def _grammar_with_calls(
     tokenizer: Tokenizer,
     answer: str | None,
     owner: CacheOwner,
+    *,
+    any_answer: bool,
 ) -> str | None:
     """Returns the grammar of calls, or None when the model may write anything. With `answer`, the model calls
     or answers by that grammar.
@@ -337,7 +350,7 @@ async def _grammar_with_calls(
     must_call = named is not None or choice == "required"
     strict = any(tool.function.strict for tool in tools) and written.harmony is None
     writing = written.call_writing
-    if writing is None or not (must_call or answer is not None or strict):
+    if writing is None or not (must_call or answer is not None or strict or any_answer):
         return None
     once = named is not None or request.parallel_tool_calls is False
     grammars = CallGrammar(writing, [_offered(tool) for tool in tools], tokenizer, once=once)
@@ -354,30 +367,47 @@ def _offered(tool: Tool) -> OfferedTool:
     return OfferedTool(function.name, function.parameters or {}, bool(function.strict))
 
 
-def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | None, str]:
-    """Returns `structured_outputs`, also from the single fields of older clients, and the name of the field
-    that was used."""
-    schema = request.guided_json
-    if (
-        schema is None
-        and request.guided_regex is None
-        and request.guided_choice is None
-        and request.guided_grammar is None
-    ):
+# The other servers' names of the fields of StructuredOutputs.
+_OTHER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "json_schema": "json",
+    "ebnf": "grammar",
+}
+
+
+async def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | None, str]:
+    """Returns `structured_outputs`, also from the single fields of other clients, and the name of the field that was used."""
+    given = [name for name in _OTHER_NAMES if getattr(request, name) is not None]
+    if not given:
         return request.structured_outputs, "structured_outputs"
-    older = {
-        "json": _object_in(schema) if isinstance(schema, str) else schema,
-        "regex": request.guided_regex,
-        "choice": request.guided_choice,
-        "grammar": request.guided_grammar,
-    }
-    given = {name: value for name, value in older.items() if value is not None}
-    names = [f"guided_{name}" for name in given]
-    if request.structured_outputs is not None:
-        names.append("structured_outputs")
-    if len(names) > 1:
-        raise InvalidRequest(f"{names[0]}: contradicts {names[1]}; set one", names[0])
-    return msgspec.convert(given, StructuredOutputs), names[0]
+    others = given[1:] if request.structured_outputs is None else [*given[1:], "structured_outputs"]
+    if others:
+        raise InvalidRequest(f"{given[0]}: contradicts {others[0]}; set one", given[0])
+    name, value = given[0], getattr(request, given[0])
+    if _OTHER_NAMES[name] == "json" and isinstance(value, str):
+        value = _object_in(value, name)
+    elif name == "ebnf":
+        value = await asyncio.to_thread(_lark_of, value)
+    return msgspec.convert({_OTHER_NAMES[name]: value}, StructuredOutputs), name
+
+
+_NO_OPTIONS = (
+    "%llguidance {}\n"  # stands at the head of a whole grammar alone, and this one may become a part
+)
+
+
+def _lark_of(ebnf: str) -> str:
+    _check_length(len(ebnf), "ebnf")
+    try:
+        return gbnf_to_lark(ebnf).removeprefix(_NO_OPTIONS)
+    except Exception as error:  # the library's parser raises whatever its text leads it to
+        raise InvalidRequest(
+            f'ebnf: must be a grammar of rules such as \'root ::= "yes" | "no"\': {str(error)[:200]}', "ebnf"
+        ) from None
 
 
 def grammar_of_tokens(token_ids: Sequence[int], max_tokens: int, tokenizer: Tokenizer) -> str:
@@ -393,8 +423,8 @@ def grammar_of_tokens(token_ids: Sequence[int], max_tokens: int, tokenizer: Toke
     return f"start: ({tokens})*" if may_end else f"start: {tokens}{{{max_tokens}}}"
 
 
-def _object_in(text: str) -> JsonObject:
+def _object_in(text: str, param: str) -> JsonObject:
     try:
         return msgspec.json.decode(text, type=JsonObject)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"guided_json: must be a JSON schema: {error}", "guided_json") from None
+        raise InvalidRequest(f"{param}: must be a JSON schema: {error}", param) from None

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.router.openai.fields import MaxTokens
+from tandem.router.openai.mistakes import explain
 from tandem.wire.errors import InvalidRequest
 
 EventId = Annotated[str, Meta(max_length=128)]
@@ -90,21 +91,21 @@ class ResponseCancel(_Event, frozen=True, tag="response.cancel"):
 ClientEvent = (
     SessionUpdate | ItemCreate | TextAppend | TextCommit | TextClear | ResponseCreate | ResponseCancel
 )
-_NAMES = frozenset(
-    str(one.__struct_config__.tag)
+_EVENTS: dict[str, type[_Event]] = {
+    str(one.__struct_config__.tag): one
     for one in (SessionUpdate, ItemCreate, TextAppend, TextCommit, TextClear, ResponseCreate, ResponseCancel)
-)
+}
 
 
 def read_event(value: dict[str, Any]) -> ClientEvent:
     kind = value.get("type")
-    if not isinstance(kind, str) or kind not in _NAMES:
-        raise InvalidRequest(f"type: must be one of {', '.join(sorted(_NAMES))}, not {kind!r}", "type")
+    if not isinstance(kind, str) or kind not in _EVENTS:
+        raise InvalidRequest(f"type: must be one of {', '.join(sorted(_EVENTS))}, not {kind!r}", "type")
     try:
         event: ClientEvent = msgspec.convert(value, ClientEvent)
         return event
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{kind}: {error}") from None
+        raise explain(str(error), _EVENTS[kind], value) from None
 
 
 class Conversation:

@@ -42,6 +42,21 @@ class ResponseAnswer(msgspec.Struct, frozen=True):
     usage: ResponseUsage | None
 
 
+class InputItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a response was asked with."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ResponseDeleted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     object: Literal["response"]

@@ -54,7 +54,7 @@ class ResponseMaker:
         else:
             pieces = self._reader.push(delta.text)
             if delta.finish_reason is not None:
-                pieces = [*pieces, *self._reader.finish()]
+                pieces = [*pieces, *self._reader.finish(cut=delta.cut)]
         return [event for piece in pieces for event in self._show(piece)]
 
     def complete(self, plan: GenerationPlan, choice: Choice) -> list[bytes]:

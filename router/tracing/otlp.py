@@ -170,7 +170,10 @@ def _router_spans(record: TraceRecord, make: _SpanMaker) -> list[ReadableSpan]:
     about: dict[str, Any] = {
         "http.request.method": "POST",
         "http.route": record.route,
+        "gen_ai.operation.name": _operation(record.route),
+        "gen_ai.provider.name": "tandem",
         "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.output_tokens,
         "tandem.request_id": record.request_id,
@@ -181,7 +184,7 @@ def _router_spans(record: TraceRecord, make: _SpanMaker) -> list[ReadableSpan]:
     if record.status is not None:
         about["http.response.status_code"] = record.status
     if record.arrivals:
-        about["gen_ai.server.time_to_first_token"] = record.arrivals[0].at - record.began
+        about["tandem.time_to_first_token_s"] = record.arrivals[0].at - record.began
     if record.missing:
         about["tandem.missing"] = ", ".join(record.missing)
     root = make.span(
@@ -195,6 +198,13 @@ def _router_spans(record: TraceRecord, make: _SpanMaker) -> list[ReadableSpan]:
         failed=record.status is None or record.status >= 500,
     )
     return [root, *_children(record.span_id, record.router, make)]
+
+
+def _operation(route: str) -> str:
+    """OpenTelemetry's name for what a request asks."""
+    if route.endswith(("/embeddings", "/score", "/rerank")):
+        return "embeddings"
+    return "text_completion" if route == "/v1/completions" else "chat"
 
 
 def _node_spans(record: TraceRecord, part: NodePart, make: _SpanMaker) -> list[ReadableSpan]:

@@ -604,7 +604,7 @@ def test_tiers_have_sizes_in_words_and_their_mistakes_are_named(tmp_path: Path) 
         ("[{cpu: 1GiB, options: {a: 1}}]", "options"),
         ("[{cpu: 1GiB, policy: fifo}]", "fifo"),
         ("[{cpu: 1GiB, polcy: arc}]", "polcy"),
-        ("{cpu: 1GiB}", "array"),
+        ("{cpu: 1GiB}", "must be a list"),
         ("[{cpu: 0}]", ">= 1"),
         ("[{cpu: 1GiB, block_factor: 0}]", ">= 1"),
     ):

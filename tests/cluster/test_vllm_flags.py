@@ -47,6 +47,19 @@ def value_of(config: TandemConfig, setting: str) -> Any:
 
 
 COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
+    (
+        [
+            "--kv-events-config",
+            '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", "topic": "kv", "buffer_steps": 50}',
+        ],
+        {
+            "cache.events.endpoint": "tcp://127.0.0.1:5557",
+            "cache.events.topic": "kv",
+            "cache.events.buffer_steps": 50,
+        },
+    ),
+    (["--kv-events-config", '{"publisher": "null"}'], {"cache.events.endpoint": ""}),
+    (["--enable-force-include-usage"], {"router.include_usage": True}),
     (["Qwen/Qwen3-8B"], {"model.path": "Qwen/Qwen3-8B"}),
     (["--port", "9", "Qwen/Qwen3-8B", "--prefill", "2"], {"model.path": "Qwen/Qwen3-8B", "router.port": 9}),
     (["--max-model-len", "32k"], {"scheduler.max_model_len": 32_000}),
@@ -135,6 +148,9 @@ def test_api_keys_become_tenants() -> None:
             ["--speculative-config", '{"model": "a/b"}'],
             "--speculative-config: needs `num_speculative_tokens`",
         ),
+        (["--kv-events-config", "zmq"], "--kv-events-config: is not a JSON object: 'zmq'"),
+        (["--kv-events-config", '{"enable_kv_cache_events": true}'], "--kv-events-config: needs `endpoint`"),
+        (["--kv-events-config", '{"hwm": 5}'], "--kv-events-config: has 'hwm', a size of vLLM's own queues"),
         (["--speculative-config", "eagle"], "--speculative-config: is not a JSON object: 'eagle'"),
         (
             ["--speculative-config", '{"method": "draft_model", "num_speculative_tokens": 2}'],

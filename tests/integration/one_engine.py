@@ -20,7 +20,7 @@ from tandem.engine.model.loading import load_runner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, TransferStats
-from tandem.kvtransfer.config import TierConfig, TransferConfig
+from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig, OtherMachine
 from tandem.node.ranks.processes import shares_of
@@ -160,6 +160,7 @@ class OneEngine:
             num_blocks or info.num_blocks,
             info.max_model_len,
             connector=scheduler_half,
+            load_failure_policy=transfer.on_failure if transfer is not None else LoadFailurePolicy.RECOMPUTE,
             reads_images=info.images is not None,
             reads_hidden=info.reads_hidden,
         )
@@ -212,7 +213,8 @@ class OneEngine:
         self.woken.clear()
         result = self.engine.step()
         for update in result.updates:
-            assert update.error is None, update.error
+            if update.error is not None:
+                raise update.error.to_exception()
             tokens += update.token_ids
             if update.finish is not None:
                 return True

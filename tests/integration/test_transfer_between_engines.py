@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
-from tandem.kvtransfer.config import TransferConfig
+from tandem.kvtransfer.config import LoadFailurePolicy, TransferConfig
+from tandem.wire.errors import KVLoadFailed
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import OneEngine, hand_over
@@ -97,6 +98,32 @@ def test_kv_of_other_weights_is_refused_though_both_models_have_one_name(tmp_pat
         assert hand_over(producer, consumer, "r", prompt, NEW_TOKENS) == expected
         assert consumer.stats().bytes_received == 0
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 2 * len(prompt)
+    finally:
+        producer.engine.shutdown()
+        consumer.engine.shutdown()
+
+
+def test_a_request_whose_kv_does_not_arrive_fails_where_the_operator_says_so(tmp_path: Path) -> None:
+    """The producer refuses a transfer to other weights. That ends this request, and nothing else."""
+    folders = [save("llama", tmp_path / machine) for machine in ("one", "other")]
+    weights = load_file(folders[1] / "model.safetensors")
+    weights["model.layers.0.self_attn.k_proj.weight"] *= 2
+    save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
+    config = TransferConfig(connector="nixl", on_failure=LoadFailurePolicy.FAIL)
+    producer, consumer = (
+        OneEngine.start(folder, name, 16, config, memory_bytes=4 << 20)
+        for name, folder in zip("pc", folders, strict=True)
+    )
+    prompt = [3 + number % 50 for number in range(70)]
+    try:
+        expected = consumer.answer("before", prompt, NEW_TOKENS)
+        computed = consumer.engine.scheduler.stats().prompt_tokens_computed
+        with pytest.raises(KVLoadFailed, match="the prompt's KV did not arrive: the KV caches differ"):
+            hand_over(producer, consumer, "r", prompt, NEW_TOKENS)
+        stats = consumer.engine.scheduler.stats()
+        assert stats.prompt_tokens_computed == computed
+        assert stats.free_blocks == stats.total_blocks
+        assert consumer.answer("after", prompt, NEW_TOKENS) == expected
     finally:
         producer.engine.shutdown()
         consumer.engine.shutdown()

@@ -95,6 +95,13 @@ SHARED: dict[str, list[Any]] = {
     "truncate_prompt_tokens": [0, -2, "x", 1.5],
     "prompt_logprobs": [-1, 21, "x", 1.5],
     "return_token_ids": ["x", 1],
+    "response_format": [{}, {"type": "x"}, "text", 5, {"type": "text", "extra": 1}],
+    "regex": ["", "(", 5],
+    "json_schema": [5, "no schema", {"type": "nothing"}],
+    "ebnf": ["", "nonsense", 5],
+    "lora_path": ["sql", 5, ["sql"]],
+    "return_tokens_as_token_ids": ["x", 1],
+    "add_special_tokens": ["x"],
     "hidden_states": ["", "../x", "a/b", ".x", "a" * 129, "a\n", 5],
     "use_beam_search": [True],
     "chat_template": ["{{ messages }}"],
@@ -116,10 +123,8 @@ ONLY_COMPLETIONS: dict[str, list[Any]] = {
     "echo": ["x", 1],
     "best_of": [0, 129, "x", 1.5],
     "suffix": ["end", 5],
-    "add_special_tokens": ["x"],
     "messages": [HELLO],
-    "response_format": [{"type": "text"}],
-    "max_completion_tokens": [5],
+    "max_completion_tokens": [0, -1, "5", 1.5, True],
 }  # fmt: skip
 
 ONLY_CHAT: dict[str, list[Any]] = {
@@ -128,7 +133,6 @@ ONLY_CHAT: dict[str, list[Any]] = {
     "max_completion_tokens": [0, -1, "5", 1.5, True],
     "logprobs": [1, "x", []],
     "top_logprobs": [-1, 21, "x", 5],
-    "response_format": [{}, {"type": "x"}, "text", 5, {"type": "text", "extra": 1}],
     "modalities": [["audio"], "text", [5]],
     "tools": [{}, "x", [5], [{}], [{"type": "x"}], [{"type": "function"}]],
     "tool_choice": ["x", 5, {"type": "function"}],

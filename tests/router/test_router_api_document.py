@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import tandem
+from tandem.router.http.field_table import ACCEPTED
 from tandem.router.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -21,7 +22,6 @@ from tandem.router.openai.answer_types import (
     TokenizeResponse,
 )
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.fields import ACCEPTED
 from tandem.router.openai.prompts import CompletionRequest
 from tests.router.conftest import RunningRouter, StartRouter
 

@@ -12,10 +12,10 @@ from tandem.router.config import Heartbeat, PolicyName, Timeouts
 from tandem.router.engine_metrics import EngineCollector
 from tandem.router.figures import AllFigures
 from tandem.router.http.app import make_app  # noqa: F401  every error that a route may raise is known by then
+from tandem.router.http.field_table import table
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.fields import ACCEPTED, REFUSED
 from tandem.router.openai.prompts import CompletionRequest
 from tandem.router.pool import NodePool
 from tandem.wire.errors import Cancelled, ConfigurationError, TandemError
@@ -26,10 +26,14 @@ PAGE = (DOCS / "api.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize(
     "name",
-    sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *ACCEPTED, *REFUSED}),
+    sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}),
 )
 def test_every_field_is_on_the_page(name: str) -> None:
     assert f"`{name}`" in PAGE
+
+
+def test_the_fields_that_are_not_obeyed_are_on_the_page_as_they_are_in_the_code() -> None:
+    assert "\n".join(table()) in PAGE
 
 
 @pytest.mark.parametrize("policy", list(PolicyName))

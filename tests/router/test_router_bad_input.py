@@ -61,13 +61,16 @@ def test_is_refused_by_name(router: RunningRouter, bad: Bad) -> None:
     [
         (
             {"messages": [{"role": "usr", "content": "hi"}]},
-            "messages[0].role: must be one of assistant, developer, function, system, tool, user, not 'usr'",
+            "messages[0].role: must be one of assistant, developer, function, system, tool, user, not 'usr'; did you mean user?",
         ),
         (
             {"response_format": {"type": "xml"}},
             "response_format.type: must be one of json_object, json_schema, text, not 'xml'",
         ),
-        ({"tool_choice": "maybe"}, "tool_choice: must be one of auto, none, required, not 'maybe'"),
+        (
+            {"tool_choice": "maybe"},
+            "tool_choice: must be one of auto, none, required or a mapping, not 'maybe'",
+        ),
     ],
 )
 def test_a_field_with_few_values_names_them(

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.router.config import Heartbeat, LocalPrefill, Timeouts
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.wire.errors import WireError
+from tandem.wire.errors import KVLoadFailed, WireError
 from tandem.wire.nodes import Role
 from tandem.wire.requests import TransferRole
 from tandem.wire.sampling import FinishReason
@@ -136,6 +136,21 @@ def test_a_transfer_that_fails_is_recomputed_on_the_decode_node(start_router: St
     assert text == router.expected("the fox", COUNT, seed=9)
     assert len(decode.submits) == 2
     assert decode.submits[-1].transfer is None
+
+
+@pytest.mark.parametrize("shown", [0, 3])
+def test_a_request_that_has_to_fail_without_its_kv_is_tried_nowhere_else(
+    start_router: StartRouter, shown: int
+) -> None:
+    router = start_router(prefill=2, decode=2)
+    why = KVLoadFailed("the prompt's KV did not arrive: refused by the producer").to_wire()
+    for name in ("d0", "d1"):
+        router.nodes[name].set(error_at=(shown, why))
+    body = router.complete(max_tokens=COUNT, seed=9)
+    assert (body.status_code, body.json()["error"]["code"]) == (502, "kv_load_failed")
+    assert "did not arrive" in body.json()["error"]["message"]
+    assert sum(len(router.nodes[name].submits) for name in ("d0", "d1")) == 1
+    assert router.metric("tandem_failovers_total", model_name="fake", reason="kv_load_failed") == 0
 
 
 def test_logprobs_go_on_without_a_gap(start_router: StartRouter) -> None:

@@ -86,15 +86,20 @@ WRITTEN: dict[ToolFormat, str] = {
 WRITTEN = {name: text.replace("JSON", JSON).replace("PYTHON", PYTHON) for name, text in WRITTEN.items()}
 
 
-def reader_of(name: ToolFormat) -> AnswerReader:
-    return HarmonyReader(calls=True) if name is ToolFormat.HARMONY else CallReader(CALLS[name], TOOLS)
+def reader_of(name: ToolFormat, *, must_call: bool = False) -> AnswerReader:
+    if name is ToolFormat.HARMONY:
+        return HarmonyReader(calls=True, must_call=must_call)
+    return CallReader(CALLS[name], TOOLS, must_call=must_call)
 
 
-def pieces_of(name: ToolFormat, text: str, cuts: Sequence[int] = ()) -> list[Piece]:
-    reader = reader_of(name)
+def pieces_of(
+    name: ToolFormat, text: str, cuts: Sequence[int] = (), *, cut: bool = False, must_call: bool = False
+) -> list[Piece]:
+    """`cut`: the answer was cut off at the text's end."""
+    reader = reader_of(name, must_call=must_call)
     edges = [0, *sorted(cuts), len(text)]
     pieces = [piece for start, end in pairwise(edges) for piece in reader.push(text[start:end])]
-    return pieces + reader.finish()
+    return pieces + reader.finish(cut=cut)
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
@@ -133,6 +138,43 @@ def test_calls_are_read_however_they_are_cut(name: ToolFormat) -> None:
     for at in range(1, len(text)):
         assert joined(pieces_of(name, text, [at])) == whole, text[:at]
     assert joined(pieces_of(name, text, range(1, len(text)))) == whole
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_answer_that_is_cut_anywhere_shows_no_mark_of_a_call(name: ToolFormat) -> None:
+    text = WRITTEN[name]
+    for end in range(len(text)):
+        written = text[:end]
+        forced = joined(pieces_of(name, written, cut=True, must_call=True))
+        assert forced[0] == "", written
+        free = joined(pieces_of(name, written, cut=True))
+        assert forced[1:] == free[1:], written
+        # What is left is too short for a mark, or may be something else, as a list or an object may.
+        opening = "{[" if name in (ToolFormat.LLAMA3, ToolFormat.PYTHONIC) else ""
+        left = free[0].strip()
+        assert len(left) < 3 or left[0] in opening or left.isalnum(), (written, free[0])
+        assert not (free[2] and left), (written, free[0])
+        assert joined(pieces_of(name, written, range(1, end), cut=True)) == free, written
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_text_before_a_call_that_is_cut_off_stays(name: ToolFormat) -> None:
+    if name in (ToolFormat.LLAMA3, ToolFormat.PYTHONIC, ToolFormat.HARMONY):
+        return  # their calls are the whole answer
+    text = WRITTEN[name]
+    for end in range(3, len(text)):
+        said = joined(pieces_of(name, "I look. " + text[:end], cut=True))[0].strip()
+        assert said in ("I look.", "I look. " + text[:end]), said
+        assert said == "I look." or text[:end].isalnum()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["if a <", "2 < 3", "<b>bold", "<tool_call> is what a model writes before a call", '{"name": "Bob'],
+)
+def test_other_text_that_is_cut_off_stays(text: str) -> None:
+    for name in (ToolFormat.HERMES, ToolFormat.LLAMA3):
+        assert joined(pieces_of(name, text, cut=True))[0] == text
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -134,7 +134,16 @@ def test_the_request_is_the_callers_child_and_everything_else_is_the_requests() 
     assert root.end_time == 1_700_000_020_250_000_000
     assert root.attributes is not None
     assert root.attributes["gen_ai.usage.input_tokens"] == 7
-    assert root.attributes["gen_ai.server.time_to_first_token"] == 13.0
+    assert root.attributes["tandem.time_to_first_token_s"] == 13.0
+    named = {
+        name: root.attributes[f"gen_ai.{name}"]
+        for name in ("operation.name", "provider.name", "response.model")
+    }
+    assert named == {
+        "operation.name": "text_completion",
+        "provider.name": "tandem",
+        "response.model": root.attributes["gen_ai.request.model"],
+    }
     assert ids(read)[2] == ids(whole)[2] == ids(root)[1]
     assert ids(inbox)[2] == ids(decode)[2] == ids(whole)[1]
     assert decode.name == "decode"

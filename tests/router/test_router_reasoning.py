@@ -277,3 +277,75 @@ def test_the_prompt_says_where_it_leaves_the_model() -> None:
     assert marks.start("user: <think>\nassistant:") is ReasoningStart.FREE
     assert marks.start("assistant:\n<think>\n") is ReasoningStart.OPEN
     assert marks.start("assistant:\n<think>\n\n</think>\n\n") is ReasoningStart.CLOSED
+
+
+@pytest.fixture
+def budget_router(
+    thinking_folder: str, start_router: StartRouter
+) -> tuple[RunningRouter, LLTokenizer, dict[str, int]]:
+    """A router whose model has tokens for the marks of its reasoning."""
+    file = Path(thinking_folder) / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    backend.add_tokens([tokenizers.AddedToken(mark, special=False) for mark in marks])
+    backend.save(str(file))
+    ids = {mark: backend.token_to_id(mark) for mark in (*marks, "<|end|>")}
+    return (
+        start_router(tokenizer_path=thinking_folder),
+        LLTokenizer(file.read_text(), eos_token=[ids["<|end|>"]]),
+        ids,
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"thinking_token_budget": 5}),
+        ("/v1/chat/completions", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+        ("/v1/chat/completions", {"thinking_token_budget": 5, "tools": [WEATHER]}),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+    ],
+)
+def test_reasoning_ends_when_its_budget_is_spent(
+    budget_router: tuple[RunningRouter, LLTokenizer, dict[str, int]], path: str, fields: dict[str, Any]
+) -> None:
+    router, backend, marks = budget_router
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 50, **fields}
+    assert router.client.post(path, json=body).status_code == 200
+    grammar = router.nodes["p0"].submits[-1].sampling.grammar
+
+    def taken(ids: list[int]) -> int:
+        matcher = LLMatcher(backend, LLMatcher.grammar_from_lark(grammar or ""), log_level=0)
+        return int(matcher.try_consume_tokens(ids))
+
+    (letter,) = backend.tokenize_str("x")
+    begin, end = [marks["<think>"]], [marks["</think>"]]
+    assert taken([*begin, *[letter] * 9]) == 1 + 5, "nothing but the end mark follows the fifth token"
+    assert taken([*begin, *[letter] * 5, *end, *[letter] * 20]) == 1 + 5 + 1 + 20
+    assert taken([*begin, letter, *end, letter, marks["<|end|>"]]) == 5, "it may end sooner"
+
+
+def test_a_budget_asks_for_nothing_where_there_is_no_reasoning_or_less_room(
+    budget_router: tuple[RunningRouter, LLTokenizer, dict[str, int]],
+) -> None:
+    router, _, _ = budget_router
+    for fields in (
+        {"enable_thinking": False},
+        {"thinking": {"type": "disabled"}},
+        {"thinking_token_budget": 4000},
+    ):
+        assert router.chat(max_tokens=4, **{"thinking_token_budget": 2, **fields}).status_code == 200
+        assert router.nodes["p0"].submits[-1].sampling.grammar is None
+    for contradiction in (
+        {"enable_thinking": True, "thinking": {"type": "disabled"}},
+        {"thinking_token_budget": 5, "thinking": {"type": "enabled", "budget_tokens": 6}},
+    ):
+        assert router.chat(max_tokens=40, **contradiction).status_code == 400
+
+
+def test_a_budget_is_refused_where_no_token_ends_reasoning(
+    start_router: StartRouter, thinking_folder: str
+) -> None:
+    answer = start_router(tokenizer_path=thinking_folder).chat(thinking_token_budget=5, max_tokens=40)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
+    assert "a token of its own" in answer.json()["error"]["message"]

@@ -4,34 +4,46 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
 from tandem.router.config import RouterConfig, SamplingDefaults
-from tandem.router.http.text_routes import DetokenizeRequest, TokenizeRequest
+from tandem.router.http.field_table import (
+    ACCEPTED,
+    ACCEPTED_AT,
+    GENERATING,
+    INTERNAL,
+    PATHS,
+    REFUSED,
+    REFUSED_AT,
+)
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.fields import INTERNAL
 from tandem.router.openai.prompts import CompletionRequest
 from tandem.router.openai.sampling import Defaults, defaults_of
+from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from tandem.router.responses.responses_request import ResponsesRequest
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tandem.wire.sampling import SamplingParams
-from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter, bombarded
+from tests.router.fake_node import VECTOR_SIZE
 
 EXTRAS = {
-    "top_a": 0.1,
+    "rid": "a",
     "request_id": "a",
-    "nvext": {"ignore": True},
     "provider": {"order": []},
     "extra_body": {},
     "num_ctx": 5,
+    "typical_p": 1.0,
 }
 
 
@@ -53,7 +65,7 @@ def test_unknown_fields_are_ignored_and_named(
             assert answer.headers["x-tandem-ignored-fields"].split(",") == list(EXTRAS)
         assert "x-tandem-ignored-fields" not in router.complete(max_tokens=2).headers
         router.wait_for(lambda: len(caplog.messages) >= 3, "three lines")
-    assert sum("ignored=top_a,request_id," in line for line in caplog.messages) == 2
+    assert sum("ignored=rid,request_id," in line for line in caplog.messages) == 2
 
 
 def test_a_name_that_no_header_may_hold_does_no_harm(router: RunningRouter) -> None:
@@ -97,16 +109,187 @@ def test_the_model_need_not_be_named(start_router: StartRouter) -> None:
         ("guided_regex", "[ab]+", "start: /"),
         ("guided_choice", ["yes", "no"], 'start: "yes" | "no"'),
         ("guided_grammar", 'start: "x"', 'start: "x"'),
+        ("regex", "[ab]+", "start: /"),
+        ("json_schema", '{"type": "integer"}', "%json"),
+        ("ebnf", 'root ::= "yes" | "no"', '"yes"'),
+        ("response_format", {"type": "json_object"}, "%json"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}},
+            '"integer"',
+        ),
     ],
 )
-def test_the_older_names_of_structured_outputs(
+def test_the_other_names_of_structured_outputs(
     router: RunningRouter, field: str, value: Any, grammar: str
 ) -> None:
     for answer in (router.complete(**{field: value}), router.chat(**{field: value})):
         assert answer.status_code == 200, answer.text
         assert grammar in (sampled(router).grammar or "")
     refused = router.complete(**{field: value, "structured_outputs": {"regex": "a"}})
-    assert refused.json()["error"]["param"] == field
+    assert refused.status_code == 400
+    assert field in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("ebnf", ["nonsense", "root ::=  (", 'yes ::= "yes"', "root ::= " + "(" * 5_000])
+def test_a_grammar_that_is_none_is_refused(router: RunningRouter, ebnf: str) -> None:
+    answer = router.chat(ebnf=ebnf)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ebnf")
+
+
+HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[type[msgspec.Struct], dict[str, Any]] = {
+    ChatRequest: {"messages": HI, "max_tokens": 2},
+    CompletionRequest: {"prompt": "x", "max_tokens": 2},
+    ResponsesRequest: {"input": "hi", "max_output_tokens": 2},
+    MessagesRequest: {"messages": HI, "max_tokens": 2},
+    CountRequest: {"messages": HI},
+    EmbeddingRequest: {"input": "x"},
+    ScoreRequest: {"text_1": "x", "text_2": "x"},
+    RerankRequest: {"query": "x", "documents": ["x"]},
+    TokenizeRequest: {"prompt": "x"},
+    DetokenizeRequest: {"tokens": [5]},
+}
+
+
+@pytest.fixture(scope="module")
+def any_path(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
+    """A router that answers at every path."""
+    with bombarded(
+        model_folder, end_token, vectors=VectorModel(Pooling(PoolingKind.LAST), VECTOR_SIZE)
+    ) as router:
+        yield router
+
+
+@pytest.mark.parametrize("kind", PATHS, ids=PATHS.values())
+def test_a_field_that_would_change_the_answer_is_obeyed_or_refused(
+    any_path: RunningRouter, kind: type[msgspec.Struct]
+) -> None:
+    """Every field that any path knows, at every path: none that matters is ignored with status 200."""
+
+    def sent(name: str, value: Any) -> httpx.Response:
+        return any_path.client.post(PATHS[kind], json={**BODIES[kind], name: value})
+
+    assert any_path.client.post(PATHS[kind], json=BODIES[kind]).status_code == 200
+    own = set(kind.__struct_fields__)
+    elsewhere = {name for other in GENERATING for name in other.__struct_fields__ if kind in GENERATING}
+    for name in sorted((elsewhere | set(REFUSED) | set(REFUSED_AT.get(kind, {}))) - own):
+        if name in ACCEPTED or name in ACCEPTED_AT.get(kind, {}):
+            continue
+        answer = sent(name, ["something else"])
+        assert answer.status_code == 400, (name, answer.text)
+        assert answer.json()["error"]["param" if kind not in ANTHROPIC else "message"].startswith(name)
+        assert sent(name, None).status_code == 200, name
+    for name in sorted({*ACCEPTED, *ACCEPTED_AT.get(kind, {})} - own):
+        answer = sent(name, ["something else"])
+        assert answer.status_code == 200, (name, answer.text)
+        assert "x-tandem-ignored-fields" not in answer.headers
+    answer = sent("unheard_of", 1)
+    assert (answer.status_code, answer.headers["x-tandem-ignored-fields"]) == (200, "unheard_of")
+
+
+ANTHROPIC = (MessagesRequest, CountRequest)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "instead"),
+    [
+        ("/v1/chat/completions", {"best_of": 2}, "n gives several"),
+        ("/v1/chat/completions", {"echo": True}, "continue_final_message"),
+        ("/v1/chat/completions", {"extra_body": {"top_k": 5}}, "in the body itself"),
+        ("/v1/chat/completions", {"nvext": {"top_k": 5}}, "in the body itself"),
+        ("/v1/chat/completions", {"vllm_xargs": {"a": 1}}, "plugins"),
+        ("/v1/chat/completions", {"lora_path": "sql"}, "no adapter of this server"),
+        ("/v1/chat/completions", {"max_output_tokens": 5}, "use max_completion_tokens"),
+        ("/v1/chat/completions", {"prompt": "x"}, "/v1/completions and /v1/responses do"),
+        ("/v1/responses", {"response_format": {"type": "json_object"}}, "use text.format"),
+        ("/v1/messages", {"stop": ["x"]}, "use stop_sequences"),
+        ("/v1/embeddings", {"normalize": False}, "length 1"),
+    ],
+)
+def test_a_refusal_says_what_is_right(
+    any_path: RunningRouter, path: str, fields: dict[str, Any], instead: str
+) -> None:
+    kind = next(kind for kind, its_path in PATHS.items() if its_path == path)
+    answer = any_path.client.post(path, json=BODIES[kind] | fields)
+    assert answer.status_code == 400
+    assert instead in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"best_of": 1, "echo": False, "suffix": "", "vllm_xargs": {}}),
+        ("/v1/completions", {"tools": [], "max_completion_tokens": 2, "typical_p": 1, "logits_processors": []}),
+        ("/v1/messages", {"n": 1, "presence_penalty": 0, "seed": None}),
+        ("/v1/embeddings", {"normalize": True, "embed_dtype": "float32"}),
+    ],
+)  # fmt: skip
+def test_what_asks_for_what_is_so_anyway_is_taken(
+    any_path: RunningRouter, path: str, fields: dict[str, Any]
+) -> None:
+    kind = next(kind for kind, its_path in PATHS.items() if its_path == path)
+    answer = any_path.client.post(path, json=BODIES[kind] | fields)
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_special_tokens_that_a_template_lacks_can_be_asked_for(
+    router: RunningRouter, tokenizer: Tokenizer
+) -> None:
+    assert router.chat(max_tokens=2).status_code == 200
+    plain = router.nodes["p0"].submits[-1].prompt_token_ids
+    text = tokenizer.decode(plain)
+    assert router.chat(max_tokens=2, add_special_tokens=True).status_code == 200
+    assert router.nodes["p0"].submits[-1].prompt_token_ids == tokenizer.encode(text, special=True)
+
+
+def test_tokens_can_be_shown_as_their_ids(router: RunningRouter) -> None:
+    asked: dict[str, Any] = {"return_tokens_as_token_ids": True, "return_token_ids": True, "max_tokens": 4}
+    whole = router.complete(logprobs=1, **asked).json()["choices"][0]
+    names = [f"token_id:{token}" for token in whole["token_ids"]]
+    assert whole["logprobs"]["tokens"] == names
+    assert [name in best for name, best in zip(names, whole["logprobs"]["top_logprobs"], strict=True)] == [
+        True
+    ] * 4
+    chat = router.chat(logprobs=True, top_logprobs=1, **asked).json()["choices"][0]
+    shown = [one["token"] for one in chat["logprobs"]["content"]]
+    assert shown == [f"token_id:{token}" for token in chat["token_ids"]]
+    assert "token_id:" not in router.complete(logprobs=1, max_tokens=4).text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "sentence"),
+    [
+        ("/v1/completions", {"max_tokens": "ten"}, "max_tokens: must be a whole number, not 'ten'"),
+        ("/v1/completions", {"stop": ["x"] * 17}, "stop: must have at most 16 items, not 17"),
+        ("/v1/completions", {"stop": ""}, "stop: must not be empty"),
+        ("/v1/completions", {"temperature": 3}, "temperature: must be from 0 to 2, not 3"),
+        ("/v1/completions", {"top_p": 0}, "top_p: must be above 0 and at most 1, not 0"),
+        ("/v1/completions", {"echo": "yes"}, "echo: must be true or false, not 'yes'"),
+        ("/v1/completions", {"logit_bias": []}, "logit_bias: must be a mapping, not a list"),
+        ("/v1/completions", {"logit_bias": {"5": "x"}}, "logit_bias: its values: must be a number"),
+        ("/v1/completions", {"logit_bias": {"5": 500}}, "logit_bias: its values: must be from -100 to 100"),
+        ("/v1/chat/completions", {"messages": []}, "messages: must have at least 1 item, not 0"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "wizard", "content": "x"}]},
+            "messages[0].role: must be one of assistant, developer, function, system, tool, user, not 'wizard'",
+        ),
+        (
+            "/v1/chat/completions",
+            {"reasoning_effort": "HIGH"},
+            "reasoning_effort: must match ^[a-z_]{1,20}$, not 'HIGH'",
+        ),
+        ("/v1/embeddings", {"dimensions": 0}, "dimensions: must be from 1 to 2147483647, not 0"),
+        ("/tokenize", {"prompt": 5}, "prompt: must be text, not 5; put it in quotes"),
+    ],
+)
+def test_a_mistake_is_told_in_plain_words(
+    any_path: RunningRouter, path: str, fields: dict[str, Any], sentence: str
+) -> None:
+    kind = next(kind for kind, its_path in PATHS.items() if its_path == path)
+    answer = any_path.client.post(path, json=BODIES[kind] | fields)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
 
 
 def test_only_these_tokens(router: RunningRouter, model_folder: str, end_token: int) -> None:
@@ -235,3 +418,11 @@ def test_probes(router: RunningRouter) -> None:
     assert router.client.get("/ping").json() == router.client.post("/ping").json() == {"status": "ok"}
     assert router.client.get("/version").json()["version"]
     assert router.client.get("/load").json() == {"server_load": 0}
+
+
+def test_an_operator_can_have_every_stream_end_with_its_usage(start_router: StartRouter) -> None:
+    router = start_router(include_usage=True)
+    for answer in (router.complete(stream=True, max_tokens=2), router.chat(stream=True, max_tokens=2)):
+        *_, last, done = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert done == "data: [DONE]"
+        assert json.loads(last[6:])["usage"]["completion_tokens"] == 2

@@ -180,6 +180,27 @@ def test_without_tools_or_with_none_of_them_a_call_is_text(
         assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_cut_answer_shows_no_mark_of_a_call_at_any_length(
+    start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer, choice: str
+) -> None:
+    script = tokenizer.encode(HERMES + "\n" + HERMES, special=False)
+    router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
+    for length in range(6, len(script), 5):
+        asked = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": length}
+        whole = router.chat(**asked).json()["choices"][0]
+        assert whole["finish_reason"] == "length"
+        assert not whole["message"]["content"], tokenizer.decode(script[:length])
+        streamed = router.chat(**asked, stream=True).text
+        assert "tool_call>" not in streamed
+        deltas = [
+            json.loads(line[6:])["choices"][0]["delta"]
+            for line in streamed.splitlines()
+            if line[:7] == "data: {"
+        ]
+        assert not "".join(delta.get("content") or "" for delta in deltas)
+
+
 def test_a_call_that_was_cut_off_is_not_called_complete(
     start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer
 ) -> None:

@@ -1,0 +1,44 @@
+"""The KV events that a node publishes, read by the classes of an installed vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+
+EVENTS: list[KVEvent] = [
+    BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2, extra_keys=[("salt:s",), None]),
+    BlockStored([b"c"], b"b", [5, 6], 2, lora_name="x", group_idx=1),
+    BlockRemoved([b"c"], group_idx=1),
+    BlockStored([b"a"], None, [], 2, medium="CPU"),
+    BlockRemoved([b"a"], "CPU"),
+    AllBlocksCleared(),
+]
+
+
+def test_vllms_classes_read_every_event(tmp_path: Path) -> None:
+    vllm = os.environ.get("VLLM", "")
+    if not vllm:
+        pytest.skip("VLLM=/path/to/vllm names its command: it is gigabytes, and not installed here")
+    batch = tmp_path / "batch"
+    batch.write_bytes(msgspec.msgpack.encode(KVEventBatch(1.5, EVENTS)))
+    done = subprocess.run(
+        [Path(vllm).with_name("python"), "-P", Path(__file__).with_name("kv_events_of_vllm.py"), batch],
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    read = json.loads(done.stdout)
+    assert [name for name, _ in read] == [type(event).__name__ for event in EVENTS]
+    for (_, found), event in zip(read, EVENTS, strict=True):
+        for name, value in json.loads(json.dumps(msgspec.structs.asdict(event), default=bytes.hex)).items():
+            assert found[name] == value, (name, event)

@@ -1,0 +1,136 @@
+"""Paths under other servers' names, and what is said where there is nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tandem.router.http.try_page import EXAMPLES
+from tandem.wire.nodes import Role
+from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
+from tests.router.conftest import RunningRouter, StartRouter, bombarded
+from tests.router.fake_node import VECTOR_SIZE
+from tests.router.test_router_admin import KEYS, FakeControl
+
+
+@pytest.fixture(scope="module")
+def router(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
+    vectors = VectorModel(Pooling(PoolingKind.MEAN), VECTOR_SIZE)
+    with bombarded(model_folder, end_token, vectors=vectors) as running:
+        yield running
+
+
+def post(router: RunningRouter, path: str, **body: Any) -> Any:
+    answer = router.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
+def test_texts_are_ranked_under_every_name(router: RunningRouter, path: str) -> None:
+    asked = {"query": "the fox", "documents": ["the dog", "the fox"], "top_n": 1}
+    assert post(router, path, **asked)["results"] == post(router, "/v1/rerank", **asked)["results"]
+    pair = {"text_1": "the fox", "text_2": "the dog"}
+    assert post(router, "/score", **pair)["data"] == post(router, "/v1/score", **pair)["data"]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/completions/", "did you mean /v1/completions?"),
+        ("//v1/completions", "did you mean /v1/completions?"),
+        ("/models", "did you mean /v1/models?"),
+        ("/generate", "/v1/completions"),
+        ("/pooling", "/v1/embeddings"),
+        ("/classify", "no classification"),
+        ("/server_info", "/cluster"),
+        ("/v1/files/file-1/content", "no batches"),
+        ("/sleep", "/admin/pause"),
+    ],
+)
+def test_where_there_is_nothing_the_answer_says_what_there_is(
+    router: RunningRouter, path: str, said: str
+) -> None:
+    answer = router.client.post(router.url + path, json={})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert said in answer.json()["error"]["message"]
+
+
+def test_a_path_like_no_other_is_only_named(router: RunningRouter) -> None:
+    message = router.client.get("/nowhere").json()["error"]["message"]
+    assert message == "there is nothing at /nowhere"
+
+
+def test_a_browser_is_sent_to_the_page_and_a_program_told_the_places(router: RunningRouter) -> None:
+    shown = router.client.get("/", headers={"accept": "text/html,*/*"})
+    assert (shown.status_code, shown.headers["location"]) == (307, "/ui")
+    places = router.client.get("/", headers={"accept": "application/json"}).json()
+    assert router.client.get(places["document"]).status_code == 200
+    assert router.client.get(places["page"]).status_code == 200
+
+
+def test_a_router_without_nodes_lives_and_is_not_healthy(start_router: StartRouter) -> None:
+    alone = start_router(prefill=0, decode=0, api_keys=KEYS)
+    assert alone.client.get("/live").json() == {"status": "ok"}
+    assert alone.client.get("/healthz").status_code == alone.client.get("/health").status_code == 503
+    alone.add("a0", Role.AGGREGATED)
+    alone.wait_ready()
+    assert alone.client.get("/healthz").json() == {"status": "ok"}
+
+
+def test_a_model_tells_its_name_to_sglangs_clients(router: RunningRouter) -> None:
+    told = router.client.get("/get_model_info").json()
+    assert told == {
+        "model_path": "fake",
+        "tokenizer_path": "fake",
+        "is_generation": True,
+        "max_model_len": 2048,
+    }
+    assert "<|start|>" in router.client.get("/tokenizer_info").json()["chat_template"]
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
+def test_an_operator_empties_the_caches_under_every_name(start_router: StartRouter, path: str) -> None:
+    router, control = start_router(prefill=0, api_keys=KEYS), FakeControl()
+    router.server.services.control = control
+    for key, status in ((None, 401), ("tenant-key", 403), ("ops-key", 200)):
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        assert router.client.post(path, headers=headers).status_code == status
+    assert [action for action, _ in control.asked] == ["reset_prefix_cache"]
+    for key, status in (("tenant-key", 403), ("ops-key", 200)):
+        headers = {"authorization": f"Bearer {key}"}
+        assert router.client.get("/tokenizer_info", headers=headers).status_code == status
+
+
+def test_openais_client_lists_and_counts_what_a_response_was_asked_with(router: RunningRouter) -> None:
+    client = router.official_client()
+    first = client.responses.create(model="fake", input="one", max_output_tokens=3)
+    asked: Any = [{"role": "user", "content": "two"}]
+    second = client.responses.create(
+        model="fake", input=asked, previous_response_id=first.id, max_output_tokens=3
+    )
+    items: list[Any] = list(client.responses.input_items.list(second.id, order="asc", limit=2))
+    assert [item.role for item in items] == ["user", "assistant", "user"]
+    assert [items[0].content[0].text, items[2].content[0].text] == ["one", "two"]
+    latest = client.responses.input_items.list(second.id)
+    assert [item.id for item in latest.data] == [item.id for item in reversed(items)]
+    prompt = router.nodes["p0"].submits[-1].prompt_token_ids
+    counted = client.responses.input_tokens.count(model="fake", input=asked, previous_response_id=first.id)
+    assert counted.input_tokens == len(prompt)
+    assert router.client.get(f"/v1/responses/{second.id}/input_items?limit=0").status_code == 400
+    assert router.client.get("/v1/responses/resp_none/input_items").status_code == 404
+
+
+def test_the_page_to_try_it_has_a_form_for_everything_that_takes_a_body(router: RunningRouter) -> None:
+    paths = router.client.get("/openapi.json").json()["paths"]
+    takes_a_body = {path for path, verbs in paths.items() if "requestBody" in verbs.get("post", {})}
+    assert set(EXAMPLES) == takes_a_body
+    for path, example in EXAMPLES.items():
+        answer = router.client.post(path, json={"model": "fake", **example})
+        assert answer.status_code == 200, (path, answer.text)
+    page = router.client.get("/docs").text
+    assert all(f'"{path}": ' in page for path in EXAMPLES)
