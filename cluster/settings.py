@@ -23,7 +23,7 @@ from tandem.cluster.setting_layers import GivenValue, Layer
 from tandem.cluster.setting_names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
-from tandem.wire.settings import allows_null, choices_at, refusal
+from tandem.wire.settings import allows_null, choices_of, kinds_at, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,9 @@ def _convert(path: Path, given: GivenValue) -> object:
     _check_spaces(path, given, value)
     if given.textual and value == "null" and allows_null(annotation):
         return None
-    if isinstance(value, bool) and (word := "on" if value else "off") in choices_at(annotation, ""):
+    if isinstance(value, bool) and (word := "on" if value else "off") in [
+        choice for kind in kinds_at(annotation, "") for choice in choices_of(kind)
+    ]:
         value = word  # YAML takes both words for truth values
     try:
         converted = msgspec.convert(value, annotation, strict=not given.textual)
