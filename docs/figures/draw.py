@@ -1,4 +1,4 @@
-"""Draws the documents' pictures: `python docs/figures/draw.py`. The plots' figures are read from the tables in README.md and
+"""Draws the documents' pictures: `python docs/figures/draw.py`. The plots' figures are read from the tables in
 docs/performance.md, so that they cannot say something else."""
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-README = HERE.parents[1] / "README.md"
 PERFORMANCE = HERE.parent / "performance.md"
 
 INK, SOFT, LINE, PAPER = "#1b1f24", "#57606a", "#8c959f", "#ffffff"
@@ -183,53 +182,6 @@ def timeline() -> Picture:
     return picture
 
 
-def figures(text: str) -> list[tuple[str, list[float]]]:
-    """The README's rows of time per token and gaps between tokens, in milliseconds: for each system, in the columns' order."""
-    rows = re.findall(r"^\|([^|\n]+)\|([^|\n]+)\|([^|\n]+)\|([^|\n]+)\|([^|\n]+)\|$", text, re.MULTILINE)
-    machine, found = "", []
-    for label, *cells in rows:
-        if named := re.search(r"\*\*([\w ]+)\*\*", label):
-            machine = named[1]
-        if "p99 inter-token" not in label or machine not in DRAWN:
-            continue
-        title = re.sub(r"\*\*[\w ]+\*\*,?\s*|:.*", "", label).strip()
-        values = [re.findall(r"[\d,.]+(?= ms)", cell.replace("**", "")) for cell in cells]
-        found.append(
-            (
-                f"{machine}, {title}",
-                [float(numbers[-1].replace(",", "")) if numbers else 0.0 for numbers in values],
-            )
-        )
-    return found
-
-
-def plot(text: str) -> Picture:
-    groups = figures(text)
-    picture = Picture(
-        760, 60 + 96 * len(groups), "The longest gaps between tokens (p99) of Tandem and vLLM on two cores"
-    )
-    picture.text(
-        20,
-        26,
-        "p99 between two tokens, ms: shorter is steadier (two cores, no GPU, SmolLM2-135M)",
-        bold=True,
-        anchor="start",
-    )
-    longest = max(max(values) for _, values in groups)
-    for place, (title, values) in enumerate(groups):
-        top = 46 + 96 * place
-        picture.text(20, top + 12, title, anchor="start", fill=INK)
-        for row, ((system, color), value) in enumerate(zip(SYSTEMS.items(), values, strict=True)):
-            y = top + 20 + 17 * row
-            picture.text(170, y + 11, system, anchor="end", size=11)
-            width = 520 * value / longest
-            picture.bar(178, y, width, 14, color)
-            picture.text(
-                184 + width, y + 11, f"{value:g}" if value else "not measured", anchor="start", size=11
-            )
-    return picture
-
-
 Table = dict[tuple[str, str], list[float]]  # by load and system: the columns' medians
 
 
@@ -298,7 +250,14 @@ def pictures() -> dict[str, str]:
         ),
         "architecture.svg": str(architecture()),
         "timeline.svg": str(timeline()),
-        "gaps.svg": str(plot(README.read_text(encoding="utf-8"))),
+        "gaps.svg": str(
+            bars(
+                measured,
+                2,
+                "The longest gaps between tokens (p99) of Tandem and vLLM",
+                f"p99 between two tokens, ms: shorter is steadier ({where})",
+            )
+        ),
     }
 
 

@@ -250,6 +250,8 @@ def test_the_command_takes_or_answers_each_name_of_a_flag(
         match flag.becomes:
             case SettingFlag(settings=settings):
                 values = TAKEN.get(settings[0], ["2"])
+                if name == "--kv-events-config":
+                    values = ['{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}']
                 if name == "--speculative-config":
                     values = ['{"method": "ngram", "num_speculative_tokens": 2}']
                 beside = BESIDE.get(settings[0], [])

@@ -27,7 +27,7 @@ from tandem.cluster.commands.overview import answers_now, overview, show_overvie
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
 from tandem.cluster.describe import describe_left_out, format_blocks
-from tandem.cluster.on_ray import remote_controller
+from tandem.cluster.on_ray.runtime import import_ray
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, TierStatus
@@ -340,6 +340,9 @@ def test_a_command_that_changes_a_deployment_says_first_which(
     monkeypatch.setattr(operate, "own_address", lambda: "127.0.0.1:1")
     url = "https://127.0.0.1:9000" if recorded else ""
     monkeypatch.setattr(operate, "url_of", lambda address, name: url)
+    import_ray()
+    from tandem.cluster.on_ray import remote_controller
+
     monkeypatch.setattr(remote_controller, "standing", lambda: ["chat"])
     monkeypatch.setattr(remote_controller, "the_controller", lambda name: controller)
     said: list[str] = []
