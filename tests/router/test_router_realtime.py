@@ -20,6 +20,7 @@ from wsproto.events import (
 
 from tandem.router.config import ApiKey, Limits, Timeouts, TracingConfig
 from tandem.router.http.body import KeptMemory
+from tandem.router.http.turns import Turns
 from tandem.router.http.websocket import WebSocket
 from tandem.wire.nodes import Role
 from tests.realtime_client import RealtimeClient
@@ -296,6 +297,7 @@ def test_only_whole_events_keep_a_session(what: str) -> None:
             most_bytes=10_000,
             ping_s=20.0,
             idle_s=30.0,
+            turns=Turns(),
             clock=lambda: exchange.now,
         )
         assert asyncio.run(asyncio.wait_for(socket.receive(), 10)) is None
