@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable
 
@@ -34,8 +35,8 @@ class Turns:
         if self._left and not self._waiting:
             self._take()
             return
-        ready = asyncio.get_running_loop().create_future()
-        self._waiting.append(lambda: ready.done() or ready.set_result(None))
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(functools.partial(_wake, ready))
         await ready
 
     def _take(self) -> None:
@@ -48,3 +49,8 @@ class Turns:
         while self._left and self._waiting:
             self._take()
             self._waiting.popleft()()
+
+
+def _wake(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
