@@ -388,7 +388,7 @@ class Admission:
             else:
                 self._line.take(slots.tenant, -1)
             if slots.wanted > 1:
-                _stand_in(queue, slots)
+                _stand_in(queue, slots, first=slots.paused > 0)
             if queue:
                 self._queues.move_to_end(line)
             else:
