@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import decoders, models, pre_tokenizers
 
+from benchmarks.router_beat import LoopBeat
 from benchmarks.router_engines import MODEL, Engines, serve_engines
 from benchmarks.router_load import RouterAnswer, requests, streams
 from benchmarks.router_relay import read_relay, serve_relay
@@ -256,7 +257,8 @@ def running_router(
             until_ready(url)
 
             def probe(what: str = "cpu") -> float:
-                """Returns the router's CPU time in seconds, or its memory in bytes."""
+                """Returns the router's CPU time in seconds, its memory in bytes, or ("hold") the longest time for which its event
+                loop was held since this was asked last."""
                 pipe.send(what)
                 return float(pipe.recv())
 
@@ -336,6 +338,7 @@ async def _serve_router(
     info = msgspec.msgpack.decode(await host.start(door), type=RouterInfo)
     await host.set_members(msgspec.msgpack.encode(nodes))
     pipe.send(info)
+    beat: LoopBeat | None = None  # from the first question on, because beating is work
     while True:
         try:
             asked = await asyncio.to_thread(pipe.recv)
@@ -344,6 +347,10 @@ async def _serve_router(
         if asked == "accepts":
             queue = await host.set_members(msgspec.msgpack.encode(nodes))
             pipe.send(msgspec.msgpack.decode(queue, type=RouterQueue).accepts)
+            continue
+        if asked == "hold":
+            beat = beat or LoopBeat()
+            pipe.send(beat.take())
             continue
         pipe.send(time.process_time() if asked == "cpu" else _resident_bytes())
     await host.stop()

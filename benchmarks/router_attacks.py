@@ -44,6 +44,14 @@ async def connected(url: str, limit: int = 1 << 16) -> AsyncIterator[Wire]:
         writer.transport.abort()
 
 
+async def read_body(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """Reads an answer of known length."""
+    start = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(start.partition(b"content-length:")[2].split(b"\r\n")[0])
+    found: dict[str, Any] = json.loads(await reader.readexactly(length))
+    return found
+
+
 async def read_answer(reader: asyncio.StreamReader) -> int:
     """Reads an answer and returns its status."""
     start = (await reader.readuntil(b"\r\n\r\n")).lower()
@@ -105,6 +113,16 @@ async def stay(wire: Wire) -> None:
     raise ConnectionResetError
 
 
+async def begin_session(wire: Wire) -> None:
+    """Opens a realtime session."""
+    reader, writer = wire
+    key = base64.b64encode(os.urandom(16)).decode()
+    more = f"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: {key}\r\n"
+    writer.write(head("GET", "/v1/realtime", None, more=more))
+    if b" 101 " not in await reader.readuntil(b"\r\n\r\n"):
+        raise ConnectionResetError
+
+
 def session(text: int) -> Callable[[Wire], Awaitable[None]]:
     """A realtime session with so much text, kept open by pings."""
 
@@ -114,11 +132,7 @@ def session(text: int) -> Callable[[Wire], Awaitable[None]]:
 
     async def once(wire: Wire) -> None:
         reader, writer = wire
-        key = base64.b64encode(os.urandom(16)).decode()
-        more = f"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: {key}\r\n"
-        writer.write(head("GET", "/v1/realtime", None, more=more))
-        if b" 101 " not in await reader.readuntil(b"\r\n\r\n"):
-            raise ConnectionResetError
+        await begin_session(wire)
         event = {"type": "session.update", "session": {"instructions": "a" * text}}
         writer.write(frame(1, json.dumps(event).encode()))
         while not reader.at_eof():
@@ -138,6 +152,108 @@ async def never_read(wire: Wire) -> None:
     await asyncio.sleep(3600)
 
 
+def pings(size: int) -> Callable[[Wire], Awaitable[None]]:
+    """A realtime session that pings as fast as it can."""
+    many = (b"\x89\x80" + bytes(4)) * (size // 6)
+
+    async def once(wire: Wire) -> None:
+        reader, writer = wire
+        await begin_session(wire)
+        while not reader.at_eof():
+            writer.write(many)
+            await writer.drain()
+            await reader.read(1 << 20)
+        raise ConnectionResetError
+
+    return once
+
+
+async def slow_head(wire: Wire) -> None:
+    """Sends a header byte by byte, without a key."""
+    _, writer = wire
+    for byte in b"GET /health HTTP/1.1\r\nx: " + b"a" * 1000:
+        writer.write(bytes([byte]))
+        await writer.drain()
+        await asyncio.sleep(0.1)
+
+
+async def pipelined(wire: Wire) -> None:
+    """Sends many requests at once, and reads what comes."""
+    reader, writer = wire
+    writer.write(head("GET", "/health", None, None) * 200)
+    while await reader.read(1 << 16):
+        pass
+    raise ConnectionResetError
+
+
+def never_read_answer(path: str, body: dict[str, Any]) -> Callable[[Wire], Awaitable[None]]:
+    data = json.dumps(body).encode()
+
+    async def once(wire: Wire) -> None:
+        reader, writer = wire
+        writer.write(head("POST", path, len(data)) + data)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.sleep(3600)
+
+    return once
+
+
+def raw(path: str, data: Callable[[], bytes]) -> Attack:
+    """Four connections with bodies of the largest size, which are refused after they have been parsed."""
+
+    async def once(wire: Wire) -> None:
+        reader, writer = wire
+        writer.write(head("POST", path, len(made)) + made)
+        await writer.drain()
+        await read_answer(reader)
+
+    made = data()
+    return again(4, once)
+
+
+def chain() -> Attack:
+    """Responses that each continue the one before."""
+
+    async def once(wire: Wire) -> None:
+        reader, writer = wire
+        before: str | None = None
+        while True:
+            body = {
+                "model": "instant",
+                "input": "x" * 50_000,
+                "max_output_tokens": 1,
+                "previous_response_id": before,
+            }
+            data = json.dumps(body).encode()
+            writer.write(head("POST", "/v1/responses", len(data)) + data)
+            await writer.drain()
+            found = await read_body(reader)
+            before = found.get("id")
+
+    return again(4, once)
+
+
+def new_grammars() -> Attack:
+    """Requests with large schemas, no two alike."""
+
+    async def once(wire: Wire) -> None:
+        reader, writer = wire
+        name = secrets.token_hex(4)
+        schema = {
+            "type": "object",
+            "properties": {f"{name}{at}": {"enum": [name, "b", "c"]} for at in range(1000)},
+        }
+        body = _chat("x") | {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+        }
+        data = json.dumps(body).encode()
+        writer.write(head("POST", "/v1/chat/completions", len(data)) + data)
+        await writer.drain()
+        await read_answer(reader)
+
+    return again(16, once)
+
+
 def _made_up() -> str:
     return f"/v1/responses/resp_{secrets.token_hex(24)}"
 
@@ -145,6 +261,30 @@ def _made_up() -> str:
 def _chat(text: str) -> dict[str, Any]:
     return {"model": "instant", "messages": [{"role": "user", "content": text}], "max_tokens": 1}
 
+
+def _completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "instant", "prompt": "x", "max_tokens": 100_000, **fields}
+
+
+def generating(**fields: Any) -> Any:
+    return asking("POST", lambda: "/v1/completions", _completion(**fields))
+
+
+def _names() -> bytes:
+    names = ",".join(f'"{number:06x}":1' for number in range(BODY_BYTES // 11))
+    return f'{{"model":"instant","prompt":"x","logit_bias":{{{names}}}}}'.encode()
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": f"f{number}",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        },
+    }
+    for number in range(128)
+]
 
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "slow bodies": lambda: again(40, slow_body),
@@ -174,6 +314,44 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
             lambda: "/v1/responses",
             {"model": "instant", "input": "x", "max_output_tokens": 2_000, "background": True},
         ),
+    ),
+    "chains of responses": chain,
+    "wide requests on all places": lambda: again(4, generating(n=128, stream=True)),
+    "wide requests, whole, with log-probabilities": lambda: again(
+        2, generating(n=128, max_tokens=1500, logprobs=20)
+    ),
+    "many prompts": lambda: again(4, generating(prompt=["x" * 2000] * 128, max_tokens=1)),
+    "many short streams": lambda: again(100, generating(max_tokens=2, stream=True)),
+    "stop strings": lambda: again(
+        16, generating(max_tokens=500, n=16, stream=True, stop=["z" * 1000 + str(at) for at in range(4)])
+    ),
+    "logit_bias": lambda: again(16, generating(max_tokens=1, logit_bias={str(at): 1 for at in range(256)})),
+    "tools": lambda: again(16, asking("POST", lambda: "/v1/chat/completions", _chat("x") | {"tools": TOOLS})),
+    "new grammars": new_grammars,
+    "bodies of one text": lambda: raw(
+        "/v1/completions", lambda: b'{"prompt":"' + b"a " * (BODY_BYTES // 2) + b'"}'
+    ),
+    "bodies of escapes": lambda: raw(
+        "/v1/completions", lambda: b'{"prompt":"' + rb"\u00e4" * (BODY_BYTES // 6) + b'"}'
+    ),
+    "bodies of numbers": lambda: raw(
+        "/v1/completions", lambda: b'{"prompt":[' + b"1," * (BODY_BYTES // 2) + b"1]}"
+    ),
+    "bodies of names": lambda: raw("/v1/completions", _names),
+    "realtime sessions that ping": lambda: again(40, pings(60_000)),
+    "/tokenize of the longest prompts": lambda: again(
+        4, asking("POST", lambda: "/tokenize", {"prompt": "ab" * 500_000, "return_token_strs": True})
+    ),
+    "/tokenize that is never read": lambda: again(
+        40, never_read_answer("/tokenize", {"prompt": "ab" * 500_000, "return_token_strs": True})
+    ),
+    "/detokenize of the longest": lambda: again(
+        4, asking("POST", lambda: "/detokenize", {"tokens": [70] * 1_000_000})
+    ),
+    "a stranger's slow headers": lambda: again(CONNECTIONS, slow_head),
+    "a stranger's pipelines": lambda: again(40, pipelined),
+    "a stranger's wrong keys": lambda: again(
+        40, asking("POST", lambda: "/v1/completions", _completion(), "sk-no")
     ),
     "streams that are never read": lambda: again(100, never_read),
 }

@@ -11,12 +11,14 @@ import heapq
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.cache.hashing import BlockHasher
 from tandem.engine.model.runner import ModelInfo
 from tandem.engine.request import Request
+from tandem.engine.structured.grammars import salted
 from tandem.wire.adapters import name_of
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.errors import AdapterMissing, InvalidRequest, WireError
@@ -55,6 +57,8 @@ def request_of(
     block_hasher: BlockHasher | None,
 ) -> Request:
     """Makes the engine's Request. `sampling`: the parameters for this node's part of the request."""
+    if sampling.grammar is not None:
+        sampling = msgspec.structs.replace(sampling, grammar=salted(sampling.grammar, submit.cache_salt))
     return Request(
         submit.request_id,
         submit.prompt_token_ids,

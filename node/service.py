@@ -445,7 +445,9 @@ class NodeService:
             return
         request.status = RequestStatus.WAITING_FOR_GRAMMAR
         self._engine.add_request(request)
-        self._desk.begin(request.request_id, grammar, now)
+        # A router's salts begin with what is the key's own.
+        tenant = (request.cache_salt or "").partition("/")[0]
+        self._desk.begin(request.request_id, grammar, now, tenant)
 
     def _go_on(self, ready: GrammarReady) -> None:
         """Wakes a request whose grammar is compiled, or ends it with the error if its grammar failed."""

@@ -122,7 +122,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         AtLeastOne,
         about(
             "bytes of answers of /v1/responses that a router keeps, and of those that are being written in the background; "
-            "the oldest make room"
+            "the oldest of the key that keeps most make room"
         ),
     ] = 256 << 20
     cached_blocks: Annotated[

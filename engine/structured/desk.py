@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import msgspec
@@ -21,6 +21,39 @@ class GrammarReady(msgspec.Struct, frozen=True):
     error: TandemError | None  # why it cannot run
 
 
+class _Work:
+    """What is to be compiled: one tenant's after another's, so that none waits for all of another's."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._lines: OrderedDict[str, deque[tuple[str, str]]] = (
+            OrderedDict()
+        )  # by tenant, in the order of their turns
+        self._closed = False
+
+    def put(self, tenant: str, request_id: str, grammar: str) -> None:
+        with self._changed:
+            self._lines.setdefault(tenant, deque()).append((request_id, grammar))
+            self._changed.notify()
+
+    def take(self) -> tuple[str, str] | None:
+        """Waits for work. None when there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines or self._closed)
+            if self._closed:
+                return None
+            tenant, line = self._lines.popitem(last=False)
+            work = line.popleft()
+            if line:
+                self._lines[tenant] = line  # for its next turn
+            return work
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
 class GrammarDesk:
     """Only the step thread calls its methods; `tell` is called from the desk's threads. Each request passed to `begin` ends once:
     with a GrammarReady, in `overdue`, or by `forget`, whichever is first. A grammar whose request has ended is not compiled, so
@@ -31,16 +64,16 @@ class GrammarDesk:
         self._timeout_s = timeout_s
         self._tell = tell
         self._deadlines: dict[str, float] = {}  # in order, because all have the same timeout
-        self._work: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._work = _Work()
         for index in range(_THREADS):
             threading.Thread(target=self._compile, name=f"grammar-{index}", daemon=True).start()
 
     def must_wait(self, grammar: str) -> bool:
         return not self._grammars.is_prepared(grammar)
 
-    def begin(self, request_id: str, grammar: str, now: float) -> None:
+    def begin(self, request_id: str, grammar: str, now: float, tenant: str = "") -> None:
         self._deadlines[request_id] = now + self._timeout_s
-        self._work.put((request_id, grammar))
+        self._work.put(tenant, request_id, grammar)
 
     def forget(self, request_id: str) -> bool:
         """The request has ended. Returns whether it was still waiting."""
@@ -62,11 +95,10 @@ class GrammarDesk:
         return next(iter(self._deadlines.values())) - now if self._deadlines else None
 
     def close(self) -> None:
-        for _ in range(_THREADS):
-            self._work.put(None)
+        self._work.close()
 
     def _compile(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (work := self._work.take()) is not None:
             request_id, grammar = work
             if request_id not in self._deadlines:
                 continue  # the request has ended or is overdue

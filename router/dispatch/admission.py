@@ -4,6 +4,11 @@ A sequence is admitted when a decode node has the blocks that it may take, and w
 `inflight_per_node` sequences per node run, so nodes get as much work as they can hold. A waiting sequence
 holds nothing on any node. When the expected wait, here and in nodes' lines, is too long, the answer is 503
 with Retry-After.
+
+A tenant alone may have all places. When others wait, those with fewer places go first, and the tenant with
+most gives places up until each has an even part: its latest sequences pause, and go on later from where they
+were. Background answers never pause, because other routers may be reading them from their node. So one
+tenant's have at most as many places as they leave free, which is a half.
 """
 
 from __future__ import annotations
@@ -11,14 +16,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.views import Average
+from tandem.router.shares import Shares
 from tandem.wire.errors import DeadlineExceeded, Overloaded, TandemError
 
 MIN_RETRY_AFTER_S = 1
 MOST_PASSED_OVER = 32
+BETWEEN_PAUSES_S = 0.25
+GRANTS_A_PASS = 16  # each begins a sequence; streams go on after so many
 MAX_RETRY_AFTER_S = 60
 
 
@@ -34,12 +42,24 @@ class Slots:
     """The places of one HTTP request. Each of its sequences needs one; they come one at a time, in the
     tenant's turns."""
 
-    def __init__(self, admission: Admission, tenant: str, wanted: int, tokens: int, priority: int) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        tenant: str,
+        wanted: int,
+        tokens: int,
+        priority: int,
+        *,
+        background: bool = False,
+    ) -> None:
         self._admission = admission
         self._on_place: Callable[[], None] | None = None
         self._on_refused: Callable[[TandemError], None] | None = None
+        self._on_give_way: Callable[[], bool] | None = None
         self.tenant = tenant
+        self.background = background  # a background answer, which has a line of its own within its tenant's
         self.wanted = wanted  # places that it still waits for
+        self.paused = 0  # how many of these are for sequences that gave their place to another tenant
         # The expected length of its longest sequence, which decides how many blocks it needs.
         self.tokens = tokens
         self.priority = priority  # lower goes first
@@ -49,12 +69,33 @@ class Slots:
         self.unbegun = 0  # held places on which no sequence has begun
         self.first: asyncio.Future[None] | None = None  # set with the first place; `acquire` waits for it
 
-    def listen(self, on_place: Callable[[], None], on_refused: Callable[[TandemError], None]) -> None:
-        """Sets the callbacks: `on_place` for each further place, `on_refused` when no more will come."""
-        self._on_place, self._on_refused = on_place, on_refused
+    def listen(
+        self,
+        on_place: Callable[[], None],
+        on_refused: Callable[[TandemError], None],
+        on_give_way: Callable[[], bool] | None = None,
+    ) -> None:
+        """Sets the callbacks: `on_place` for each further place, `on_refused` when no more will come, and
+        `on_give_way` when another tenant needs a place; it pauses a sequence, calls `pause_one`, and returns
+        True, or returns False."""
+        self._on_place, self._on_refused, self._on_give_way = on_place, on_refused, on_give_way
 
     def unlisten(self) -> None:
-        self._on_place = self._on_refused = None
+        self._on_place = self._on_refused = self._on_give_way = None
+
+    @property
+    def line(self) -> tuple[str, bool]:
+        return self.tenant, self.background
+
+    def give_way(self) -> bool:
+        return self._on_give_way is not None and self._on_give_way()
+
+    def pause_one(self) -> None:
+        """A sequence that had begun gives its place up, and stands first in its tenant's line for another."""
+        self.held -= 1
+        self.wanted += 1
+        self.paused += 1
+        self._admission.take_back(self)
 
     def grant(self, count: int) -> None:
         self.wanted -= count
@@ -83,7 +124,7 @@ class Slots:
         """A sequence that had begun has ended."""
         if self.held > 0:
             self.held -= 1
-            self._admission.give_back(1)
+            self._admission.give_back(self, 1)
 
     def drop_one(self) -> None:
         """A sequence has ended without having begun."""
@@ -99,12 +140,13 @@ class Slots:
             self.begin_one()
         count, self.held = self.held, 0
         if count:
-            self._admission.give_back(count)
+            self._admission.give_back(self, count)
 
 
 class Admission:
-    """Gives out places, fairly between tenants: the next place goes to the tenant that has waited longest
-    since its last one, and within the tenant to the request that has waited longest since its last one.
+    """Gives out places, fairly between tenants: the next place goes to the tenant that has fewest, among
+    equals to the one that has waited longest since its last one, and within the tenant to the request that has
+    waited longest since its last one. A tenant has a share of the line, too (`shares`).
 
     A place is for one sequence. A request with several sequences begins with its first place and goes to the
     end of its tenant's line for the next. So it keeps no place empty while it waits for others, no request
@@ -138,7 +180,8 @@ class Admission:
         `wait_at_nodes`: the part of that wait that a request spends in a node's line.
         """
         self._capacity = capacity
-        self._max_queued = max_queued
+        # A tenant's first request may be as wide as half the line.
+        self._line = Shares(max_queued, alone=max_queued // 2)
         self._timeout_s = timeout_s
         self._clock = clock
         self._metrics = metrics
@@ -148,8 +191,14 @@ class Admission:
         self._by_priority = by_priority
         self._admit_within_s = admit_within_s
         self._wait_at_nodes = wait_at_nodes
-        # By tenant, in the order of their turns.
-        self._queues: OrderedDict[str, deque[Slots]] = OrderedDict()
+        # By tenant, background answers apart, in the order of their turns.
+        self._queues: OrderedDict[tuple[str, bool], deque[Slots]] = OrderedDict()
+        # Who holds places: how many, and with which requests, in the order in which they got their first.
+        self._held_by: dict[str, int] = {}
+        self._holders: dict[str, dict[Slots, None]] = {}
+        self._in_background: dict[str, int] = {}
+        self._paused_at = -math.inf  # when a sequence was last paused
+        self._going_on = False  # a call of `pump` is due in the next pass of the event loop
         self._between_ends = Average()
         self._last_end: float | None = None
         self.held = 0
@@ -157,28 +206,39 @@ class Admission:
         self.promised = 0  # tokens of sequences that have a place and have not begun
 
     async def acquire(
-        self, tenant: str, count: int, deadline: float, tokens: int = 0, priority: int = 0
+        self,
+        tenant: str,
+        count: int,
+        deadline: float,
+        tokens: int = 0,
+        priority: int = 0,
+        *,
+        background: bool = False,
     ) -> Slots:
         """Returns when the first of `count` places is there; the others may come later. `tokens`: the length
         that each sequence is expected to reach, which decides how many blocks it needs. Waits until
         `deadline` or for `timeout_s`, whichever ends first. Raises QueueFull or DeadlineExceeded."""
-        self._refuse_a_long_wait()
-        slots = Slots(self, tenant, count, tokens, priority if self._by_priority else 0)
+        self._refuse_a_long_wait(tenant)
+        slots = Slots(
+            self, tenant, count, tokens, priority if self._by_priority else 0, background=background
+        )
         at_once = 0
         while not self._queues and at_once < count and self._fits(slots):
             at_once += 1
-            self.held += 1
-            slots.grant(1)
+            self._grant(slots)
         rest = count - at_once
-        if rest and (why := self._why_refused(rest, at_once)) is not None:
+        if rest and (why := self._why_refused(tenant, rest, at_once)) is not None:
             slots.wanted = 0  # it never joined the line
             slots.release_all()
             self._metrics.refusals.labels(reason="queue_full").inc()
-            raise QueueFull(why, self.retry_after_s())
+            raise QueueFull(why, self.retry_after_s(tenant))
         if rest:
             slots.came = self._clock()
-            _stand_in(self._queues.setdefault(tenant, deque()), slots)
+            _stand_in(self._queues.setdefault(slots.line, deque()), slots)
             self.queued += rest
+            self._line.take(tenant, rest)
+            self.pump()
+            at_once = slots.held
         if at_once:
             self._metrics.router_queue_time.observe(0)
             return slots
@@ -194,7 +254,7 @@ class Admission:
             what = "requests are paused" if self._is_paused() else "no node had room for the request"
             why = f"{what}, and it waited for {timeout:.0f} s"
             if self._timeout_s < deadline - began:
-                raise QueueFull(why, self.retry_after_s()) from None
+                raise QueueFull(why, self.retry_after_s(tenant)) from None
             raise DeadlineExceeded(why) from None
         except BaseException:
             slots.release_all()
@@ -202,12 +262,12 @@ class Admission:
         self._metrics.router_queue_time.observe(self._clock() - began)
         return slots
 
-    def _refuse_a_long_wait(self) -> None:
+    def _refuse_a_long_wait(self, tenant: str) -> None:
         """Raises QueueFull when the request would begin too late: its work would delay others and then be
         thrown away."""
         if self._admit_within_s is None:
             return
-        wait = self._wait_at_nodes() + (self._expected_wait_s() if self.queued else 0.0)
+        wait = self._wait_at_nodes() + (self._expected_wait_s(tenant) if self.queued else 0.0)
         if wait > self._admit_within_s:
             self._metrics.refusals.labels(reason="long_wait").inc()
             raise QueueFull(
@@ -225,31 +285,49 @@ class Admission:
         return self._capacity()
 
     def _fits(self, slots: Slots) -> bool:
-        return self.held < self._capacity() and self._has_room(slots.tokens, self.promised)
+        return (
+            self.held < self._capacity()
+            and self._may_have_more(slots, self._capacity() - self.held)
+            and self._has_room(slots.tokens, self.promised)
+        )
 
-    def _why_refused(self, count: int, at_once: int) -> str | None:
-        if self.queued + count > self._max_queued:
-            return f"{self.queued} sequences wait already, and no more than {self._max_queued} may"
-        wait = self._expected_wait_s()
+    def _may_have_more(self, slots: Slots, free: int) -> bool:
+        """Whether the request may have one of `free` places, which a background answer of a tenant that has
+        others may only if enough are left."""
+        own = self._in_background.get(slots.tenant, 0)
+        return not (slots.background and slots.tenant and own) or own + 1 <= free - 1
+
+    def _why_refused(self, tenant: str, count: int, at_once: int) -> str | None:
+        line = self._line
+        if not line.fits(tenant, count):
+            if line.held + count > line.limit:
+                return f"{line.held} sequences wait already, and no more than {line.limit} may"
+            return (
+                f"{line.of(tenant)} sequences of this key wait already, and more would leave other keys too little "
+                f"of the line, where {line.limit} may wait (router.limits.queued)"
+            )
+        wait = self._expected_wait_s(tenant)
         if at_once == 0 and wait > self._timeout_s:
-            return f"{self.queued} sequences wait already, and the last of them for about {wait:.0f} s"
+            return f"{self.queued} sequences wait already, and this one would for about {wait:.0f} s"
         return None
 
     def leave(self, slots: Slots, count: int) -> None:
         """Takes `count` of its sequences out of the line."""
         if count == 0:
             return
+        self._line.take(slots.tenant, -min(count, slots.wanted - slots.paused))
         slots.wanted -= count
+        slots.paused = min(slots.paused, slots.wanted)
         self.queued -= count
         if slots.wanted == 0:
-            queue = self._queues[slots.tenant]
+            queue = self._queues[slots.line]
             queue.remove(slots)
             if not queue:
-                del self._queues[slots.tenant]
+                del self._queues[slots.line]
         self._on_release()
 
-    def give_back(self, count: int) -> None:
-        self.held -= count
+    def give_back(self, slots: Slots, count: int) -> None:
+        self._free(slots, count)
         now = self._clock()
         # The time between two ends says how fast the line moves, but only while there is a line.
         if self._last_end is not None and self.queued:
@@ -257,6 +335,35 @@ class Admission:
         self._last_end = now if self.queued else None
         self.pump()
         self._on_release()
+
+    def take_back(self, slots: Slots) -> None:
+        """A sequence has paused for another tenant. The place is passed on by who asked for it."""
+        self._free(slots, 1)
+        self.queued += 1
+        queue = self._queues.setdefault(slots.line, deque())
+        if slots in queue:
+            queue.remove(slots)
+        _stand_in(queue, slots, first=True)
+
+    def _grant(self, slots: Slots) -> None:
+        self.held += 1
+        self._held_by[slots.tenant] = self._held_by.get(slots.tenant, 0) + 1
+        self._holders.setdefault(slots.tenant, {})[slots] = None
+        if slots.background:
+            self._in_background[slots.tenant] = self._in_background.get(slots.tenant, 0) + 1
+        slots.grant(1)
+
+    def _free(self, slots: Slots, count: int) -> None:
+        tenant = slots.tenant
+        self.held -= count
+        self._held_by[tenant] -= count
+        if slots.held == 0:
+            self._holders[tenant].pop(slots, None)
+        if slots.background:
+            self._in_background[tenant] -= count
+        if self._held_by[tenant] == 0:
+            del self._held_by[tenant], self._holders[tenant]
+            self._in_background.pop(tenant, None)
 
     def refuse_all(self, error: TandemError) -> None:
         """Refuses all requests in line."""
@@ -266,57 +373,110 @@ class Admission:
 
     def pump(self) -> None:
         """Gives out the free places. Called when a place is given back or a pool changes."""
-        while (tenant := self._next_tenant()) is not None:
-            queue = self._queues[tenant]
+        for _ in range(GRANTS_A_PASS):
+            line = self._next_line()
+            if line is None and self._make_way():
+                line = self._next_line()
+            if line is None:
+                return
+            queue = self._queues[line]
             slots = queue.popleft()
             slots.passed = 0
             self.queued -= 1
-            self.held += 1
-            if slots.wanted > 1:
-                _stand_in(queue, slots)
-            if queue:
-                self._queues.move_to_end(tenant)
+            if slots.paused:
+                slots.paused -= 1
             else:
-                del self._queues[tenant]
-            slots.grant(1)
+                self._line.take(slots.tenant, -1)
+            if slots.wanted > 1:
+                _stand_in(queue, slots, first=slots.paused > 0)
+            if queue:
+                self._queues.move_to_end(line)
+            else:
+                del self._queues[line]
+            self._grant(slots)
+        if self._queues and not self._going_on:
+            self._going_on = True
+            asyncio.get_running_loop().call_soon(self._go_on)
 
-    def _next_tenant(self) -> str | None:
-        """Returns the tenant whose turn it is, or None. A request whose blocks no node has is passed over, so
-        that others can go on. After MOST_PASSED_OVER times the whole line waits for its blocks."""
-        if not self._queues or self.held >= self._capacity():
+    def _go_on(self) -> None:
+        self._going_on = False
+        self.pump()
+
+    def _turns(self) -> list[Slots]:
+        """The first requests of all lines, in the order of their turns."""
+        turns = [queue[0] for queue in self._queues.values()]
+        if len(turns) > 1:
+            turns.sort(key=lambda slots: (slots.priority, self._held_by.get(slots.tenant, 0)))
+        return turns
+
+    def _next_line(self) -> tuple[str, bool] | None:
+        """Returns the line whose turn it is, or None. A request whose blocks no node has is passed over, so
+        that others can go on. After MOST_PASSED_OVER times the whole line waits for its blocks. No tenant that
+        has more places passes over one that has fewer."""
+        if not self._queues or (free := self._capacity() - self.held) <= 0:
             # Checked first, because counting a pool's room is costly and every status of every node calls this.
             return None
         passed: list[Slots] = []
-        turns: Iterable[tuple[str, deque[Slots]]] = self._queues.items()
-        if self._by_priority:
-            turns = sorted(turns, key=lambda turn: turn[1][0].priority)
-        for tenant, queue in turns:
-            slots = queue[0]
+        fewest: int | None = None
+        for slots in self._turns():
+            held = self._held_by.get(slots.tenant, 0)
+            if not self._may_have_more(slots, free):
+                continue
+            if fewest is not None and held > fewest + 1:
+                return None
             if self._has_room(slots.tokens, self.promised):
                 for other in passed:
                     other.passed += 1
-                return tenant
+                return slots.line
             if slots.passed >= MOST_PASSED_OVER:
                 return None
             passed.append(slots)
+            fewest = held if fewest is None else min(fewest, held)
         return None
 
-    def retry_after_s(self) -> int:
-        """About how long the present queue takes, in whole seconds from MIN_RETRY_AFTER_S to
-        MAX_RETRY_AFTER_S."""
-        return _in_bounds(self._expected_wait_s())
+    def _make_way(self) -> bool:
+        """Pauses a sequence of a tenant that has more places than one that waits, and at least two more.
+        Returns whether it did. Does nothing while no node serves at all."""
+        capacity, now = self._capacity(), self._clock()
+        # Where places are free, blocks are missing. Those of a paused sequence are free with a node's next status.
+        if (
+            not self._queues
+            or not capacity
+            or (self.held != capacity and now < self._paused_at + BETWEEN_PAUSES_S)
+        ):
+            return False
+        waiting = next((slots for slots in self._turns() if self._may_have_more(slots, 1)), None)
+        if waiting is None:
+            return False
+        few = self._held_by.get(waiting.tenant, 0)
+        most = sorted(self._held_by.items(), key=lambda each: each[1], reverse=True)
+        for other, held in most:
+            if held < few + 2:
+                return False
+            for slots in reversed(self._holders[other]):
+                if slots.priority >= waiting.priority and slots.give_way():
+                    self._paused_at = now
+                    return True
+        return False
 
-    def _expected_wait_s(self) -> float:
-        return (self.queued + 1) * (self._between_ends.value or 0.0)
+    def retry_after_s(self, tenant: str) -> int:
+        """About how long the tenant's line takes, in whole seconds from MIN_RETRY_AFTER_S to
+        MAX_RETRY_AFTER_S."""
+        return _in_bounds(self._expected_wait_s(tenant))
+
+    def _expected_wait_s(self, tenant: str) -> float:
+        tenants = len({tenant, *(name for name, _ in self._queues)})
+        before = min(self.queued + 1, (self._line.of(tenant) + 1) * tenants)
+        return before * (self._between_ends.value or 0.0)
 
 
 def _in_bounds(retry_after_s: float) -> int:
     return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(retry_after_s)))
 
 
-def _stand_in(queue: deque[Slots], slots: Slots) -> None:
-    """Inserts at the end of the requests with the same priority."""
+def _stand_in(queue: deque[Slots], slots: Slots, *, first: bool = False) -> None:
+    """Inserts at the end of the requests with the same priority, or at their beginning."""
     place = len(queue)
-    while place and queue[place - 1].priority > slots.priority:
+    while place and queue[place - 1].priority + first > slots.priority:
         place -= 1
     queue.insert(place, slots)

@@ -66,7 +66,7 @@ class Generation:
         """Starts the first life, and the others as their places come. Raises the first life's error; then
         none has begun and all places are given back."""
         self._places = self._slots.held
-        self._slots.listen(self._on_place, self._on_refused)
+        self._slots.listen(self._on_place, self._on_refused, self._on_give_way)
         started = False
         try:
             self._next().start()
@@ -92,6 +92,16 @@ class Generation:
     def _on_place(self) -> None:
         self._places += 1
         self._start_soon()
+
+    def _on_give_way(self) -> bool:
+        """Pauses the latest of its sequences that can pause, for another tenant."""
+        for life in reversed(self.lives):
+            if life not in self._unplaced and life.can_pause:
+                life.pause()
+                self._unplaced[life] = None
+                self._slots.pause_one()
+                return True
+        return False
 
     def _start_soon(self) -> None:
         if self._starting is None:
@@ -323,6 +333,7 @@ class Dispatcher:
             specs[0].deadline,
             max(map(self._placement.expected_tokens, specs)),
             specs[0].priority,
+            background=specs[0].keep is not None,
         )
         if trace is not None:
             trace.span(TracePhase.WAIT, came, self._clock())

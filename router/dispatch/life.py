@@ -86,6 +86,7 @@ class RequestLife:
         self._content: str | None = None  # identity of the model on the nodes of the last attempt
         self._mirror: NodeInfo | None = None  # the mirror of the decode node that failed last
         self._waiting_since: float | None = None  # since when it has had no node
+        self._paused = False  # it waits for a place
         self._last_failure: TandemError | None = None
         self._broke_a_node = False
         self._alarms: set[Ring] = set()  # the alarms of its tick, its own among them
@@ -108,6 +109,29 @@ class RequestLife:
     def stop(self) -> None:
         """The owner has all that it wants: a stop string is complete."""
         self._end(FinishReason.STOP, None)
+
+    @property
+    def can_pause(self) -> bool:
+        """Whether it can give its place up and go on later: not a background answer, which other routers may be
+        reading from its node, and nothing that ends soon."""
+        spec = self.spec
+        return not (
+            self.ended
+            or self._paused
+            or spec.keep is not None
+            or spec.pooling is not None
+            or len(self.ledger.tokens) >= spec.sampling.max_tokens
+        )
+
+    def pause(self) -> None:
+        """Leaves its nodes. `try_again` goes on from the tokens that are known."""
+        logger.info("%s: pauses for another key after %d tokens", self.spec.label, len(self.ledger.tokens))
+        self._abandon_attempt()
+        self._placement.stop_waiting(self)
+        self._waiting_since = None
+        self._paused = True
+        self.ledger.drop_held()
+        self._arm()
 
     def fail(self, error: TandemError) -> None:
         self._end(FinishReason.ERROR, error)
@@ -333,6 +357,7 @@ class RequestLife:
         this again."""
         if self.ended or self.attempt is not None:
             return
+        self._paused = False
         try:
             decision = self._choose()
         except Unavailable:
@@ -402,10 +427,10 @@ class RequestLife:
         """Returns the earliest deadline of the current phase, and its name."""
         deadlines = [(self.spec.deadline, "total")]
         attempt = self.attempt
-        if attempt is None:
+        if attempt is None and not self._paused:
             since = self._waiting_since or self.timings.started_at
             deadlines.append((since + self._timeouts.failover_wait, "failover_wait"))
-        else:
+        elif attempt is not None:
             # First the nodes are asked what they hold. A request in a node's line is listed, and stays.
             asked = attempt.asked_at if attempt.asked_at is not None else -math.inf
             if asked <= attempt.alive_at:

@@ -9,7 +9,8 @@ realtime_routes   a conversation over a WebSocket, read ahead while it arrives; 
 sibling_desk   what router processes on one port ask each other about requests
 response_desk  responses: begun, written, found on nodes, cancelled, forgotten
 serving        the listening socket, which process accepts a connection, and the server's end; certificate: TLS; door: hands the socket to other routers
-protocol       one connection: its requests in order, its limits and timers; idle: which one gives way to a new one
+protocol       one connection: its requests in order, its limits and timers; idle: which one gives way to a new one; turns: how much
+               begins in one pass of the event loop
 call           one request on a connection, and its answer; chunked: a chunked body
 exchange       one request and its answer, as handlers and the log see them, sent whole or as a stream; the gate that each passes; the lookup of
                its route

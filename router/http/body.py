@@ -19,6 +19,7 @@ from tandem.router.dispatch import ReadableLives
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.json_body import parse_object, read_request
+from tandem.router.http.turns import Turns
 from tandem.router.openai.fields import StreamOptions
 from tandem.router.openai.plan import GenerationPlan
 from tandem.router.shares import Shares
@@ -49,6 +50,7 @@ class BodyBudget:
         # Large bodies are parsed one at a time: several threads would leave the event loop little of the
         # interpreter.
         self.parsing = asyncio.Semaphore(1)
+        self.turns = Turns()  # for pieces of bodies to be taken
 
     @property
     def held(self) -> int:
@@ -89,6 +91,9 @@ class BodyShare:
     @property
     def parsing(self) -> asyncio.Semaphore:
         return self._budget.parsing
+
+    async def turn(self) -> None:
+        await self._budget.turns.turn()
 
     def take(self, owner: str, size: int) -> None:
         """Counts more bytes of this owner's request. Raises Overloaded when there is no room for them."""
@@ -337,6 +342,7 @@ async def _read(
     try:
         async with asyncio.timeout(timeouts.body):
             while more and fits:
+                await share.turn()
                 message = await _next(exchange.receive)
                 data = message.get("body", b"")
                 more = message.get("more_body", False)

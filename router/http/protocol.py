@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import logging
 import secrets
 import sys
@@ -24,6 +25,7 @@ from tandem.router.http.call import END_OF_HEAD, STATUS_LINES, HttpCall, LengthB
 from tandem.router.http.chunked import ChunkedBody, FramingError
 from tandem.router.http.errors import error_body
 from tandem.router.http.idle import IdleConnections
+from tandem.router.http.turns import Turns
 from tandem.router.shares import Shares
 from tandem.wire.errors import Overloaded
 
@@ -47,6 +49,7 @@ class Server(Protocol):
     idle: IdleConnections[HttpConnection]
     busy: Shares  # connections with a request in progress, by its key
     tasks: set[asyncio.Task[None]]
+    turns: Turns  # for requests to begin
     stopping: bool
 
     def on_cut(self) -> None: ...
@@ -207,10 +210,13 @@ class HttpConnection(asyncio.Protocol):
         self.server.idle.remove(self)
         body = ChunkedBody(limit) if head.chunked else LengthBody(head.content_length or 0)
         call = self._call = HttpCall(self, head, body)
+        self.server.turns.begin(functools.partial(self._run, call))
+        return True
+
+    def _run(self, call: HttpCall) -> None:
         task = self._loop.create_task(call.run(self.server.app))
         self.server.tasks.add(task)
         task.add_done_callback(self.server.tasks.discard)
-        return True
 
     def pause_reading(self) -> None:
         if not self._read_paused and not self.transport.is_closing():

@@ -31,6 +31,7 @@ from tandem.router.http.json_body import parse_object
 from tandem.router.http.services import Services
 from tandem.router.http.websocket import GOING_AWAY, WebSocket
 from tandem.router.keys import Reservation
+from tandem.router.openai.answer import json_pieces
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.plan import plan_chat
 from tandem.router.openai.prompts import ModelElsewhere
@@ -79,6 +80,7 @@ async def realtime(services: Services, exchange: HttpExchange) -> None:
                 most_bytes=limits.body_bytes,
                 ping_s=timeouts.realtime_ping,
                 idle_s=timeouts.realtime_idle,
+                turns=services.frame_turns,
             )
             session = _Session(services, exchange, socket, share, name)
             await socket.accept(session.event("session.created", session=session.shown()))
@@ -130,8 +132,9 @@ class _Session:
         self._known = 0  # prompt tokens that were read ahead
         socket.is_busy = lambda: self._answer is not None and not self._answer.done()
 
-    def event(self, kind: str, **fields: Any) -> bytes:
-        return msgspec.json.encode({"type": kind, "event_id": f"event_{secrets.token_hex(8)}", **fields})
+    def event(self, kind: str, **fields: Any) -> Iterator[bytes]:
+        """Makes an event's JSON, a large one in pieces."""
+        return json_pieces({"type": kind, "event_id": f"event_{secrets.token_hex(8)}", **fields})
 
     def shown(self) -> dict[str, Any]:
         return {
@@ -225,12 +228,7 @@ class _Session:
             self._instructions = session.instructions
         if session.max_output_tokens is not None:
             self._most_tokens = None if session.max_output_tokens == "inf" else session.max_output_tokens
-        session_now = self.shown()
-        if len(self._instructions or "") <= INLINE_BYTES:
-            updated = self.event("session.updated", session=session_now)
-        else:  # encoding it takes as long as parsing it
-            updated = await asyncio.to_thread(self.event, "session.updated", session=session_now)
-        await self._socket.send(updated)
+        await self._socket.send(self.event("session.updated", session=self.shown()))
 
     async def _add(self, item_id: str, role: str, text: str) -> None:
         self._conversation.add(item_id, role, text)

@@ -11,6 +11,7 @@ from tandem.router.figures import SharedFigures
 from tandem.router.http.body import BodyBudget, KeptMemory
 from tandem.router.http.hosts import is_loopback
 from tandem.router.http.other_models import OtherModels
+from tandem.router.http.turns import Turns
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
@@ -50,6 +51,7 @@ class Services:
     siblings: Siblings
     figures: SharedFigures
     others: OtherModels
+    frame_turns: Turns = dataclasses.field(default_factory=Turns)  # for realtime sessions to read
     control: ClusterControl | None = None  # None when the router belongs to no cluster
     draining: bool = False
 

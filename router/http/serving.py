@@ -30,6 +30,7 @@ from tandem.router.config import Limits, RouterConfig
 from tandem.router.http.certificate import Certificate
 from tandem.router.http.idle import IdleConnections
 from tandem.router.http.protocol import HttpConnection
+from tandem.router.http.turns import Turns
 from tandem.router.shares import Shares
 from tandem.wire.errors import ConfigurationError
 
@@ -44,7 +45,7 @@ WAIT_S, LONGEST_WAIT_S = 0.002, 0.01
 # How long to wait after running out of descriptors or memory.
 EXHAUSTED_S = 1.0
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-ACCEPTS_AT_ONCE = 64
+ACCEPTS_AT_ONCE = 16  # streams go on after so many
 BACKLOG = 2048
 _LOCK = struct.Struct("hhqqi4x")  # the kernel's struct flock
 # A router that leaves closes connections that are idle for longer than this.
@@ -278,6 +279,7 @@ class HttpServer:
         self.busy = Shares(self.limits.connections, alone=1)
         self.idle: IdleConnections[HttpConnection] = IdleConnections(self.busy)
         self.tasks: set[asyncio.Task[None]] = set()
+        self.turns = Turns()  # for requests to begin
         self.stopping = False
         self._on_cut = on_cut
         tls = config.tls_certificate, config.tls_key

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from wsproto.connection import Connection, ConnectionState, ConnectionType
@@ -14,11 +14,13 @@ from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, Tex
 from wsproto.utilities import LocalProtocolError, generate_accept_token
 
 from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.turns import Turns
 from tandem.wire.errors import InvalidRequest, Overloaded, RequestError
 
 GOING_AWAY, UNSUPPORTED, SILENT, TOO_BIG, TRY_LATER = 1001, 1003, 1008, 1009, 1013
 
-FRAME_CHARACTERS = 64 << 10
+# How much is read at once, and how many frames.
+READ_BYTES, READ_FRAMES = 16 << 10, 16
 # A close frame has room for 123 bytes.
 LONGEST_REASON = 120
 
@@ -49,11 +51,13 @@ class WebSocket:
         most_bytes: int,
         ping_s: float,
         idle_s: float,
+        turns: Turns,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._exchange = exchange
         self._memory = memory
         self._clock = clock
+        self._turns = turns
         self._most_bytes = most_bytes
         self._ping_s = ping_s
         self._idle_s = idle_s
@@ -69,7 +73,7 @@ class WebSocket:
         # an answer is being made, so the client need not send anything
         self.is_busy: Callable[[], bool] = lambda: False
 
-    async def accept(self, first: bytes) -> None:
+    async def accept(self, first: Iterable[bytes]) -> None:
         """Upgrades the connection and sends the first message. Raises UpgradeRequired or InvalidRequest when
         the request is no such upgrade."""
         headers = dict(self._exchange.headers)
@@ -128,9 +132,16 @@ class WebSocket:
         return message_text
 
     async def _read(self, data: bytes) -> None:
-        if self._frames.state in (ConnectionState.OPEN, ConnectionState.LOCAL_CLOSING):
-            self._frames.receive_data(data)
-        for event in self._frames.events():
+        for at in range(0, len(data), READ_BYTES):
+            await self._turns.turn()
+            if self._frames.state in (ConnectionState.OPEN, ConnectionState.LOCAL_CLOSING):
+                self._frames.receive_data(data[at : at + READ_BYTES])
+            await self._take_events()
+
+    async def _take_events(self) -> None:
+        for number, event in enumerate(self._frames.events(), 1):
+            if number % READ_FRAMES == 0:
+                await self._turns.turn()
             if isinstance(event, Ping):
                 await self._write(event.response())
             elif isinstance(event, CloseConnection):
@@ -155,18 +166,20 @@ class WebSocket:
             elif not isinstance(event, Pong):
                 continue
 
-    async def send(self, text: bytes) -> None:
-        """Sends a message; a large one in frames, between which the event loop goes on."""
+    async def send(self, message: Iterable[bytes]) -> None:
+        """Sends a message that is made piece by piece. Each piece is a frame, and whole UTF-8. Between two of
+        them the event loop goes on."""
         if self._ended and not self.stopped:
             return
-        data = text.decode()
         async with self._sending:
-            for at in range(0, len(data), FRAME_CHARACTERS):
-                last = at + FRAME_CHARACTERS >= len(data)
-                piece = data[at : at + FRAME_CHARACTERS]
-                await self._write(TextMessage(data=piece, message_finished=last))
-                if not last:
-                    await asyncio.sleep(0)
+            before: bytes | None = None
+            for piece in message:
+                if before is not None:
+                    await self._write(TextMessage(data=before.decode(), message_finished=False))
+                    await self._turns.turn()
+                before = piece
+            if before is not None:
+                await self._write(TextMessage(data=before.decode(), message_finished=True))
 
     async def close(self, code: int, reason: str) -> None:
         if not self._ended:

@@ -235,7 +235,8 @@ class RawPieces:
 
 def json_pieces(value: Any) -> Iterator[bytes]:
     """Yields `value` as msgspec would encode it, in bounded pieces. An iterator is written as a list whose
-    items are made one by one. Objects are written member by member; lists are only split by length."""
+    items are made one by one. Objects are written member by member, and lists with large items item by
+    item."""
     if _is_small(value):
         yield json_at_once(value)
     elif isinstance(value, RawPieces):
@@ -267,8 +268,17 @@ def json_pieces(value: Any) -> Iterator[bytes]:
             yield json_at_once(value[start : start + _CHARACTERS])[1:-1]
         yield b'"'
     else:
+        before = b"["
         for start in range(0, len(value), _ITEMS):
-            yield (b"," if start else b"[") + json_at_once(value[start : start + _ITEMS])[1:-1]
+            part = value[start : start + _ITEMS]
+            if _is_small(part):
+                yield before + json_at_once(part)[1:-1]
+                before = b","
+                continue
+            for item in part:
+                yield before
+                yield from json_pieces(item)
+                before = b","
         yield b"]"
 
 
@@ -280,7 +290,7 @@ def _is_small(value: Any) -> bool:
     if kind in _NUMBERS:
         return True
     if kind is list:
-        return len(value) <= _ITEMS
+        return len(value) <= _ITEMS and (set(map(type, value)) <= _NUMBERS or all(map(_is_small, value)))
     if kind is dict:
         return len(value) <= _ITEMS and all(map(_is_small, value.values()))
     return not isinstance(value, Iterator | RawPieces | Mapping)

@@ -2,19 +2,27 @@
 
 The store knows its size at every moment: a response reports how much it grew or shrank. So keeping one response
 costs the event loop the same however many others there are.
+
+Keys share it: one key's responses that are being written leave room for others' (`shares`), and where room is
+needed, the key that keeps most gives up its oldest.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
 from tandem.router.responses.responses_request import InputItem
+from tandem.router.shares import Shares
 from tandem.wire.errors import RequestError, TandemError, Unavailable
+
+# Bytes that Python needs, measured: for all that belongs to a response besides its texts, and for an event.
+RESPONSE_BYTES = 4 << 10
+EVENT_BYTES = 40
 
 
 class ResponseNotFound(RequestError):
@@ -41,12 +49,12 @@ class StoredResponse:
     ) -> None:
         self.body = body
         self.owner = owner
-        self.items = items  # the conversation before its answer
+        # The conversation before its answer, as JSON: hundreds of small items would take ten times as much.
+        self._items = msgspec.json.encode(items)
         self.keeps_events = keeps_events
         self.events: list[bytes] = []
-        self._items_size = len(msgspec.json.encode(items))
         self._events_size = 0
-        self.size = self._items_size + len(msgspec.json.encode(body))
+        self.size = RESPONSE_BYTES + len(self._items) + len(msgspec.json.encode(body))
         self.store: ResponseStore | None = None  # the store that keeps it
         self.ended = False
         self.error: TandemError | None = None
@@ -61,10 +69,14 @@ class StoredResponse:
         found: str = self.body["id"]
         return found
 
+    @property
+    def items(self) -> list[InputItem]:
+        return msgspec.json.decode(self._items, type=list[InputItem])
+
     def add(self, events: list[bytes]) -> None:
         if events:
             self.events += events
-            grown = sum(map(len, events))
+            grown = sum(map(len, events)) + EVENT_BYTES * len(events)
             self._events_size += grown
             self._resize(self.size + grown)
             self._wake()
@@ -80,7 +92,7 @@ class StoredResponse:
     def _resize(self, size: int) -> None:
         grown, self.size = size - self.size, size
         if self.store is not None:
-            self.store.on_resized(grown)
+            self.store.on_resized(self, grown)
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -116,7 +128,9 @@ class StoredResponse:
         if self.ended and not self.keeps_events and self._followers == 0:
             self.events, self._events_size = [], 0
         if self.ended:
-            self._resize(self._items_size + len(msgspec.json.encode(self.body)) + self._events_size)
+            self._resize(
+                RESPONSE_BYTES + len(self._items) + len(msgspec.json.encode(self.body)) + self._events_size
+            )
 
 
 class ResponseStore:
@@ -126,41 +140,57 @@ class ResponseStore:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._running: dict[str, StoredResponse] = {}
-        self._ended: OrderedDict[str, StoredResponse] = OrderedDict()
-        self.size = 0
+        self._written = Shares(most_bytes, alone=most_bytes // 2)  # bytes of these
+        # Of each key, the least recently used first, and their bytes.
+        self._ended: dict[str, OrderedDict[str, StoredResponse]] = {}
+        self._kept: Counter[str] = Counter()
+
+    @property
+    def size(self) -> int:
+        return self._written.held + self._kept.total()
 
     def add(self, response: StoredResponse) -> None:
-        self._make_room(response.size)
-        if self.size + response.size > self._most_bytes:
+        owner, size = response.owner, response.size
+        if not response.ended and not self._written.fits(owner, size):
+            whose = "this key's part of" if self._written.held + size <= self._most_bytes else "all of"
             raise StoreFull(
-                "the responses that are being written take up what this router keeps of them "
+                f"the responses that are being written take up {whose} what this router keeps of them "
                 f"({self._most_bytes} bytes); send this one again later, or with store: false"
             )
-        if (former := self._find(response.id)) is not None:
+        self._make_room(size)
+        if (former := self.find(response.id, owner)) is not None:
             self.drop(former)
-        (self._ended if response.ended else self._running)[response.id] = response
+        if response.ended:
+            self._keep(response)
+        else:
+            self._running[response.id] = response
+            self._written.take(owner, size)
         response.store = self
-        self.size += response.size
 
     def find(self, response_id: str, owner: str) -> StoredResponse | None:
         """Finds a response of this key; other keys' responses are not found."""
-        found = self._find(response_id)
-        if found is None or found.owner != owner:
+        running = self._running.get(response_id)
+        if running is not None:
+            return running if running.owner == owner else None
+        own = self._ended.get(owner)
+        if own is None or response_id not in own:
             return None
-        if response_id in self._ended:
-            self._ended.move_to_end(response_id)
-        return found
-
-    def _find(self, response_id: str) -> StoredResponse | None:
-        return self._running.get(response_id) or self._ended.get(response_id)
+        own.move_to_end(response_id)
+        return own[response_id]
 
     def drop(self, response: StoredResponse) -> None:
         """Forgets a response. Does nothing if it is not here."""
-        if response.store is self:
-            response.store = None
-            self._running.pop(response.id, None)
-            self._ended.pop(response.id, None)
-            self.size -= response.size
+        if response.store is not self:
+            return
+        response.store = None
+        if self._running.pop(response.id, None) is not None:
+            self._written.take(response.owner, -response.size)
+            return
+        own = self._ended[response.owner]
+        del own[response.id]
+        self._kept[response.owner] -= response.size
+        if not own:
+            del self._ended[response.owner], self._kept[response.owner]
 
     def settle(self) -> None:
         """Makes room after a response has ended or grown."""
@@ -168,11 +198,20 @@ class ResponseStore:
 
     def _make_room(self, wanted: int) -> None:
         while self.size + wanted > self._most_bytes and self._ended:
-            self.drop(next(iter(self._ended.values())))
+            most = max(self._ended, key=self._kept.__getitem__)
+            self.drop(next(iter(self._ended[most].values())))
 
-    def on_resized(self, grown: int) -> None:
-        self.size += grown
+    def on_resized(self, response: StoredResponse, grown: int) -> None:
+        if response.id in self._running:
+            self._written.take(response.owner, grown)
+        else:
+            self._kept[response.owner] += grown
 
     def on_ended(self, response: StoredResponse) -> None:
-        self._running.pop(response.id, None)
-        self._ended[response.id] = response
+        if self._running.pop(response.id, None) is not None:
+            self._written.take(response.owner, -response.size)
+            self._keep(response)
+
+    def _keep(self, response: StoredResponse) -> None:
+        self._ended.setdefault(response.owner, OrderedDict())[response.id] = response
+        self._kept[response.owner] += response.size

@@ -452,3 +452,100 @@ def test_how_long_the_first_in_line_has_waited_is_known() -> None:
         assert admission.oldest_wait_s() == 0.0
 
     asyncio.run(scenario())
+
+
+class Sequences:
+    """A request's sequences, of which each pauses when it is asked to."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self.paused = 0
+        self.given = slots.held
+        slots.listen(self._on_place, lambda error: None, self._on_give_way)
+
+    def _on_place(self) -> None:
+        self.given += 1
+
+    def _on_give_way(self) -> bool:
+        self.paused += 1
+        self.slots.pause_one()
+        return True
+
+
+def test_a_key_may_have_all_places_and_gives_some_up_to_others() -> None:
+    async def work() -> None:
+        place = Place(4)
+        older, newer = Sequences(await place.ask("greedy", 2)), Sequences(await place.ask("greedy", 2))
+        waiting = place.ask("greedy")
+        await settle()
+        others = [await place.ask("other"), await place.ask("other")]
+        assert (older.paused, newer.paused) == (0, 2), "each has an even part, and the latest began last"
+        third = place.ask("other")
+        await settle()
+        assert not third.done(), "it has its part"
+        assert not waiting.done()
+        for slots in others:
+            slots.release_all()
+        (await third).release_all()
+        assert newer.given == 4, "what has paused goes on before its key's next request"
+        for sequences in (older, newer):
+            sequences.slots.release_all()
+        (await waiting).release_all()
+        assert (place.admission.held, place.admission.queued) == (0, 0)
+
+    run(work)
+
+
+def test_what_is_more_urgent_pauses_for_none() -> None:
+    async def work() -> None:
+        place = Place(2, by_priority=True)
+        urgent = Sequences(await place.ask("a", 2, priority=-1))
+        other = place.ask("b")
+        await settle()
+        assert urgent.paused == 0
+        urgent.slots.release_all()
+        (await other).release_all()
+
+    run(work)
+
+
+def test_a_key_has_a_share_of_the_line() -> None:
+    async def work() -> None:
+        place = Place(1, queued=6)
+        running = await place.ask("greedy")
+        waiting = [place.ask("greedy") for _ in range(3)]
+        await settle()
+        with pytest.raises(QueueFull, match="of this key wait already"):
+            await place.ask("greedy")
+        waiting.append(place.ask("other"))
+        await settle()
+        running.release_all()
+        for done in asyncio.as_completed(waiting):
+            (await done).release_all()
+        assert (place.admission.held, place.admission.queued) == (0, 0)
+
+    run(work)
+
+
+def test_background_answers_of_one_key_leave_as_many_places_as_they_have() -> None:
+    async def work() -> None:
+        place = Place(4, queued=20)
+
+        def ask_in_background(key: str) -> asyncio.Task[Slots]:
+            deadline = place.clock() + SOON
+            return asyncio.create_task(place.admission.acquire(key, 1, deadline, background=True))
+
+        answers = [ask_in_background("greedy") for _ in range(4)]
+        await settle()
+        assert [task.done() for task in answers] == [True, True, False, False]
+        own = await place.ask("greedy")
+        other = await place.ask("other")
+        for slots in (own, other, await answers[0]):
+            slots.release_all()
+        await settle()
+        assert [task.done() for task in answers] == [True, True, True, False]
+        for task in answers[1:]:
+            (await task).release_all()
+        assert (place.admission.held, place.admission.queued) == (0, 0)
+
+    run(work)

@@ -272,3 +272,28 @@ def test_a_pause_that_lasts_is_told_with_the_time_to_come_back(start_router: Sta
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
     assert "requests are paused" in refused.json()["error"]["message"]
     assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_a_key_on_all_places_pauses_for_another_and_loses_no_token(start_router: StartRouter) -> None:
+    keys = (ApiKey("greedy", "key-greedy"), ApiKey("other", "key-other"))
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=2), api_keys=keys)
+    node = router.nodes["d0"]
+    node.set(pause_at=3)
+
+    def ask(key: str, **fields: object) -> httpx.Response:
+        body = {"model": "fake", "prompt": "the fox", "seed": 5, **fields}
+        return router.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+    with ThreadPoolExecutor(1) as pool:
+        greedy = pool.submit(ask, "key-greedy", n=2, max_tokens=8)
+        router.wait_for(
+            lambda: router.server.services.dispatcher.held == 2 and len(node.running) == 2, "all places taken"
+        )
+        other = ask("key-other", max_tokens=2)
+        assert other.status_code == 200
+        node.wait_until(lambda: len(node.submits) == 4, "the paused one goes on")
+        node.resume()
+        answer = greedy.result(10)
+    texts = [choice["text"] for choice in answer.json()["choices"]]
+    assert texts == [router.expected("the fox", 8, seed=5 + index) for index in range(2)]
+    router.wait_for(router.idle, "nothing is left")

@@ -56,6 +56,13 @@ def test_what_is_made_as_it_is_written_is_a_list(items: list[Any]) -> None:
     assert msgspec.json.decode(b"".join(json_pieces(body))) == {"before": 1, "items": items, "raw": [1, 2]}
 
 
+def test_a_long_text_deep_in_a_list_is_cut() -> None:
+    body = {"item": {"content": [1, {"type": "text", "text": "ä" * 1_000_000}]}, "other": ["b" * 100_000] * 3}
+    pieces = list(json_pieces(body))
+    assert msgspec.json.decode(b"".join(pieces)) == body
+    assert max(map(len, pieces)) < LONGEST_PIECE
+
+
 def test_long_texts_and_lists_are_cut() -> None:
     body = {"text": 'ä"\n' * 200_000, "ids": list(range(200_000))}
     pieces = list(json_pieces(body))

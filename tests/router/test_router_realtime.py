@@ -20,7 +20,8 @@ from wsproto.events import (
 
 from tandem.router.config import ApiKey, Limits, Timeouts, TracingConfig
 from tandem.router.http.body import KeptMemory
-from tandem.router.http.websocket import WebSocket
+from tandem.router.http.turns import TURNS_A_PASS, Turns
+from tandem.router.http.websocket import READ_FRAMES, WebSocket
 from tandem.wire.nodes import Role
 from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter
@@ -296,10 +297,34 @@ def test_only_whole_events_keep_a_session(what: str) -> None:
             most_bytes=10_000,
             ping_s=20.0,
             idle_s=30.0,
+            turns=Turns(),
             clock=lambda: exchange.now,
         )
         assert asyncio.run(asyncio.wait_for(socket.receive(), 10)) is None
         assert 30 < exchange.now < 33
+
+
+def test_streams_go_on_while_a_client_sends_many_frames() -> None:
+    async def work() -> int:
+        exchange = _Arrivals(lambda: Connection(ConnectionType.CLIENT).send(Ping()) * 2_000)
+        with KeptMemory(1 << 20, lambda: None).share(0, "") as share:
+            socket = WebSocket(
+                exchange,  # type: ignore[arg-type]
+                share,
+                most_bytes=10_000,
+                ping_s=20.0,
+                idle_s=0.5,
+                turns=Turns(),
+                clock=lambda: exchange.now,
+            )
+            reading = asyncio.create_task(socket.receive())
+            passes = 0
+            while not reading.done():
+                passes += 1
+                await asyncio.sleep(0)
+        return passes
+
+    assert asyncio.run(work()) > 2_000 / READ_FRAMES / TURNS_A_PASS / 2
 
 
 def test_frames_that_are_none_end_it(router: RunningRouter) -> None:

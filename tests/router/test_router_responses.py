@@ -13,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.router.config import ApiKey, Heartbeat, Limits
-from tandem.router.responses.response_store import ResponseStore, StoredResponse, StoreFull
+from tandem.router.responses.response_store import (
+    RESPONSE_BYTES,
+    ResponseStore,
+    StoredResponse,
+    StoreFull,
+)
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import WireError
 from tests.router.conftest import RunningRouter, StartRouter
@@ -204,7 +209,7 @@ def test_a_failure_is_a_status_or_an_event(router: RunningRouter) -> None:
 
 def test_what_is_kept_is_bounded_and_each_keys_own(start_router: StartRouter) -> None:
     keys = (ApiKey("a", "secret-a"), ApiKey("b", "secret-b"))
-    router = start_router(api_keys=keys, limits=Limits(responses_bytes=6_000))
+    router = start_router(api_keys=keys, limits=Limits(responses_bytes=6_000 + 6 * RESPONSE_BYTES))
     a, b = ({"authorization": f"Bearer {key.key}"} for key in keys)
     body = {"input": "x", "max_output_tokens": 2}
     made = [router.client.post("/v1/responses", json=body, headers=a).json()["id"] for _ in range(12)]
@@ -238,9 +243,9 @@ def test_what_is_wrong_is_named(router: RunningRouter, fields: dict[str, Any], p
     router.wait_for(router.idle, "nothing was begun")
 
 
-def stored(index: int, text: str = "x" * 100, **body: Any) -> StoredResponse:
+def stored(index: int, text: str = "x" * 100, owner: str = "alice", **body: Any) -> StoredResponse:
     shown = {"id": f"resp_{index}", "status": "in_progress", "output": [], "text": text, **body}
-    return StoredResponse(shown, "alice", [], keeps_events=False)
+    return StoredResponse(shown, owner, [], keeps_events=False)
 
 
 class Untraversable(OrderedDict[str, StoredResponse]):
@@ -261,7 +266,7 @@ def test_a_response_costs_the_same_beside_many_others() -> None:
         one = stored(1_000_000 + index)
         store.add(one)
         one.end()
-    store._ended = Untraversable(store._ended)
+    store._ended["alice"] = Untraversable(store._ended["alice"])
     first = store.find("resp_1000000", "alice")
     assert first is not None
     for index in range(2, 5):
@@ -275,9 +280,31 @@ def test_a_response_costs_the_same_beside_many_others() -> None:
     assert store.find("resp_1000001", "alice") is None
 
 
+def test_a_key_that_stores_much_pushes_out_its_own() -> None:
+    each = stored(0).size
+    store = ResponseStore(10 * each)
+    for index, owner in enumerate(["bob", *["alice"] * 30, "bob"]):
+        one = stored(index, owner=owner)
+        store.add(one)
+        one.end()
+        store.settle()
+    assert store.find("resp_0", "bob") is not None
+    assert store.find("resp_1", "alice") is None
+
+
+def test_a_key_that_writes_much_leaves_room_for_others() -> None:
+    each = stored(0).size
+    store = ResponseStore(10 * each)
+    for index in range(5):
+        store.add(stored(index))
+    with pytest.raises(StoreFull, match="this key's part"):
+        store.add(stored(5))
+    store.add(stored(6, owner="bob"))
+
+
 @given(st.lists(st.tuples(st.sampled_from("adegs"), st.integers(0, 5), st.integers(0, 300)), max_size=40))
 def test_the_stores_size_is_that_of_what_it_keeps(steps: list[tuple[str, int, int]]) -> None:
-    store = ResponseStore(2000)
+    store = ResponseStore(2000 + 3 * RESPONSE_BYTES)
     kept: dict[str, StoredResponse] = {}
     for what, index, size in steps:
         one = kept.get(f"resp_{index}")
@@ -295,7 +322,7 @@ def test_the_stores_size_is_that_of_what_it_keeps(steps: list[tuple[str, int, in
             one.add([b"g" * size])
         else:
             store.settle()
-        left = [*store._running.values(), *store._ended.values()]
+        left = [*store._running.values(), *(each for own in store._ended.values() for each in own.values())]
         assert store.size == sum(response.size for response in left)
         assert all(response.store is store for response in left)
         assert not any(response.ended for response in store._running.values())

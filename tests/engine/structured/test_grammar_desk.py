@@ -83,6 +83,17 @@ def test_what_takes_too_long_is_overdue_once_and_its_late_result_is_nobodys(slow
     assert desk.seconds_until_due(9.0) is None
 
 
+def test_a_tenant_with_many_grammars_does_not_delay_another_one(slow: tuple[Slow, Desk]) -> None:
+    of, desk = slow
+    for number in range(9):
+        desk.begin(f"greedy {number}", f'start: "{number}"', now=0.0, tenant="greedy")
+    for _ in range(2):
+        of.begun.get(timeout=PATIENCE_S)
+    desk.begin("other", 'start: "o"', now=0.0, tenant="other")
+    of.go.set()
+    assert 'start: "o"' in [of.begun.get(timeout=PATIENCE_S) for _ in range(2)]
+
+
 def test_what_nobody_waits_for_any_more_is_not_compiled(slow: tuple[Slow, Desk]) -> None:
     of, desk = slow
     for number in range(2):

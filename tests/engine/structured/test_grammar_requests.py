@@ -74,6 +74,20 @@ def test_a_grammar_that_is_there_costs_no_waiting(node: Node, held: Held) -> Non
     assert node.outgoing.until_finished("second")[-1].finish is FinishReason.LENGTH
 
 
+def test_a_grammar_that_another_tenant_used_is_compiled_anew(node: Node, held: Held) -> None:
+    held.go.set()
+    node.submit("alice's", sampling=FOLLOWS, cache_salt="a/x")
+    node.outgoing.until_finished("alice's")
+    held.go.clear()
+    held.started.clear()
+    node.submit("bob's", sampling=FOLLOWS, cache_salt="b")
+    assert held.started.wait(PATIENCE_S)
+    node.submit("alice's next", sampling=FOLLOWS, cache_salt="a/x")
+    assert node.outgoing.until_finished("alice's next")[-1].finish is FinishReason.LENGTH
+    held.go.set()
+    assert node.outgoing.until_finished("bob's")[-1].finish is FinishReason.LENGTH
+
+
 def test_a_request_is_cancelled_while_it_waits(node: Node, held: Held) -> None:
     node.submit("waits", sampling=FOLLOWS)
     assert held.started.wait(PATIENCE_S)
