@@ -261,6 +261,7 @@ def load_general(
             block_size=plan.block_size,
             max_tokens=recorded_tokens(shape),
             device=device,
+            shard=shard,
         )
         with torch.inference_mode():
             graphs.record_ahead(lambda share: progress("recording decode steps", share))

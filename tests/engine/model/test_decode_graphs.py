@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -27,6 +28,7 @@ from tandem.engine.model.decode_graphs import DecodeGraphs, Record
 from tandem.engine.model.decode_inputs import bucket_of, table_width, token_buckets
 from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
+from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import ModelParts
 from tests.engine.model import fake_flashinfer, tiny
@@ -238,6 +240,77 @@ def test_too_little_memory_at_load_is_said_and_on_the_way_costs_only_that_shape(
     driver.finish("4")
     driver.step({"0": 1})
     assert graphs.num_replays == 1
+
+
+class Unread:
+    """A forward pass whose attention lists no tables, as a library's, and which computes nothing."""
+
+    attention = SimpleNamespace(
+        reads_tables=False, fixed=lambda _: SimpleNamespace(prepare=lambda _: None, begin=lambda: None)
+    )
+    num_layers, hidden = 1, torch.empty(0)
+
+    def __call__(self, batch: Batch, hooks: object) -> torch.Tensor:
+        return torch.zeros(len(batch.logit_rows), 8)
+
+    def compute(self, token_ids: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
+        return torch.zeros(len(token_ids), 8)
+
+
+def chunks_of(*shapes: tuple[int, int]) -> Batch:
+    """Requests of (tokens in the step, tokens with those before it)."""
+    counts, contexts = (np.array(numbers, np.int32) for numbers in zip(*shapes, strict=True))
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    positions = np.concatenate([np.arange(end - count, end) for count, end in shapes])
+    tables = (np.ones((len(shapes), -(-int(contexts.max()) // 16)), np.int32),)
+    logit_rows = (starts[1:] - 1).astype(np.int64)
+    host = HostBatch(positions, starts, contexts, (positions + 16,), tables, logit_rows)
+    return Batch(
+        token_ids=torch.zeros(len(positions), dtype=torch.int64),
+        positions=torch.from_numpy(positions),
+        query_start=torch.from_numpy(starts),
+        context_lens=torch.from_numpy(contexts),
+        slot_mapping=(torch.from_numpy(positions),),
+        block_tables=(torch.from_numpy(tables[0]),),
+        logit_rows=torch.from_numpy(logit_rows),
+        num_decodes=int((counts == 1).sum()),
+        max_context_len=int(contexts.max()),
+        host_query_start=starts,
+        host_context_lens=contexts,
+        host=host,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "replayed"),
+    [
+        ([(1, 120_000)] * 64, True),
+        ([(128, 128)] * 4, True),
+        ([(512, 512)], True),
+        ([(40, 2_000), *[(1, 4_000)] * 64], True),
+        ([(200, 8_192)], False),
+        ([(400, 30_000)], False),
+        ([(500, 120_000)], False),
+        ([*[(1, 1_024)] * 64, (320, 8_192)], False),
+        ([(5, 4_096)] * 64, False),
+    ],
+    ids=lambda given: (
+        "+".join(f"{n}of{end}" for n, end in dict.fromkeys(given)) if isinstance(given, list) else ""
+    ),
+)
+def test_a_step_that_would_read_a_long_prefix_once_for_each_token_is_not_replayed(
+    shapes: list[tuple[int, int]], replayed: bool
+) -> None:
+    graphs = DecodeGraphs(
+        Unread(),
+        record,
+        num_groups=1,
+        block_size=16,
+        max_tokens=512,
+        device=torch.device("cpu"),  # type: ignore[arg-type]
+    )
+    graphs(chunks_of(*shapes), None)
+    assert graphs.num_replays == replayed
 
 
 @given(st.integers(1, 1000), st.data())
