@@ -82,7 +82,6 @@ def test_a_part_that_fails_dies_or_hangs_costs_no_other_part_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each part is a process of its own, which begins in some seconds."""
-    monkeypatch.setattr(gpu, "PARTS", gpu.PARTS)
     for name in ("fine", "fails", "dies", "absent", "last"):
         monkeypatch.setitem(gpu.PARTS, name, gpu.PARTS["machine"])
     out = tmp_path / "rows.jsonl"
@@ -127,7 +126,6 @@ def test_a_part_that_hangs_is_ended_with_what_it_started(
         f"import subprocess; subprocess.Popen(['sleep', '600'], pass_fds=({theirs},)); "
         "report.row('begun', ms=1); import threading; threading.Event().wait()"
     )
-    monkeypatch.setattr(gpu, "PARTS", gpu.PARTS)
     assert with_parts(monkeypatch, out, "--deadline", "40", hangs=hangs) == 1
     os.close(theirs)
     assert os.read(ours, 1) == b""
