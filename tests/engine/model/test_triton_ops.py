@@ -159,6 +159,7 @@ print(len(compiled))
 """
 
 
+@pytest.mark.timeout(600)  # compiling takes half a minute of a core
 @pytest.mark.parametrize(
     ("capability", "which", "most"), [(90, "all", 60), (80, "some", 5), (100, "some", 5)]
 )
