@@ -42,6 +42,7 @@ def main() -> int:
     if arguments.part:
         return run_part(arguments.part, arguments)
     names = _wanted(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a part does not outlive this process
     with tempfile.TemporaryDirectory() as folder:
         arguments.models = arguments.models or Path(folder)
         ended = {name: run_apart(name, arguments) for name in names}
