@@ -28,8 +28,8 @@
 # make bench    a short measurement of every part, in one table with the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, which package imports which, and which doors of users a test goes through
-# make test-gpu-packages   without a GPU: FlashInfer's package accepts our calls and writes its kernels' sources, Triton interprets ours,
-#                    and the GPU's benchmark runs on a CPU
+# make test-gpu-packages   without a GPU: FlashInfer's package accepts our calls and writes its kernels' sources, Triton interprets ours
+#                    and compiles them for cards, and the GPU's benchmark runs on a CPU
 # make wheel    dist/*.whl with compiled kernels, for glibc 2.28 and newer; test-install installs one with its dependencies in an empty environment
 # make docs     writes the parts of the documents that are generated from the code
 # make clean    deletes the environment and everything that tools left here; the model cache stays

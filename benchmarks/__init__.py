@@ -14,7 +14,8 @@
     hybrid           what recurrent layers cost, compared with a dense model and with transformers
     parallel         what several ranks cost a step, compared with one rank (parallel_vllm)
     native_kernels   where a step's time goes in the native library
-    gpu              the engine on a GPU (gpu_models, gpu_parity, gpu_parts, gpu_handover)
+    gpu              the engine on a GPU, part by part (gpu_parts, gpu_report): its answers (gpu_parity), its speed (gpu_speed, gpu_alone,
+                     gpu_profile, gpu_models), two engines on one card (gpu_handover)
     tiers            what tiers of the cache cost and save, and (`tier_floors`) whether their floors hold
     tier_parity      whether tiers evict what vLLM's would, and how fast
     failover         a long conversation whose decode node is killed, with a mirror of its KV and without; or one rank of its node

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.gpu_report import Report
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
@@ -28,7 +29,8 @@ from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
 
-_PATIENCE_S = 300.0
+_PATIENCE_S = 60.0  # for answers
+_TO_LOAD_S = 150.0
 _LONGEST_WAIT_S = 0.2
 HANDOVER_MS = 5.0  # of 4,096 tokens, after the last chunk: docs/gpu.md
 
@@ -144,7 +146,7 @@ class Pair:
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
-        prefill, decode = (self._received(index) for index in (0, 1))
+        prefill, decode = (self._received(index, _TO_LOAD_S) for index in (0, 1))
         self._pipes[0].send(decode)
         self._pipes[1].send(prefill)
 
@@ -153,11 +155,13 @@ class Pair:
             pipe.send(asks)
         return self._received(0), self._received(1)
 
-    def _received(self, index: int) -> Any:
-        until = time.monotonic() + _PATIENCE_S
+    def _received(self, index: int, patience_s: float = _PATIENCE_S) -> Any:
+        until = time.monotonic() + patience_s
         while not self._pipes[index].poll(1.0):
-            if not self._processes[index].is_alive() or time.monotonic() > until:
-                raise RuntimeError(f"the process {index} of two ended, or did not answer")
+            if not self._processes[index].is_alive():
+                raise RuntimeError(f"the process {index} of two ended")
+            if time.monotonic() > until:
+                raise RuntimeError(f"the process {index} of two did not answer within {patience_s:.0f} s")
         return self._pipes[index].recv()
 
     def close(self) -> None:
@@ -206,28 +210,36 @@ def felt(told: dict[str, Told], first: dict[str, Told] | None = None) -> dict[st
 
 
 def compare_pair(
-    plan: Plan, alone: dict[str, Told], load: dict[str, Told], singles: list[Ask], loaded: list[Ask]
-) -> dict[str, Any]:
-    """`alone` and `load` are one engine's answers to the same requests: each sent by itself, and all of `loaded` together."""
+    plan: Plan,
+    alone: dict[str, Told],
+    load: dict[str, Told],
+    singles: list[Ask],
+    loaded: list[Ask],
+    report: Report,
+) -> int:
+    """`alone` and `load` are one engine's answers to the same requests: each sent by itself, and all of `loaded` together. Returns how
+    many of `singles` got the same answers from two engines."""
     pair = Pair(plan)
     try:
         pair.run([msgspec.structs.replace(singles[0], name="warm-up")])
-        handovers, same = [], 0
+        num_same = 0
         for ask in singles:
             ahead, behind = pair.run([ask])
             computed, begun = ahead[ask.name].times[0], behind[ask.name].times[0]
-            same += behind[ask.name].tokens == alone[ask.name].tokens
-            handovers.append(
-                {"tokens": len(ask.prompt), "ms": 1e3 * (begun - computed), "expected_ms": HANDOVER_MS}
+            same = behind[ask.name].tokens == alone[ask.name].tokens
+            num_same += same
+            # What of the handover did not overlap with the prompt.
+            report.row(
+                f"handover of {len(ask.prompt)} tokens",
+                ms_after_the_last_chunk=1e3 * (begun - computed),
+                expected_ms=HANDOVER_MS,
+                prompt_ms=1e3 * (computed - ahead[ask.name].asked),
+                same_answer=same,
             )
         ahead, behind = pair.run(loaded)
-        return {
-            "handovers": handovers,
-            "same_answers": same,
-            "answers": len(singles),
-            "one_engine": felt(load),
-            "two": felt(behind, ahead),
-        }
+        report.row("one engine", **felt(load))
+        report.row("two engines", **felt(behind, ahead))
+        return num_same
     finally:
         pair.close()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from transformers import AutoModelForCausalLM
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
@@ -129,3 +131,28 @@ def _near_enough(
     wrote = float((decoded - generated).abs().mean())
     said = f"{dtype}: log-probabilities off by {read:.4f} in prompts, {wrote:.4f} in decodes; {allowed:.4f} allowed"
     return Parity(f"{dtype} log-probabilities", read <= allowed and wrote <= allowed, said)
+
+
+def check_against_transformers(path: Path, device: torch.device) -> list[Parity]:
+    """Compares log-probabilities in half precision with those of transformers in float32. As much error is allowed as transformers itself
+    makes in half precision."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    kind, rng = model.config.model_type, random.Random(1)
+    vocab = int(model.config.get_text_config().vocab_size)
+    texts = [[rng.randrange(3, vocab) for _ in range(length)] for length in _LENGTHS if length > 1]
+    right = _by_transformers(model, texts)
+    rounded = _by_transformers(model.to(torch.bfloat16), texts)
+    allowed = _MOST_ERROR * float((rounded - right).abs().mean()) + _FLOOR
+    ours = ParitySide(path, "bfloat16", str(device), native=True).logprobs(texts)
+    off = float((ours - right).abs().mean())
+    said = f"log-probabilities off by {off:.4f} from transformers; {allowed:.4f} allowed"
+    return [Parity(f"{kind} in bfloat16", off <= allowed, said)]
+
+
+@torch.inference_mode()
+def _by_transformers(model: Any, texts: list[list[int]]) -> torch.Tensor:
+    found = []
+    for text in texts:
+        logits = model(torch.tensor([text])).logits[0, :-1].float()
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(text[1:])[:, None])[:, 0])
+    return torch.cat(found)

@@ -1,110 +1,271 @@
-"""Where a step's time goes on a device: choosing tokens, the kernels' own time, the host's time."""
+"""The parts of the GPU's benchmark: what each measures, and how long it may take."""
 
 from __future__ import annotations
 
-import statistics
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
 
-import numpy as np
+import msgspec
 import torch
 
+from benchmarks import gpu_handover
+from benchmarks.gpu_handover import compare_pair, one_engine, prompts
+from benchmarks.gpu_models import DRY_SHAPES, PARITY_SHAPE, SPEED_SHAPES, make_model
+from benchmarks.gpu_parity import check_against_transformers, check_parity
+from benchmarks.gpu_profile import sampling_times
+from benchmarks.gpu_report import Report, note
+from benchmarks.gpu_speed import DRY, QUICK, Sizes, SpeedBench
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
-from tandem.engine.model.batching import RequestRows, SamplingTable
-from tandem.engine.model.sampling.sampler import Sampler
-from tandem.engine.request import Request
-from tandem.wire.sampling import SamplingParams
+from tandem.engine.model.loading import load_runner
+from tandem.engine.scheduling.scheduler import Scheduler
 
-MODES = {
-    "greedy": SamplingParams(temperature=0.0),
-    "all tokens": SamplingParams(seed=1),
-    "top_p 0.95": SamplingParams(seed=1, top_p=0.95),
-    "top_k 40, top_p 0.95": SamplingParams(seed=1, top_k=40, top_p=0.95),
-    "top_k 1000": SamplingParams(seed=1, top_k=1000),
+
+class Left(Exception):
+    """A part that cannot run here, and why. It has not failed."""
+
+
+class WrongAnswer(Exception):
+    """The device computes something else than it should."""
+
+
+class Setting(msgspec.Struct, frozen=True):
+    device: str
+    dtype: Literal["bfloat16", "float16", "float32"]
+    models: Path  # where models are made
+    model: Path | None = None  # a model that is measured and compared with transformers, too
+    kv_memory: int | None = None
+    quick: bool = False
+
+    @property
+    def on_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    @property
+    def dry(self) -> bool:
+        return self.on_device.type == "cpu"
+
+    def made(self, name: str) -> Path:
+        shape = (DRY_SHAPES if self.dry else SPEED_SHAPES)[name]
+        return make_model(shape, self.models / name, self.on_device)
+
+
+class Part(msgspec.Struct, frozen=True):
+    run: Callable[[Setting, Report], None]
+    deadline_s: float
+    models: tuple[str, ...] = ()  # that it uses, in the folder of models
+
+
+def machine(setting: Setting, report: Report) -> None:
+    device = setting.on_device
+    versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
+    for name in ("transformers", "triton", "flashinfer-python", "nixl"):
+        try:
+            versions[name.replace("-", "_")] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name.replace("-", "_")] = "none"
+    report.row("versions", **versions, cuda=str(torch.version.cuda))
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        asked = [
+            "nvidia-smi",
+            "--query-gpu=driver_version,memory.total,clocks.max.sm",
+            "--format=csv,noheader",
+        ]
+        told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        report.row(
+            "card",
+            name=card.name,
+            gib=card.total_memory / 2**30,
+            capability=f"{card.major}.{card.minor}",
+            smi=told,
+        )
+
+
+def kernels(setting: Setting, report: Report) -> None:
+    """All modules of FlashInfer that the other parts load, in one run of ninja."""
+    if importlib.util.find_spec("flashinfer") is None:
+        raise Left("flashinfer is not installed")
+    if setting.dry:
+        raise Left("a CPU has no use for them")
+    from tandem.engine.model.attention import prebuild
+
+    device = setting.on_device
+    major, minor = torch.cuda.get_device_capability(device)
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = f"{major}.{minor}{'a' if major >= 9 else ''}"
+    hopper = major == 9
+    groups: dict[str, dict[str, Any]] = {
+        "bfloat16": {"head_dims": (64, 128)},
+        "float16": {"head_dims": (64,), "dtype": torch.float16},
+        "latents": {"head_dims": (), "latents": True},
+        "fp8 weights": {"head_dims": (), "fp8_weights": hopper},
+    }
+    wanted = []
+    for name, options in groups.items():
+        try:
+            wanted += prebuild.specs(**options)
+        except Exception as error:  # sources that this package lacks cost only their own kernels
+            report.row(name, left_out=f"{type(error).__name__}: {error}")
+    began = time.monotonic()
+    importlib.import_module("flashinfer.jit").build_jit_specs(wanted)
+    report.row("compiled", modules=len(wanted), seconds=time.monotonic() - began)
+
+
+def lanes(setting: Setting, report: Report) -> None:
+    """What two processes move between their memory on this device, and by which of UCX's transports."""
+    from tandem.kvtransfer.nixl_check import check
+
+    if (reason := gpu_handover.missing()) is not None:
+        raise Left(reason)
+    found = check(device=setting.device)
+    if found.error:
+        raise RuntimeError(found.error)
+    report.row(
+        "a megabyte",
+        gigabytes_per_s=found.gigabytes_per_s,
+        lanes=", ".join(found.transports),
+        version=found.version,
+    )
+
+
+def transfer(setting: Setting, report: Report) -> None:
+    """Handovers of many sizes between two processes, by the connector and by NIXL alone."""
+    if setting.dry:
+        raise Left("benchmarks.transfer needs no GPU")
+    if (reason := gpu_handover.missing()) is not None:
+        raise Left(reason)
+    command = [sys.executable, "-u", "-m", "benchmarks.transfer", "--quick", "--device", setting.device]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.strip():
+                report.row("told", words=line.strip())
+    if child.returncode:
+        raise RuntimeError(f"it ended with status {child.returncode}")
+
+
+def parity(setting: Setting, report: Report) -> None:
+    device, cpu = setting.on_device, torch.device("cpu")
+    path = make_model(PARITY_SHAPE, setting.models / "parity", cpu)
+    checks = [functools.partial(check_parity, path, device)]
+    for name in ("qwen3-8b", "experts", "latents"):
+        shape = msgspec.structs.replace(DRY_SHAPES[name], dtype="float32", spread=PARITY_SHAPE.spread)
+        made = make_model(shape, setting.models / "parity" / name, cpu)
+        checks.append(functools.partial(check_against_transformers, made, device))
+    if setting.model is not None:
+        checks.append(functools.partial(check_against_transformers, setting.model, device))
+    wrong: list[str] = []
+    for check in checks:
+        for one in check():
+            report.row(one.what, holds=one.holds, said=one.said)
+            wrong += [] if one.holds else [one.what]
+    if wrong:
+        raise WrongAnswer(", ".join(wrong))
+
+
+def speed_of(name: str) -> Callable[[Setting, Report], None]:
+    def speed(setting: Setting, report: Report) -> None:
+        _measure(setting.made(name), setting, report)
+
+    return speed
+
+
+def given(setting: Setting, report: Report) -> None:
+    if setting.model is None:
+        raise Left("no --model was given")
+    _measure(setting.model, setting, report)
+
+
+def _measure(path: Path, setting: Setting, report: Report) -> None:
+    sizes = DRY if setting.dry else QUICK if setting.quick else Sizes()
+    SpeedBench(path, setting.dtype, setting.on_device, setting.kv_memory, sizes, report).run()
+
+
+def sampling(setting: Setting, report: Report) -> None:
+    """Choosing tokens from Llama 3's vocabulary. At best the logits are read once."""
+    vocab, batches, repeats = (512, (1, 4), 2) if setting.dry else (128_256, (1, 64, 256), 20)
+    dtype = getattr(torch, setting.dtype)
+    for row in sampling_times(vocab, dtype, setting.on_device, batches, repeats):
+        report.row(row.pop("what"), **row)
+
+
+def pair(setting: Setting, report: Report) -> None:
+    """A prefill and a decode engine in two processes on one card, compared with one engine."""
+    if (reason := gpu_handover.missing()) is not None:
+        raise Left(reason)
+    small = setting.dry or setting.quick
+    path = setting.made("tiny" if setting.quick else "8b")
+    lengths, tokens = ((32, 96), 8) if small else ((512, 2048, 4096), 32)
+    many, long, apart = (4, 64, 0.01) if small else (16, 1024, 0.04)
+    config = json_of(path)
+    vocab, heads = int(config["vocab_size"]), int(config["num_key_value_heads"])
+    singles = prompts(vocab, list(lengths), tokens, 0.0, "single")
+    loaded = prompts(vocab, [long] * many, 2 * tokens, apart, "loaded")
+    asks = [*singles, *loaded]
+    dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    token_bytes = 2 * int(config["num_hidden_layers"]) * heads * dim * getattr(torch, setting.dtype).itemsize
+    kv_bytes = max(64 << 20, token_bytes * sum(len(ask.prompt) + ask.tokens + 64 for ask in asks))
+    native = not setting.dry
+    plan = gpu_handover.plan_of(path, setting.dtype, setting.device, kv_bytes, native=native, asks=asks)
+    cache = CacheConfig(prefix_caching=False, memory_bytes=kv_bytes)
+    scheduling = SchedulerConfig(
+        max_num_seqs=plan.max_requests,
+        max_num_batched_tokens=plan.tokens_per_step,
+        max_model_len=plan.max_model_len,
+        step_target_ms=0,
+    )
+    model = ModelConfig(path=str(path), dtype=setting.dtype, device=setting.device)
+    runner = load_runner(model, cache, scheduling, native=native)
+    info = runner.info
+    scheduler = Scheduler(scheduling, cache, info.groups, info.num_blocks, info.max_model_len)
+    engine = Engine(scheduler, runner, None, ahead=scheduling.plans_ahead(info.device))
+    alone: dict[str, gpu_handover.Told] = {}
+    for ask in singles:
+        alone |= one_engine(engine, [ask])
+    load = one_engine(engine, loaded)
+    del engine, scheduler, runner
+    if not setting.dry:
+        torch.cuda.empty_cache()
+    note("two engines, and what goes from one to the other")
+    same = compare_pair(plan, alone, load, singles, loaded, report)
+    if same < len(singles):
+        raise WrongAnswer(f"{len(singles) - same} of {len(singles)} answers are not those of one engine")
+
+
+def json_of(path: Path) -> dict[str, int]:
+    config: dict[str, int] = msgspec.json.decode((path / "config.json").read_bytes())
+    return config
+
+
+PARTS: dict[str, Part] = {
+    "machine": Part(machine, 40),
+    "kernels": Part(kernels, 300),
+    "lanes": Part(lanes, 70),
+    "transfer": Part(transfer, 75),
+    "parity": Part(parity, 120, ("parity",)),
+    "tiny": Part(speed_of("tiny"), 90, ("tiny",)),
+    "sampling": Part(sampling, 60),
+    "8b": Part(speed_of("8b"), 300, ("8b",)),
+    "pair": Part(pair, 180, ("8b", "tiny")),
+    "qwen3-8b": Part(speed_of("qwen3-8b"), 180, ("qwen3-8b",)),
+    "experts": Part(speed_of("experts"), 150, ("experts",)),
+    "fp8": Part(speed_of("fp8"), 180, ("fp8",)),
+    "latents": Part(speed_of("latents"), 120, ("latents",)),
+    "1b": Part(speed_of("1b"), 120, ("1b",)),
+    "model": Part(given, 300),
 }
-
-
-def sampling_times(
-    vocab: int, dtype: torch.dtype, device: torch.device, batches: tuple[int, ...], repeats: int
-) -> list[dict[str, Any]]:
-    """Returns the time to choose one token for each row of a batch. The limit is the time to read the logits once."""
-    rows = []
-    for batch in batches:
-        logits = torch.randn(batch, vocab, device=device).mul_(2).to(dtype)
-        requests = RequestRows(batch, 8, 16, 1)
-        for row in range(batch):
-            requests.add(str(row), [5, 6, 7], 3, [[1]])
-        for name, params in MODES.items():
-            table = SamplingTable(batch)
-            for row in range(batch):
-                table.set(row, params)
-            sampler = Sampler(vocab, frozenset(), device)
-            taken = []
-            with torch.inference_mode():
-                for _ in range(repeats + 1):
-                    began = time.perf_counter()
-                    tokens = sampler.sample(logits, np.arange(batch), np.full(batch, 3), requests, table)
-                    tokens.tolist()  # waits for the device
-                    taken.append(time.perf_counter() - began)
-            rows.append(
-                {
-                    "what": f"{name} x {batch}",
-                    "ms": statistics.median(taken[1:]) * 1e3,
-                    "logits_bytes": logits.nbytes,
-                }
-            )
-    return rows
-
-
-def decode_parts(
-    engine: Engine, vocab: int, device: torch.device, batches: tuple[int, ...], steps: int
-) -> list[dict[str, Any]]:
-    """Runs decode steps under torch's profiler. Returns the time of all kernels compared with the time between steps, the number of kernels,
-    and how long the host was busy with a step."""
-    rows = []
-    for batch in batches:
-        names = [f"parts-{batch}-{index}" for index in range(batch)]
-        sampling = SamplingParams(temperature=0.0, max_tokens=4 * steps + batch + 8, ignore_eos=True)
-        for index, name in enumerate(names):
-            prompt = [(7 * index + 3 * place) % (vocab - 3) + 3 for place in range(64)]
-            engine.add_request(Request(name, prompt, sampling))
-        begun: set[str] = set()
-        while len(begun) < batch:
-            begun.update(update.request_id for update in engine.step().updates)
-        for _ in range(3):
-            engine.step()
-        began = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        wall = (time.perf_counter() - began) / steps
-        on_device = device.type == "cuda"
-        kind = torch.profiler.ProfilerActivity.CUDA if on_device else torch.profiler.ProfilerActivity.CPU
-        with torch.profiler.profile(activities=[kind]) as profiled:
-            for _ in range(steps):
-                engine.step()
-        events = profiled.key_averages()
-        spent = sum(
-            event.self_device_time_total if on_device else event.self_cpu_time_total for event in events
-        )
-        count = sum(event.count for event in events)
-        rows.append(
-            {
-                "what": f"decode {batch} x 64",
-                "wall_ms": wall * 1e3,
-                "kernels_ms": spent / steps / 1e3,
-                "kernels": count / steps,
-                "host_ms": host_time(engine, steps) * 1e3,
-            }
-        )
-        engine.abort_requests(names)
-        while engine.step().progressed:
-            pass
-    return rows
-
-
-def host_time(engine: Engine, steps: int) -> float:
-    """Returns this thread's CPU seconds per step, which do not include waiting for the device."""
-    began = time.thread_time()
-    for _ in range(steps):
-        engine.step()
-    return (time.thread_time() - began) / steps
+# What fits into ten minutes on one card.
+STAGES: dict[str, tuple[str, ...]] = {
+    "1": ("machine", "kernels", "lanes", "parity", "tiny", "transfer"),
+    "2": ("machine", "sampling", "8b", "pair"),
+    "3": ("qwen3-8b", "experts", "fp8", "latents"),
+}

@@ -314,8 +314,9 @@ def build_batch(
             requests.tokens[row, known : known + len(proposed)] = proposed
             num_drafts[req_ids.index(req_id)] = len(proposed)
     contexts = requests.num_computed[rows] + lengths
-    # Decodes come first, sorted by context length, because attention takes requests of similar length together.
-    order = np.lexsort((contexts, lengths > 1))
+    # Decodes come first, then the shorter chunks, because kernels take them apart from the longer ones. Decodes are sorted by context
+    # length, because attention takes requests of similar length together.
+    order = np.lexsort((contexts, lengths))
     rows, lengths, contexts, num_drafts = rows[order], lengths[order], contexts[order], num_drafts[order]
 
     query_start = np.zeros(len(rows) + 1, np.int32)

@@ -2,8 +2,10 @@
 longer than computing.
 
 A recording depends only on its input buffers (`DecodeInputs`), so any recorder can make it. A shape is a number of tokens and a
-width of the block tables. Each token is computed as a request of its own, so decodes, drafts, short prompts and mixtures of them
-replay the same recordings. Longer steps are not recorded.
+width of the block tables. Each token is computed as a request of its own, so decodes, short prompts and mixtures of them replay the
+same recordings. Longer steps are not recorded, nor are steps whose tokens share long prefixes: each token would read its prefix again.
+
+The ranks of a model must compute the same shapes, because they sum their results. So rank 0 decides for all of them.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from tandem.engine.model.attention.interface import AttentionStep, FixedAttention, PagedAttention
 from tandem.engine.model.decode_inputs import DecodeInputs, as_rows, bucket_of, table_width, token_buckets
 from tandem.engine.model.runner import Batch, HostBatch, LayerHooks
+from tandem.engine.model.wide.shard import Shard
+from tandem.wire.errors import InternalError
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +30,9 @@ Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.
 
 # The most keys in a recording: where attention gathers keys and values, the recording keeps the memory for the copies.
 _MOST_GATHERED_KEYS = 1 << 16
+# The keys that a recorded step may read in each layer beyond those that its requests have. Reading so many takes about as long as
+# launching an unrecorded step's kernels: 7 ms with 8 billion parameters. Both grow with the number of layers.
+_MOST_READ_AGAIN = 1 << 17
 # A model for which this many shapes were tried and none recorded counts as one that cannot be recorded.
 _MOST_REFUSED = 3
 # The memory of one recorded step: the graph's nodes, and a library's plan.
@@ -130,12 +138,14 @@ class DecodeGraphs:
         block_size: int,
         max_tokens: int,
         device: torch.device,
+        shard: Shard | None = None,
     ) -> None:
         self._forward = forward
         self._record = record
         self._num_groups = num_groups
         self._block_size = block_size
         self._device = device
+        self._shard = shard  # this rank's part of the model; None: the whole model
         self._buckets = token_buckets(max_tokens)
         self._results = _Results(max_tokens)
         self._recorded: dict[tuple[int, int], _Recording] = {}
@@ -144,16 +154,28 @@ class DecodeGraphs:
 
     def record_ahead(self, progress: Callable[[float], None]) -> None:
         """Records every number of tokens with the narrowest block tables, so that no request waits for it later. The largest comes
-        first, because the others reuse its memory. Raises a torch.OutOfMemoryError when there is too little."""
+        first, because the others reuse its memory. Raises a torch.OutOfMemoryError when there is too little. With several ranks, a
+        shape that one of them could not record is recorded on none, and no shape is recorded later."""
         columns = table_width(1) if self._forward.attention.reads_tables else 0
         buckets = self._buckets[::-1]
         for done, size in enumerate(buckets, 1):
             if self._gave_up:
-                return
+                break
             if self._fits(size, columns) and (size, columns) not in self._recorded:
                 # An OutOfMemoryError is not caught here: better to fail at the start than when requests wait.
                 self._record_shape(size, columns)
             progress(done / len(buckets))
+        if self._shard is not None:
+            self._keep_common(columns)
+
+    def _keep_common(self, columns: int) -> None:
+        """Forgets the shapes that not every rank has recorded. A collective."""
+        assert self._shard is not None
+        have = torch.tensor([(size, columns) in self._recorded for size in self._buckets], dtype=torch.int64)
+        of_all = self._shard.collectives.gather(have.to(self._shard.device)).cpu()
+        for size, everywhere in zip(self._buckets, of_all.amin(dim=0).tolist(), strict=True):
+            if not everywhere:
+                self._recorded.pop((size, columns), None)
 
     @property
     def _gave_up(self) -> bool:
@@ -161,7 +183,7 @@ class DecodeGraphs:
         return not self._recorded and len(self._refused) >= _MOST_REFUSED
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
-        recorded = self._recorded_for(batch)
+        recorded = self._told(batch) if batch.replayed is not None else self._recorded_for(batch)
         if recorded is None or batch.host is None:
             return self._forward(batch, hooks)
         layers = range(self._forward.num_layers) if hooks is not None else ()
@@ -177,6 +199,25 @@ class DecodeGraphs:
     def hidden(self) -> torch.Tensor:
         return self._forward.hidden
 
+    def replays(self, batch: Batch) -> bool:
+        """Whether the step will be replayed: rank 0 asks and tells the others."""
+        return self._recorded_for(batch) is not None
+
+    def _told(self, batch: Batch) -> _Recording | None:
+        """What rank 0 decided."""
+        if not batch.replayed:
+            return None
+        size, columns = self._shape_of(batch)
+        if size is None or (size, columns) not in self._recorded:
+            raise InternalError(f"rank 0 replays a step of {size} tokens, which this rank has not recorded")
+        return self._recorded[size, columns]
+
+    def _shape_of(self, batch: Batch) -> tuple[int | None, int]:
+        columns = 0
+        if self._forward.attention.reads_tables:
+            columns = table_width(-(-batch.max_context_len // self._block_size))
+        return bucket_of(self._buckets, batch.num_tokens), columns
+
     def _recorded_for(self, batch: Batch) -> _Recording | None:
         # A recorded step returns no hidden states, and takes only tokens: no adapters, images or rows.
         is_plain = (
@@ -187,11 +228,8 @@ class DecodeGraphs:
         )
         if self._gave_up or batch.host is None or not is_plain:
             return None
-        size = bucket_of(self._buckets, batch.num_tokens)
-        columns = 0
-        if self._forward.attention.reads_tables:
-            columns = table_width(-(-batch.max_context_len // self._block_size))
-        if size is None or not self._fits(size, columns):
+        size, columns = self._shape_of(batch)
+        if size is None or not self._fits(size, columns) or _reads_again(batch.host) > _MOST_READ_AGAIN:
             return None
         return self._find(size, columns)
 
@@ -202,7 +240,7 @@ class DecodeGraphs:
         shape = size, columns
         if shape in self._recorded:
             return self._recorded[shape]
-        if shape in self._refused:
+        if shape in self._refused or self._shard is not None:
             return None
         try:
             return self._record_shape(size, columns)
@@ -233,6 +271,11 @@ class DecodeGraphs:
     def shapes(self) -> Sequence[tuple[int, int]]:
         """Recorded so far: (tokens, columns)."""
         return list(self._recorded)
+
+
+def _reads_again(host: HostBatch) -> int:
+    """How many keys of a layer the step reads more than once if each token is a request of its own. A decode reads none."""
+    return int((host.positions + 1).sum()) - int(host.context_lens.sum(dtype=np.int64))
 
 
 def _first_line(error: Exception) -> str:

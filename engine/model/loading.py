@@ -124,7 +124,7 @@ def load_runner(
     if model.draft and scheduler.num_speculative_tokens and loaded.generates:
         draft = load_draft_model(model, source, plan, loaded, device, threads, tell, native)
     max_model_len = context_length(config, scheduler.max_model_len)
-    shape = ForwardShape(scheduler.max_num_seqs, max_model_len)
+    shape = ForwardShape(scheduler.max_num_seqs, max_model_len, cache.block_size)
     beside = 0
     if loaded.beside_cache is not None:
         tell("measuring a step's memory", 0.0)

@@ -47,6 +47,7 @@ class ForwardShape:
 
     max_requests: int
     max_model_len: int
+    block_size: int = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +262,7 @@ def load_general(
             block_size=plan.block_size,
             max_tokens=recorded_tokens(shape),
             device=device,
+            shard=shard,
         )
         with torch.inference_mode():
             graphs.record_ahead(lambda share: progress("recording decode steps", share))
@@ -275,7 +277,10 @@ def load_general(
         sampling = 3 * 4 * shape.max_requests * probed.vocab_size
         step = peak_of_step(model, tokens, shape.max_requests, device)
         recorded = memory_of_graphs(recorded_tokens(shape), probed.vocab_size, model.dtype.itemsize)
-        return step + sampling + recorded + flashinfer.WORKSPACE_BYTES
+        listed = flashinfer.bytes_of_pages(
+            parts.layers, recorded_tokens(shape), shape.max_model_len, shape.block_size
+        )
+        return step + sampling + recorded + listed + flashinfer.WORKSPACE_BYTES
 
     on_device = beside_cache if device.type == "cuda" else None
     layout = mixers.layout if mixers is not None else None

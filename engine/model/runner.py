@@ -221,6 +221,8 @@ class Batch:
     rope_positions: torch.Tensor | None = None
     # The arrays that the tensors were made from, for planning on the host. A batch made by hand may lack it.
     host: HostBatch | None = None
+    # Whether a recorded step computes it, as rank 0 has told all ranks; None: the forward pass chooses.
+    replayed: bool | None = None
 
     @property
     def num_tokens(self) -> int:

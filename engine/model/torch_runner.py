@@ -153,11 +153,13 @@ class TorchRunner:
             if not step.num_scheduled_tokens:
                 return started
             if step.new_block_ids_to_zero:
-                self._kv_cache[step.new_block_ids_to_zero] = 0
+                fresh = to_device(np.array(step.new_block_ids_to_zero, np.int64), self._device)
+                self._kv_cache.index_fill_(0, fresh, 0)
             if step.state_copies:
-                sources, targets = zip(*step.state_copies, strict=True)
+                # Lists as indices would be copied from ordinary memory, and wait for the device.
+                sources, targets = to_device(np.array(step.state_copies, np.int64).T.copy(), self._device)
                 blocks = self._kv_cache.view(torch.uint8)
-                blocks[list(targets)] = blocks[list(sources)]
+                blocks[targets] = blocks[sources]
             unreported = self._unreported_prompts()
             unread = self._unfinished.unread if self._unfinished is not None else None
             passes = cut_for_logits(self._requests, step.num_scheduled_tokens, unreported)

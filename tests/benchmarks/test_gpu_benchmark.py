@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parity
-from benchmarks.engine_costs import Costs, Times
+from benchmarks import gpu, gpu_parity, gpu_speed
+from benchmarks.engine_costs import Costs
 from benchmarks.gpu_models import ModelShape, make_model
 from benchmarks.machine import MachineLimits
 
@@ -38,14 +38,18 @@ def test_it_starts_without_what_only_a_cluster_needs() -> None:
     assert "--kv-memory" in ran.stdout
 
 
-def test_utilisation_is_of_what_the_machine_can_do() -> None:
+def test_a_step_s_limit_is_what_the_machine_can_do() -> None:
     costs = Costs(layers=1000, head=100, element_bytes=2, kv_bytes=10, attention_flops=4)
-    limits = MachineLimits(gemm_flops=1e6, read_bytes=1e5)
-    rows = gpu.compare(Times({10: 0.1}, {(4, 50): 0.05}), limits, costs)
-    prefill, decode = rows
-    assert prefill["flop_utilisation"] == pytest.approx((2 * (1000 * 10 + 100) + 4 * 10 * 11 // 2) / 1e5)
-    assert decode["bandwidth_utilisation"] == pytest.approx((1100 * 2 + 4 * 50 * 10) / 5e3)
-    assert decode["over_limit"] == pytest.approx(0.05 / ((1100 * 2 + 4 * 50 * 10) / 1e5))
+    limits = MachineLimits(gemm_flops=1e6, read_bytes=1e9)
+    prompt = 2 * (1000 * 10 + 100) + 4 * 10 * 11 // 2
+    assert gpu_speed.limit_of(limits, costs, [10], [10]) == pytest.approx(prompt / 1e6)
+    # Tokens behind a prefix attend to it, and it is read once.
+    behind = 2 * 1000 * 10 + 4 * (30 * 31 - 20 * 21) // 2 + 2 * 100
+    assert gpu_speed.limit_of(limits, costs, [10], [30]) == pytest.approx(behind / 1e6)
+    slow = MachineLimits(gemm_flops=1e12, read_bytes=1e5)
+    assert gpu_speed.limit_of(slow, costs, [1] * 4, [50] * 4) == pytest.approx((1100 * 2 + 4 * 50 * 10) / 1e5)
+    some = Costs(0, 0, 2, 0, 0, experts=1000, chosen=0.5)
+    assert gpu_speed.limit_of(slow, some, [1] * 2, [50] * 2) == pytest.approx(750 * 2 / 1e5)
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.attention.pages import Pages, padded, pages_of
+from tandem.engine.model.attention.pages import Pages, padded, pages_of, requests_of, trial
 from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.fused.pieces import Rotary
 from tandem.engine.model.fused.triton_ops import rotate_and_write
@@ -32,8 +33,10 @@ _DTYPES = (torch.float16, torch.bfloat16)
 WORKSPACE_BYTES = 384 << 20
 # Kernels that run on every card since Ampere, with the same results on all.
 _EVERYWHERE = "fa2"
-# Kernels for Hopper only, which are 1.5 times as fast for prompts.
+# Kernels for Hopper only, which are 1.5 times as fast for prompts. They compute 128 rows for a request that has fewer, for each query
+# head, and do not share a request's keys among processors. So requests with few rows (decodes, drafts) are left to the others.
 _HOPPER, _HOPPER_MAJOR = "fa3", 9
+_FEW_ROWS = 16
 _TOLERANCE = 0.02  # as a share of the largest value
 
 
@@ -60,6 +63,25 @@ def reason_against(layers: tuple[AttentionLayer, ...], dtype: torch.dtype) -> st
         if layer.key_dim != layer.value_dim or layer.key_dim not in _HEAD_DIMS:
             return f"layer {layer.index} has heads of {layer.key_dim} and {layer.value_dim}"
     return None
+
+
+def bytes_of_pages(layers: tuple[AttentionLayer, ...], rows: int, max_model_len: int, block_size: int) -> int:
+    """The most device memory that the lists of pages of recorded steps of up to `rows` rows take."""
+    kinds = {
+        (layer.window, layer.num_query_heads, layer.num_kv_heads, layer.key_dim, layer.scale, layer.softcap)
+        for layer in layers
+    }
+    return len(kinds) * 4 * rows * (-(-max_model_len // block_size) + 1)
+
+
+def shared_pages(
+    buffers: dict[int, torch.Tensor], kind: int, count: int, device: torch.device
+) -> torch.Tensor:
+    """A buffer for the pages of recorded steps, which all recordings of a kind share: each replay lists its own first. The largest
+    recording comes first; one that used a smaller buffer keeps that alive."""
+    if kind not in buffers or buffers[kind].numel() < count:
+        buffers[kind] = torch.zeros(count, dtype=torch.int32, device=device)
+    return buffers[kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +159,13 @@ class FlashInferAttention:
         # Wrappers run one after the other and keep nothing in the workspace between runs, so they share it.
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
         # These wrappers are for unrecorded steps, which have prompts. Recorded steps are decodes.
-        self._kernels = _kernels_for(tensor.device, own_dtype=tensor.dtype == dtype)
-        self._wrappers = [self._wrapper(self._kernels) for _ in self.kinds]
+        self._wrappers = [self._wrapper(_EVERYWHERE) for _ in self.kinds]
+        # Those for long chunks; None if the same kernels take all requests.
+        self._of_chunks: list[Any] | None = None
+        if _kernels_for(tensor.device, own_dtype=tensor.dtype == dtype) == _HOPPER:
+            self._of_chunks = [self._wrapper(_HOPPER) for _ in self.kinds]
         self._max_pages = -(-max_model_len // plan.block_size)
-        self._page_buffers: list[torch.Tensor] = []
+        self._page_buffers: dict[int, torch.Tensor] = {}  # by kind
         self._plans_taken: torch.cuda.Event | None = None
 
     def _wrapper(self, kernels: str, **options: Any) -> Any:
@@ -151,19 +176,33 @@ class FlashInferAttention:
     def begin(self, batch: Batch) -> _Step:
         if batch.host is None:
             raise InternalError("attention is planned on the host, and the batch has nothing there")
-        self.plan_all(self._wrappers, [self.pages_of(batch.host, kind) for kind in self.kinds])
-        return _Step(self, self._wrappers, batch.slot_mapping)
+        parts = self._parts(batch.host)
+        self.plan_all(
+            [wrapper for part in parts for wrapper in part.wrappers],
+            [self.pages_of(part.host, kind) for part in parts for kind in self.kinds],
+        )
+        return _Step(self, [(part.wrappers, part.rows) for part in parts], batch.slot_mapping)
+
+    def _parts(self, host: HostBatch) -> list[_Part]:
+        """Divides a step's requests: the leading ones with few rows, and the others."""
+        count = len(host.context_lens)
+        few = count
+        if self._of_chunks is not None:
+            long = np.diff(host.query_start) > _FEW_ROWS
+            few = int(long.argmax()) if long.any() else count
+        parts = [(self._wrappers, 0, few)] if few else []
+        if few < count and self._of_chunks is not None:
+            parts.append((self._of_chunks, few, count))
+        return [
+            _Part(wrappers, requests_of(host, first, end), slice(*host.query_start[[first, end]].tolist()))
+            for wrappers, first, end in parts
+        ]
 
     def fixed(self, inputs: DecodeInputs) -> _FixedSteps:
         device = self.tensor.device
         wrappers = []
         for index in range(len(self.kinds)):
-            needed = inputs.size * (self._max_pages + 1)
-            if index == len(self._page_buffers):
-                self._page_buffers.append(torch.zeros(0, dtype=torch.int32, device=device))
-            if self._page_buffers[index].numel() < needed:
-                # A recording that uses the smaller buffer keeps it alive.
-                self._page_buffers[index] = torch.zeros(needed, dtype=torch.int32, device=device)
+            pages = shared_pages(self._page_buffers, index, inputs.size * (self._max_pages + 1), device)
             numbers = [
                 torch.zeros(inputs.size + more, dtype=torch.int32, device=device) for more in (1, 1, 0)
             ]
@@ -174,7 +213,7 @@ class FlashInferAttention:
                     qo_indptr_buf=numbers[0],
                     paged_kv_indptr_buf=numbers[1],
                     paged_kv_last_page_len_buf=numbers[2],
-                    paged_kv_indices_buf=self._page_buffers[index],
+                    paged_kv_indices_buf=pages,
                 )
             )
         return _FixedSteps(self, inputs, wrappers)
@@ -183,12 +222,12 @@ class FlashInferAttention:
         return pages_of(host, kind.group, kind.window, self.plan.block_size)
 
     def plan_all(self, wrappers: list[Any], pages: list[Pages]) -> None:
-        """Plans each kind's wrapper for a step. The library copies a plan to the device from one page-locked buffer per wrapper, which
+        """Plans each kind's wrapper for a step, or several times as many for its parts. The library copies a plan to the device from one page-locked buffer per wrapper, which
         it overwrites for the next plan. So this waits until the last step's copies are done."""
         if self._plans_taken is not None:
             self._plans_taken.synchronize()
-        for kind, wrapper, of_kind in zip(self.kinds, wrappers, pages, strict=True):
-            self._plan(wrapper, kind, of_kind)
+        for index, (wrapper, of_kind) in enumerate(zip(wrappers, pages, strict=True)):
+            self._plan(wrapper, self.kinds[index % len(self.kinds)], of_kind)
         if self.tensor.is_cuda:
             self._plans_taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._plans_taken.record(torch.cuda.current_stream(self.tensor.device))
@@ -208,49 +247,62 @@ class FlashInferAttention:
         )
 
     def try_out(self) -> None:
-        """Attends to some tokens, so that the kernels are compiled now, and kernels that cannot run raise now. Hopper's kernels are used
-        only if their results agree with the others'."""
-        if self._kernels == _EVERYWHERE:
-            self._tried(self._wrappers)
-            return
-        plain = [self._wrapper(_EVERYWHERE) for _ in self.kinds]
-        right, reason = self._tried(plain), "they find something else"
+        """Attends to some tokens and compares with torch, so that the kernels are compiled now, and kernels that cannot run raise now.
+        Hopper's kernels are used only if they find the same."""
+        size = self.plan.block_size
+        host = trial(self.tensor.shape[0], size, len(self.plan.groups), (1, size + 1))
+        last = int(max(table.max() for table in host.block_tables))
+        filled = self.tensor[1 : last + 1]
+        numbers = torch.arange(filled.numel(), device=filled.device) % 9973
+        filled.copy_((numbers * 0.37).sin().view_as(filled))
         try:
-            found = self._tried(self._wrappers)
-            if all(_agree(one, other) for one, other in zip(found, right, strict=True)):
+            right = [self._by_torch(host, kind) for kind in self.kinds]
+            if not self._agrees(self._wrappers, host, right):
+                raise InternalError("it finds something else than torch does")
+            if self._of_chunks is None:
                 return
-        except Exception as error:  # the library's compiler and kernels may raise anything
-            reason = str(error)
-        log.warning("prompts are attended without %s, which is slower: %s", self._kernels, reason)
-        self._kernels, self._wrappers = _EVERYWHERE, plain
-
-    def _tried(self, wrappers: list[Any]) -> list[torch.Tensor]:
-        """Attends to a full block of tokens for each kind, in block 1, the first that a request can have."""
-        size, device = self.plan.block_size, self.tensor.device
-        places, count = np.arange(size, dtype=np.int64), np.array([size], np.int32)
-        groups = len(self.plan.groups)
-        host = HostBatch(
-            positions=places,
-            query_start=np.array([0, size], np.int32),
-            context_lens=count,
-            slot_mapping=(places + size,) * groups,
-            block_tables=(np.ones((1, 1), np.int32),) * groups,
-        )
-        numbers = torch.arange(self.tensor[1].numel(), device=device)
-        self.tensor[1] = (numbers * 0.37).sin().to(self.tensor.dtype).view_as(self.tensor[1])
-        try:
-            self.plan_all(wrappers, [self.pages_of(host, kind) for kind in self.kinds])
-            found = []
-            for kind, wrapper in zip(self.kinds, wrappers, strict=True):
-                shape = size, kind.query_heads, kind.dim
-                query = torch.arange(size * kind.query_heads * kind.dim, device=device)
-                query = (query * 0.71).cos().to(self._dtype).view(shape)
-                out = torch.empty_like(query)
-                wrapper.run(query, self._views(0, kind), out=out)
-                found.append(out)
-            return found
+            try:
+                reason = None if self._agrees(self._of_chunks, host, right) else "they find something else"
+            except Exception as error:  # the library's compiler and kernels may raise anything
+                reason = str(error)
+            if reason is not None:
+                log.warning("prompts are attended without %s, which is slower: %s", _HOPPER, reason)
+                self._of_chunks = None
         finally:
-            self.tensor[1] = 0
+            filled.zero_()
+
+    def _asked(self, host: HostBatch, kind: _Kind) -> torch.Tensor:
+        shape = len(host.positions), kind.query_heads, kind.dim
+        numbers = torch.arange(int(np.prod(shape)), device=self.tensor.device) % 9967
+        return (numbers * 0.71).cos().to(self._dtype).view(shape)
+
+    def _by_torch(self, host: HostBatch, kind: _Kind) -> torch.Tensor:
+        """float32 [T, query heads, D], by reading each request's own pages in order."""
+        asked, views = self._asked(host, kind).float(), self._views(0, kind)
+        found = torch.empty_like(asked)
+        for request, context in enumerate(host.context_lens.tolist()):
+            rows = slice(*host.query_start[request : request + 2].tolist())
+            pages = torch.from_numpy(host.block_tables[kind.group][request]).to(asked.device)
+            key, value = (
+                view[pages].float().transpose(0, 1).flatten(1, 2)[None, :, :context] for view in views
+            )
+            there = torch.arange(context, device=asked.device)
+            asks = torch.from_numpy(host.positions[rows]).to(asked.device)[:, None]
+            seen = (there <= asks) & (there > asks - (kind.window or context + 1))
+            query = asked[rows].transpose(0, 1)[None]
+            out = attend(query, key, value, mask=seen, causal=False, scale=kind.scale, softcap=kind.softcap)
+            found[rows] = out[0].transpose(0, 1)
+        return found
+
+    def _agrees(self, wrappers: list[Any], host: HostBatch, right: list[torch.Tensor]) -> bool:
+        self.plan_all(wrappers, [self.pages_of(host, kind) for kind in self.kinds])
+        found = []
+        for kind, wrapper in zip(self.kinds, wrappers, strict=True):
+            query = self._asked(host, kind)
+            out = torch.empty_like(query)
+            wrapper.run(query, self._views(0, kind), out=out)
+            found.append(out)
+        return all(_agree(ours, theirs) for ours, theirs in zip(found, right, strict=True))
 
     def _views(self, slot: int, kind: _Kind) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.tensor[:, slot]
@@ -258,6 +310,15 @@ class FlashInferAttention:
 
     def views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._views(self.plan.slot_of_layer[layer], self.kinds[self.kind_of_layer[layer]])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """Consecutive requests of a step that the same wrappers attend to."""
+
+    wrappers: list[Any]  # one for each kind
+    host: HostBatch
+    rows: slice  # their rows in the step
 
 
 class _FixedSteps:
@@ -272,20 +333,20 @@ class _FixedSteps:
         attention.plan_all(self._wrappers, [padded(of_kind, size) for of_kind in pages])
 
     def begin(self) -> _Step:
-        return _Step(self._attention, self._wrappers, self._inputs.slot_mapping, pads=True)
+        return _Step(self._attention, [(self._wrappers, slice(None))], self._inputs.slot_mapping, pads=True)
 
 
 class _Step:
     def __init__(
         self,
         attention: FlashInferAttention,
-        wrappers: list[Any],
+        parts: list[tuple[list[Any], slice]],  # wrappers, one for each kind, and the rows that they attend to
         slot_mapping: tuple[torch.Tensor, ...],
         *,
         pads: bool = False,
     ) -> None:
         self._attention = attention
-        self._wrappers = wrappers
+        self._parts = parts
         self._slots = slot_mapping
         self._pads = pads
 
@@ -309,5 +370,6 @@ class _Step:
         views = attention.views(layer)
         asked = rotate_and_write(query, key, value, rotary, self._slots[kind.group], *views, pads=self._pads)
         out = torch.empty_like(asked)  # without it the library allocates a tensor and fills it with zeros
-        self._wrappers[attention.kind_of_layer[layer]].run(asked, views, out=out)
+        for wrappers, rows in self._parts:
+            wrappers[attention.kind_of_layer[layer]].run(asked[rows], views, out=out[rows])
         return out

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.engine.model.attention.flashinfer import WORKSPACE_BYTES
+from tandem.engine.model.attention.flashinfer import WORKSPACE_BYTES, shared_pages
 from tandem.engine.model.attention.gathered import GatheredCache, GroupReads
 from tandem.engine.model.attention.latents import Expansion, LatentStep
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.attention.pages import Pages, padded, pages_of
+from tandem.engine.model.attention.pages import Pages, padded, pages_of, requests_of, trial
 from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.staging import page_locked, to_device
@@ -83,6 +83,7 @@ class FlashInferLatents:
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
         self._wrappers = [self._wrapper() for _ in self.kinds]
         self._max_pages = -(-max_model_len // plan.block_size)
+        self._page_buffers: dict[int, torch.Tensor] = {}  # by kind
         self._plans_taken: torch.cuda.Event | None = None
 
     def _wrapper(self, **options: Any) -> Any:
@@ -108,22 +109,16 @@ class FlashInferLatents:
                 use_cuda_graph=True,
                 qo_indptr=numbers(size + 1),
                 kv_indptr=numbers(size + 1),
-                kv_indices=numbers(size * (self._max_pages + 1)),
+                kv_indices=shared_pages(self._page_buffers, index, size * (self._max_pages + 1), device),
                 kv_len_arr=numbers(size),
             )
-            for _ in self.kinds
+            for index in range(len(self.kinds))
         ]
         return _FixedSteps(self, inputs, wrappers)
 
     def pages_of(self, host: HostBatch, kind: _Kind, count: int) -> Pages:
         """The pages of the first `count` requests, which have one row each."""
-        first = dataclasses.replace(
-            host,
-            query_start=host.query_start[: count + 1],
-            context_lens=host.context_lens[:count],
-            block_tables=tuple(table[:count] for table in host.block_tables),
-        )
-        return pages_of(first, kind.group, None, self.plan.block_size)
+        return pages_of(requests_of(host, 0, count), kind.group, None, self.plan.block_size)
 
     def plan_all(self, wrappers: list[Any], pages: list[Pages]) -> None:
         """See FlashInferAttention.plan_all."""
@@ -158,35 +153,29 @@ class FlashInferLatents:
         return self.tensor[:, self.plan.slot_of_layer[layer], 0, 0, :, : kind.latent + kind.rotary]
 
     def try_out(self) -> None:
-        """Computes one decode for each kind and compares it with torch, so that kernels that cannot run raise now."""
-        size, device = self.plan.block_size, self.tensor.device
-        host = HostBatch(
-            positions=np.array([size - 1]),
-            query_start=np.array([0, 1], np.int32),
-            context_lens=np.array([size], np.int32),
-            slot_mapping=(np.array([2 * size - 1]),) * len(self.plan.groups),
-            block_tables=(np.ones((1, 1), np.int32),) * len(self.plan.groups),
-        )
-        numbers = torch.arange(self.tensor[1].numel(), device=device)
-        self.tensor[1] = (numbers * 0.37).sin().to(self.tensor.dtype).view_as(self.tensor[1])
+        """Computes two decodes for each kind and compares them with torch, so that kernels that cannot run raise now."""
+        device, groups = self.tensor.device, len(self.plan.groups)
+        host = trial(self.tensor.shape[0], self.plan.block_size, groups, (1, 1))
+        count, tables = len(host.context_lens), host.block_tables
+        filled = self.tensor[1 : int(tables[0].max()) + 1]
+        numbers = torch.arange(filled.numel(), device=device) % 9973
+        filled.copy_((numbers * 0.37).sin().view_as(filled))
         try:
-            self.plan_all(self._wrappers, [self.pages_of(host, kind, 1) for kind in self.kinds])
+            self.plan_all(self._wrappers, [self.pages_of(host, kind, count) for kind in self.kinds])
             for layer, index in self.kind_of_layer.items():
                 kind, latents = self.kinds[index], self.view(layer)
-                width = kind.heads * (kind.latent + kind.rotary)
-                query = (
-                    (torch.arange(width, device=device) * 0.71)
-                    .cos()
-                    .to(self.tensor.dtype)
-                    .view(1, kind.heads, -1)
-                )
+                width = kind.latent + kind.rotary
+                numbers = torch.arange(count * kind.heads * width, device=device) % 9967
+                query = (numbers * 0.71).cos().to(self.tensor.dtype).view(count, kind.heads, width)
                 found = self._wrappers[index].run(query=query, kv_cache=latents)
-                scores = (query[0].float() @ latents[1].float().T * kind.scale).softmax(-1)
-                right = scores @ latents[1, :, : kind.latent].float()
-                if (found[0].float() - right).abs().max() > _TOLERANCE * right.abs().max():
+                pages = torch.from_numpy(tables[kind.group]).to(device)
+                kept = latents[pages].float().flatten(1, 2)[:, : int(host.context_lens[0])]
+                scores = (query.float() @ kept.transpose(1, 2) * kind.scale).softmax(-1)
+                right = scores @ kept[..., : kind.latent]
+                if (found.float() - right).abs().max() > _TOLERANCE * right.abs().max():
                     raise InternalError("it finds something else than torch does")
         finally:
-            self.tensor[1] = 0
+            filled.zero_()
 
 
 class _FixedSteps:

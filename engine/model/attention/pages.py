@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.model.runner import HostBatch
+
+# In a trial each request has up to this many pages.
+_TRIED_PAGES = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +47,19 @@ def pages_of(host: HostBatch, group: int, window: int | None, block_size: int) -
     )
 
 
+def requests_of(host: HostBatch, first: int, end: int) -> HostBatch:
+    """The part of a batch that has its requests [first, end)."""
+    starts = host.query_start[first : end + 1]
+    rows = slice(int(starts[0]), int(starts[-1]))
+    return HostBatch(
+        positions=host.positions[rows],
+        query_start=starts - starts[0],
+        context_lens=host.context_lens[first:end],
+        slot_mapping=tuple(slots[rows] for slots in host.slot_mapping),
+        block_tables=tuple(table[first:end] for table in host.block_tables),
+    )
+
+
 def padded(pages: Pages | None, size: int) -> Pages:
     """Pads to `size` requests of one query each. Padding reads one key of the null block."""
     known = 0 if pages is None else len(pages.last_page_len)
@@ -61,3 +78,21 @@ def padded(pages: Pages | None, size: int) -> Pages:
         pages=np.concatenate((empty if pages is None else pages.pages, filler)),
         last_page_len=np.concatenate((empty if pages is None else pages.last_page_len, filler + 1)),
     )
+
+
+def trial(num_blocks: int, block_size: int, num_groups: int, rows: Sequence[int]) -> HostBatch:
+    """A step in the first blocks that requests can have, of which a kernel that mistakes pages gets something wrong: requests of these
+    numbers of rows behind a prefix, with pages in descending order and the last one half filled. In a small cache they have fewer
+    pages, or only the last request is there."""
+    there = num_blocks - 1
+    rows = rows[-there:]
+    each = min(_TRIED_PAGES, there // len(rows))
+    context = each * block_size - block_size // 2
+    lengths = np.minimum(rows, context)
+    starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    table = np.arange(len(rows) * each, 0, -1, dtype=np.int32).reshape(len(rows), each)
+    places = np.concatenate([np.arange(context - length, context) for length in lengths])
+    slots = table[np.repeat(np.arange(len(rows)), lengths), places // block_size].astype(np.int64)
+    slots = slots * block_size + places % block_size
+    contexts = np.full(len(rows), context, np.int32)
+    return HostBatch(places, starts, contexts, (slots,) * num_groups, (table,) * num_groups)

@@ -334,6 +334,7 @@ def _launch_rotate_and_write(
             out, keys.shape[2],
             HEADS=heads, HALF=dim // 2, BLOCK=found.power(dim // 2), TURNS=cosines is not None, PADS=pads,
             NORMS=query_norm is not None, LARGEST=0.0 if keys.dtype == key.dtype else _LARGEST_FP8,
+            num_warps=1,  # a program has half a head's elements
         )  # fmt: skip
     return out
 

@@ -200,12 +200,14 @@ def _selected(scaled: torch.Tensor, weights: torch.Tensor | None, wanted: torch.
     found = torch.zeros(count, 1, dtype=torch.int64, device=scaled.device)
     # The weight of all logits that are larger than those with the digits found so far.
     before = torch.zeros_like(found)
+    # Logits with other digits add nothing, each to the bin of its column: a device adds to one bin by one processor at a time.
+    anywhere = torch.arange(scaled.shape[1], device=scaled.device) % (1 << _DIGIT)
     for shift in _SHIFTS:
         digit = (below >> shift) - (found << _DIGIT)
         inside = (digit >= 0) & (digit < 1 << _DIGIT)
         each = inside.long() if weights is None else weights.masked_fill(~inside, 0)
         sums = torch.zeros(count, 1 << _DIGIT, dtype=torch.int64, device=scaled.device)
-        sums.scatter_add_(1, digit.clamp_(0, (1 << _DIGIT) - 1), each)
+        sums.scatter_add_(1, digit.where(inside, anywhere), each)
         earlier = sums.cumsum(dim=1).sub_(sums).add_(before)
         place = (earlier < wanted).sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
         before = earlier.gather(1, place)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from tandem.engine.model.decode_graphs import DecodeGraphs
 from tandem.engine.model.runner import Batch, Forward, HostBatch, LayerHooks
 from tandem.engine.model.staging import on, to_device_together
 from tandem.engine.model.wide.shard import Lead, Shard, exchange_logits
 from tandem.wire.errors import InternalError
 
 _FIXED = 6  # the number of arrays before those of the groups
+_CHOOSES = -1  # among the numbers: rank 0 has not said whether a recorded step computes the batch
 
 
 def arrays_of(batch: Batch) -> list[np.ndarray]:
@@ -22,7 +25,8 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
     if host is None or host.logit_rows is None:
         raise InternalError("a batch that was made by hand cannot be sent to other ranks")
     tokens = batch.token_ids.numpy() if batch.token_ids.device.type == "cpu" else np.zeros(0, np.int64)
-    numbers = np.array([batch.num_decodes, batch.max_context_len, len(host.slot_mapping)], np.int64)
+    replayed = _CHOOSES if batch.replayed is None else int(batch.replayed)
+    numbers = np.array([batch.num_decodes, batch.max_context_len, len(host.slot_mapping), replayed], np.int64)
     return [
         numbers,
         tokens,
@@ -38,7 +42,7 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
 def batch_of(arrays: Sequence[np.ndarray], device: torch.device) -> Batch:
     """Makes the batch from `arrays_of`'s arrays. On a GPU its token ids are zeros until the broadcast."""
     numbers, tokens, positions, query_start, context_lens, logit_rows = arrays[:_FIXED]
-    num_decodes, max_context_len, groups = numbers.tolist()
+    num_decodes, max_context_len, groups, replayed = numbers.tolist()
     if device.type != "cpu":
         tokens = np.zeros(len(positions), np.int64)
     tensors = to_device_together(
@@ -58,6 +62,7 @@ def batch_of(arrays: Sequence[np.ndarray], device: torch.device) -> Batch:
         host_query_start=query_start,
         host_context_lens=context_lens,
         host=HostBatch(positions, query_start, context_lens, slots, tables, logit_rows),
+        replayed=None if replayed == _CHOOSES else bool(replayed),
     )
 
 
@@ -103,6 +108,9 @@ class LeadingForward:
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
         together = None
+        if isinstance(self._forward, DecodeGraphs):
+            # Only this rank's batch says what a recorded step cannot give, such as hidden states.
+            batch = dataclasses.replace(batch, replayed=self._forward.replays(batch))
         if hooks is not None:
             for layer in self._layers:  # only rank 0 waits for loads, for all ranks
                 hooks.wait_for_layer_load(layer)

@@ -14,6 +14,7 @@ Each operation also runs at once on shadows of its tensors, to learn the result'
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 CUDA = torch.device("cuda:0")
 _READS = {"tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
+_INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _LOOKS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select"}
 
 
@@ -103,6 +105,7 @@ class FakeDevice:
         self.lines = [self.default]
         self.pace = pace
         self.num_waits = 0
+        self.waits: list[str] = []  # what the host waited for, and the function of ours that did
         self.operations: set[str] = set()  # the names of all operations so far
         self.made_bytes = 0
         self.emptied = False
@@ -146,8 +149,17 @@ class FakeDevice:
             self.line.add(work)
             self.may_advance()
 
+    def note_wait(self, why: str) -> None:
+        """Notes the innermost function outside torch and the tests."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and any(part in frame.f_code.co_filename for part in ("/torch/", "/tests/")):
+            frame = frame.f_back
+        if frame is not None:
+            self.waits.append(f"{why}: {frame.f_code.co_filename.rsplit('/')[-1]} {frame.f_code.co_name}")
+
     def finish_line(self) -> None:
         """Runs all work of the current stream, as reading a value on the host does."""
+        self.note_wait("a value")
         if self.recording is not None:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.wait_until(self.line, self.line.given)
@@ -215,6 +227,8 @@ class _Operations(TorchDispatchMode):
         return self._later(func, leaves, spec, name)
 
     def _later(self, func: Any, leaves: list[Any], spec: Any, name: str) -> Any:
+        if name in _INDEXES and any(_is_of_host(leaf) for leaf in leaves[1:]):
+            self._device.note_wait("an index on the host")
         target = leaves[0] if name == "copy_" else None
         blocking = name == "copy_" and True not in leaves[2:]
         to_host = target is not None and not isinstance(target, DeviceTensor)
@@ -222,6 +236,8 @@ class _Operations(TorchDispatchMode):
             self._device.finish_line()
             assert isinstance(target, torch.Tensor)
             return target.copy_(memory(leaves[1]))
+        if blocking and _is_of_host(leaves[1]):
+            self._device.note_wait("ordinary memory")
         self._device.operations.add(name)
         # A copy reads ordinary host memory before the call returns, and page-locked memory when it runs.
         late = leaves
@@ -236,6 +252,8 @@ class _Operations(TorchDispatchMode):
 
             self._device.enqueue(land)
             return target
+        if name == "histc":
+            func = _counted_on_a_device(func)
         shadows = [leaf.shadow if isinstance(leaf, DeviceTensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(shadows, spec)
         shadow_out = func(*args, **kwargs)
@@ -260,6 +278,16 @@ class _Operations(TorchDispatchMode):
 
         self._device.enqueue(run)
         return tree_unflatten(made, out_spec)
+
+
+def _counted_on_a_device(func: Any) -> Any:
+    """A CPU counts no integers, which a GPU does."""
+    return lambda given, *args, **kwargs: func(given.float(), *args, **kwargs).to(given.dtype)
+
+
+def _is_of_host(leaf: Any) -> bool:
+    """A tensor that a real device copies from the host, unlike a number that is passed with a kernel's arguments."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim() > 0
 
 
 def _frozen(leaf: Any) -> Any:
@@ -345,6 +373,7 @@ class _Event:
             return self.line.done >= self.place
 
     def synchronize(self) -> None:
+        self._device.note_wait("an event")
         self._device.wait_until(self.line, self.place)
 
 

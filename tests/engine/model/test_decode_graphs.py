@@ -6,12 +6,14 @@ its contract (tests.engine.model.fake_flashinfer). Tokens must be those of the p
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,10 +25,12 @@ from tandem.engine.model.attention import flashinfer
 from tandem.engine.model.attention.flashinfer import FlashInferAttention, reason_against
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
+from tandem.engine.model.attention.pages import requests_of
 from tandem.engine.model.decode_graphs import DecodeGraphs, Record
 from tandem.engine.model.decode_inputs import bucket_of, table_width, token_buckets
 from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
+from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import ModelParts
 from tests.engine.model import fake_flashinfer, tiny
@@ -240,6 +244,80 @@ def test_too_little_memory_at_load_is_said_and_on_the_way_costs_only_that_shape(
     assert graphs.num_replays == 1
 
 
+class Unread:
+    """A forward pass whose attention lists no tables, as a library's, and which computes nothing."""
+
+    attention = SimpleNamespace(
+        reads_tables=False, fixed=lambda _: SimpleNamespace(prepare=lambda _: None, begin=lambda: None)
+    )
+    num_layers, hidden = 1, torch.empty(0)
+
+    def __call__(self, batch: Batch, hooks: object) -> torch.Tensor:
+        return torch.zeros(len(batch.logit_rows), 8)
+
+    def compute(self, token_ids: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
+        return torch.zeros(len(token_ids), 8)
+
+
+def chunks_of(*shapes: tuple[int, int], num_groups: int = 1) -> Batch:
+    """Requests of (tokens in the step, tokens with those before it), in pages of 16."""
+    counts, contexts = (np.array(numbers, np.int32) for numbers in zip(*shapes, strict=True))
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    positions = np.concatenate([np.arange(end - count, end) for count, end in shapes])
+    width = -(-int(contexts.max()) // 16)
+    table = np.arange(1, len(shapes) * width + 1, dtype=np.int32).reshape(len(shapes), width)
+    slots = table[np.repeat(np.arange(len(shapes)), counts), positions // 16].astype(np.int64) * 16
+    slots += positions % 16
+    logit_rows = (starts[1:] - 1).astype(np.int64)
+    host = HostBatch(positions, starts, contexts, (slots,) * num_groups, (table,) * num_groups, logit_rows)
+    return Batch(
+        token_ids=torch.zeros(len(positions), dtype=torch.int64),
+        positions=torch.from_numpy(positions),
+        query_start=torch.from_numpy(starts),
+        context_lens=torch.from_numpy(contexts),
+        slot_mapping=tuple(torch.from_numpy(of_group) for of_group in host.slot_mapping),
+        block_tables=tuple(torch.from_numpy(of_group) for of_group in host.block_tables),
+        logit_rows=torch.from_numpy(logit_rows),
+        num_decodes=int((counts == 1).sum()),
+        max_context_len=int(contexts.max()),
+        host_query_start=starts,
+        host_context_lens=contexts,
+        host=host,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "replayed"),
+    [
+        ([(1, 120_000)] * 64, True),
+        ([(128, 128)] * 4, True),
+        ([(512, 512)], True),
+        ([(40, 2_000), *[(1, 4_000)] * 64], True),
+        ([(200, 8_192)], False),
+        ([(400, 30_000)], False),
+        ([(500, 120_000)], False),
+        ([*[(1, 1_024)] * 64, (320, 8_192)], False),
+        ([(5, 4_096)] * 64, False),
+    ],
+    ids=lambda given: (
+        "+".join(f"{n}of{end}" for n, end in dict.fromkeys(given)) if isinstance(given, list) else ""
+    ),
+)
+def test_a_step_that_would_read_a_long_prefix_once_for_each_token_is_not_replayed(
+    shapes: list[tuple[int, int]], replayed: bool
+) -> None:
+    graphs = DecodeGraphs(
+        Unread(),
+        record,
+        num_groups=1,
+        block_size=16,
+        max_tokens=512,
+        device=torch.device("cpu"),  # type: ignore[arg-type]
+    )
+    graphs(chunks_of(*shapes), None)
+    assert graphs.num_replays == replayed
+
+
 @given(st.integers(1, 1000), st.data())
 def test_a_bucket_has_room_and_wastes_little(most: int, data: st.DataObject) -> None:
     buckets = token_buckets(most)
@@ -315,8 +393,109 @@ def test_hoppers_kernels_are_used_where_they_find_what_others_find(
     cache = torch.zeros(plan.shape(3), dtype=torch.bfloat16)
     attention = FlashInferAttention(library, cache, plan, layers, 16, cache.dtype)
     attention.try_out()
-    assert attention._kernels == ("fa3" if wrong is None else "fa2")
+    assert (attention._of_chunks is not None) is (wrong is None)
     assert ("without fa3" in caplog.text) is (wrong is not None)
+    assert not cache.any()
+
+
+class Watched(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+    """Notes which kernels attend to how many rows."""
+
+    runs: ClassVar[list[tuple[str, int]]] = []
+
+    def __init__(self, *arguments: Any, backend: str, **options: Any) -> None:
+        super().__init__(*arguments, backend=backend, **options)
+        self._backend = backend
+
+    def run(self, query: torch.Tensor, kv_cache: Any, *, out: torch.Tensor) -> torch.Tensor:
+        self.runs.append((self._backend, query.shape[0]))
+        return super().run(query, kv_cache, out=out)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "hopper", "runs"),
+    [
+        ([(1, 40), (1, 9), (5, 21), (30, 37)], True, [("fa2", 7), ("fa3", 30)]),
+        ([(1, 40), (1, 9), (5, 21), (30, 37)], False, [("fa2", 37)]),
+        ([(1, 40), (16, 16)], True, [("fa2", 17)]),
+        ([(17, 40), (30, 30)], True, [("fa3", 47)]),
+    ],
+)
+def test_decodes_and_drafts_beside_a_chunk_are_left_to_the_kernels_that_pack_them(
+    shapes: list[tuple[int, int]],
+    hopper: bool,
+    runs: list[tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every request still gets what it gets alone, in a layer with a window and in one without."""
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(flashinfer, "_kernels_for", lambda device, own_dtype: "fa3" if hopper else "fa2")
+    layers = tuple(AttentionLayer(i, 4, 2, 64, 64, window=9 if i else None, scale=0.125) for i in range(2))
+    plan = plan_cache(layers, 16)
+    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Watched)
+    cache = torch.zeros(plan.shape(20), dtype=torch.bfloat16)
+    attention = FlashInferAttention(library, cache, plan, layers, 64, cache.dtype)
+    attention.try_out()
+    torch.manual_seed(0)
+    cache.copy_(torch.randn(cache.shape))
+
+    def attended(batch: Batch, rows: slice) -> list[torch.Tensor]:
+        step = attention.begin(batch)
+        return [
+            step.attend(layer.index, *(part[:, rows] for part in given[layer.index]), scale=0.125)
+            for layer in layers
+        ]
+
+    tokens = sum(count for count, _ in shapes)
+    given = [[torch.randn(heads, tokens, 64).bfloat16() for heads in (4, 2, 2)] for _ in layers]
+    batch = chunks_of(*shapes, num_groups=len(plan.groups))
+    Watched.runs.clear()
+    together = attended(batch, slice(None))
+    assert Watched.runs == runs * len(layers)
+    start = 0
+    for request, (count, _) in enumerate(shapes):
+        rows = slice(start, start + count)
+        assert batch.host is not None
+        alone = dataclasses.replace(
+            batch,
+            host=requests_of(batch.host, request, request + 1),
+            slot_mapping=tuple(slots[rows] for slots in batch.slot_mapping),
+        )
+        for whole, one in zip(together, attended(alone, rows), strict=True):
+            torch.testing.assert_close(whole[rows], one)
+        start += count
+
+
+class Misread(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+    """Plans for other pages than it is given."""
+
+    how = ""
+
+    def plan(self, *given: torch.Tensor, **options: Any) -> None:
+        query_start, page_start, pages, last = given
+        if self.how == "backwards":
+            pages = pages.flip(0)
+        elif self.how == "ascending":
+            pages = torch.cat([part.sort().values for part in pages.split(page_start.diff().tolist())])
+        elif self.how == "full":
+            last = torch.full_like(last, options["page_size"])
+        elif self.how == "first":
+            pages = pages[: int(page_start[1])].repeat(len(last))
+        super().plan(query_start, page_start, pages, last, **options)
+
+
+@pytest.mark.parametrize("how", ["", "backwards", "ascending", "full", "first"])
+def test_kernels_that_read_other_pages_are_not_used(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial has several requests, whose pages lie in descending order, and the last ones are half filled."""
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(Misread, "how", how)
+    layers = (AttentionLayer(0, 4, 2, 64, 64, None, scale=0.125),)
+    plan = plan_cache(layers, 4)
+    cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)
+    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Misread)
+    shape = paths.ForwardShape(max_requests=2, max_model_len=16)
+    made = paths.attention_with(library, cache, plan, ModelParts(layers), shape, cache.dtype)
+    assert isinstance(made, GatheredAttention if how else FlashInferAttention)
     assert not cache.any()
 
 

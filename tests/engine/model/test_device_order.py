@@ -300,3 +300,52 @@ def test_whatever_comes_and_goes_answers_are_right(path: Path, truth: Truth, see
                 assert len(tokens) == lengths[name]
             assert tokens == right[: len(tokens)]
         assert scheduler.stats().free_blocks == scheduler.stats().total_blocks
+
+
+# The one wait of a step: for the tokens of the step before it, or for its end if it samples none.
+ORDINARY = "an event: staging.py wait"
+# Of rotary embeddings, which this device keeps on the host as it does all that belongs to the model.
+OF_THE_MODEL = "ordinary memory: modeling_"
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs", "drafts"),
+    [
+        ("llama", False, 0),
+        ("llama", True, 0),
+        ("llama", False, 2),
+        ("gemma3", False, 0),
+        ("mixtral", False, 0),
+        ("qwen3-moe", False, 0),
+        ("deepseek-v3", False, 0),
+    ],
+)
+def test_no_step_makes_the_host_wait_for_the_device(
+    name: str, graphs: bool, drafts: int, truth: Truth, tmp_path: Path
+) -> None:
+    """Prompts, decodes and both in one step, greedy and sampled with every restriction: no value is read on the host, no shape depends on
+    one, and nothing is copied from ordinary memory."""
+    device = FakeDevice()
+    asked = [
+        greedy(6),
+        SamplingParams(seed=1, top_p=0.9, max_tokens=6, ignore_eos=True),
+        SamplingParams(seed=2, top_k=5, min_p=0.01, max_tokens=6, ignore_eos=True),
+        SamplingParams(
+            seed=3,
+            presence_penalty=0.5,
+            repetition_penalty=1.1,
+            logit_bias={5: 2.0},
+            max_tokens=6,
+            ignore_eos=True,
+        ),
+    ]
+    with on_the_device(tiny.save(name, tmp_path), truth, device, graphs=graphs, drafts=drafts) as (engine, _):
+        device.waits.clear()
+        for index, sampling in enumerate(asked):
+            engine.add_request(Request(f"r{index}", list(range(5, 8 + index)), sampling))
+            engine.step()
+        for _ in range(30):
+            engine.step()
+        assert not engine.scheduler.has_work()
+        assert ORDINARY in device.waits
+        assert {wait for wait in device.waits if not wait.startswith(OF_THE_MODEL)} == {ORDINARY}

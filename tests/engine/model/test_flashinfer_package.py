@@ -61,6 +61,7 @@ def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Modules:
     modules = Modules()
     monkeypatch.setattr(flashinfer.prefill, "get_batch_prefill_module", modules.get)
     monkeypatch.setattr(ours, "WORKSPACE_BYTES", 1 << 20)
+    monkeypatch.setattr(ours, "_agree", lambda *_: True)  # nothing is computed
     return modules
 
 
@@ -94,10 +95,12 @@ def test_every_call_of_ours_is_one_that_it_takes(modules: Modules, capability: t
         kinds = len(made.kinds)
         assert modules.num_runs == kinds * (2 if capability[0] == 9 else 1)
         # A prompt's chunk beside a decode, and recorded steps of three sizes.
-        of_host = host([5, 1], [37, 9], groups)
-        slots = tuple(torch.arange(16, 22, device=CUDA) for _ in range(groups))
+        of_host = host([1, 20], [9, 37], groups)
+        slots = tuple(torch.arange(16, 37, device=CUDA) for _ in range(groups))
+        modules.num_runs = 0
         step = made.begin(_batch(of_host, slots))
-        _attend(step, 6)
+        _attend(step, 21)
+        assert modules.num_runs == len(LAYERS) * (2 if capability[0] == 9 else 1)
         for size in (4, 2, 1):
             inputs = DecodeInputs(size, 0, groups, 16, CUDA)
             fixed = made.fixed(inputs)
@@ -232,9 +235,49 @@ def test_the_source_of_each_kernel_is_written(
                 assert all(Path(source).read_text() for source in spec.sources)
 
 
-def test_an_image_is_built_with_the_usual_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kept", "capability"),
+    [(torch.bfloat16, (9, 0)), (torch.bfloat16, (8, 0)), (torch.float8_e4m3fn, (9, 0))],
+    ids=str,
+)
+def test_an_image_has_the_modules_that_a_node_loads(
+    kept: torch.dtype, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Full attention, with a window, and with capped scores: the names of the modules are FlashInfer's own."""
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "8.0 9.0a")
-    names = [spec.name for spec in prebuild.specs()]
-    assert len(set(names)) == 4
-    assert sum("sm90" in name for name in names) == 2
-    assert all(Path(source).read_text() for spec in prebuild.specs() for source in spec.sources)
+    monkeypatch.setattr(ours, "WORKSPACE_BYTES", 1 << 20)
+    monkeypatch.setattr(ours, "_agree", lambda *_: True)  # nothing is computed
+    from flashinfer.prefill import get_batch_prefill_module
+
+    built = prebuild.specs([64], windows=True, softcaps=True, fp8=True)
+    assert all(Path(source).read_text() for spec in built for source in spec.sources)
+    device = FakeDevice()
+    device.capability = capability
+    get_batch_prefill_module.cache_clear()
+    try:
+        with device.present(), torch.inference_mode(), prebuild.noted() as loaded:
+            attention(kept).try_out()
+    finally:
+        get_batch_prefill_module.cache_clear()
+    names = {spec.name for spec in loaded}
+    hopper = capability[0] == 9 and kept == torch.bfloat16
+    assert len(names) == 3 * (2 if hopper else 1)
+    assert names <= {spec.name for spec in built}
+    if kept == torch.bfloat16:
+        usual = {spec.name for spec in prebuild.specs([64])}
+        assert len(usual) == 2
+        assert usual & names
+
+
+def test_an_image_can_have_the_modules_of_latents_and_of_weights_in_fp8(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from flashinfer.jit.gemm import fp8_blockscale
+
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    monkeypatch.setattr(fp8_blockscale, "is_cuda_version_at_least", lambda _: True)
+    more = prebuild.specs([128], latents=True, fp8_weights=True)
+    assert len(more) == len(prebuild.specs([128])) + 2
+    assert all(Path(source).read_text() for spec in more for source in spec.sources)

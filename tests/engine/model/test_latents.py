@@ -146,11 +146,16 @@ def test_flashinfer_s_kernels_are_given_what_gathering_computes_from() -> None:
 
 
 @pytest.mark.usefixtures("small_workspace")
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_library_is_tried_out_before_it_is_relied_on(fails: bool) -> None:
+@pytest.mark.parametrize("fails", ["", "otherwise", "other-pages"])
+def test_the_library_is_tried_out_before_it_is_relied_on(fails: str) -> None:
     class Wrong(fake_flashinfer.BatchMLAPagedAttentionWrapper):
+        def plan(self, *, metadata: fake_flashinfer.MLAPlanMetadata, **options: Any) -> None:
+            if fails == "other-pages":
+                metadata.kv_indices = metadata.kv_indices.sort().values
+            super().plan(metadata=metadata, **options)
+
         def run(self, **given: Any) -> torch.Tensor:
-            return super().run(**given) * (2 if fails else 1)
+            return super().run(**given) * (2 if fails == "otherwise" else 1)
 
     library = SimpleNamespace(
         mla=SimpleNamespace(
@@ -158,7 +163,7 @@ def test_the_library_is_tried_out_before_it_is_relied_on(fails: bool) -> None:
         )
     )
     plan = plan_cache(LAYERS, 4)
-    cache = torch.zeros(plan.shape(3), dtype=torch.bfloat16)
+    cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)
     parts = ModelParts(LAYERS, expansions=expansions())
     made = paths.attention_with(library, cache, plan, parts, paths.ForwardShape(2, 16), cache.dtype)
     assert isinstance(made, LatentAttention if fails else FlashInferLatents)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling import sampler
@@ -320,6 +321,32 @@ def test_what_a_device_selects_for_top_k_is_the_kth(scaled: torch.Tensor, data: 
     count = data.draw(st.integers(1, scaled.shape[1]))
     selected = sampler._selected(scaled, None, torch.full((len(scaled), 1), count))
     assert torch.equal(selected, scaled.sort(dim=1, descending=True).values[:, count - 1 : count])
+
+
+class Additions(TorchDispatchMode):
+    """Counts, for each time that values are added to bins, the zeros that go to the fullest bin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.scatter_add_.default:
+            _, _, index, values = args
+            self.zeros.append(int(index[values == 0].bincount(minlength=1).max()))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_adds_logits_that_count_no_more_to_many_bins() -> None:
+    """It adds to one bin after the other, and nearly all of a vocabulary would meet in the first or the last one."""
+    torch.manual_seed(0)
+    scaled = torch.randn(2, 128_256) * 2
+    with Additions() as additions:
+        sampler._selected_by_weight(
+            scaled, sampler.LogitRows(scaled).weights, torch.full((2, 1), 0.9, dtype=torch.float64)
+        )
+    _, *later = additions.zeros
+    assert max(later) <= 2 * -(-128_256 // 2048)
 
 
 @pytest.mark.parametrize("top_k", [0, 40, 1000])

@@ -1,5 +1,5 @@
-"""The Triton kernels, compared with their formulas in Triton's own interpreter, which needs no GPU and runs the same lines.
-`make test-gpu-packages` installs Triton; without it these tests are skipped."""
+"""The Triton kernels, compared with their formulas in Triton's own interpreter, which needs no GPU and runs the same lines, and compiled
+for GPUs that are not there: Triton brings the whole compiler. `make test-gpu-packages` installs Triton; without it these tests are skipped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +93,87 @@ def test_kernels_compute_their_formulas() -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout == "agree\n"
+
+
+# Our own launchers, on a driver that launches nothing.
+_COMPILES = """
+import sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+capability, all_of_them = int(sys.argv[1]), sys.argv[2] == "all"
+
+class Driver:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=0): return 0
+    def get_current_target(self): return GPUTarget("cuda", capability, 32)
+    def get_active_torch_device(self): return torch.device("cpu")
+    class utils:
+        @staticmethod
+        def get_device_properties(device):
+            return {"max_shared_mem": 101376, "max_num_regs": 65536, "multiprocessor_count": 132, "warpSize": 32}
+
+driver.set_active(Driver())
+compiled = {}
+
+def launcher(kernel, grid):
+    def launch(*arguments, **options):
+        made = kernel.run(*arguments, grid=grid, warmup=True, **options)
+        compiled[made.hash] = (kernel.fn.__name__, len(made.asm["cubin"]), made.metadata)
+    return launch
+
+JITFunction.__getitem__ = launcher
+from tandem.engine.model.fused import triton_ops as ops
+bf16, f16, f32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+for dtype in (bf16, f16) if all_of_them else (bf16,):
+    for rows, n in ((1, 4096), (3, 576), (2, 8192)):
+        ops._launch_norm(torch.ones(1, rows, n, dtype=dtype), torch.ones(n, dtype=dtype), 0.0, 1e-5)
+    heads = torch.ones(7, 6144, dtype=dtype)[:, :4096].view(1, 7, 32, 128)
+    for x in (heads, heads.transpose(1, 2)):
+        ops._launch_norm(x, torch.ones(128, dtype=dtype), 1.0, 1e-6)
+    for activation in ("silu", "gelu_tanh"):
+        ops._launch_gated(torch.ones(1, 1, 2 * 14336, dtype=dtype), activation)
+        ops._launch_gated(torch.ones(1, 5, 2 * 1536, dtype=dtype), activation)
+    if capability >= 89:
+        for n in (4096, 14336):
+            ops._launch_quantize_rows(torch.ones(5, n, dtype=dtype))
+kinds = [(bf16, bf16), (f16, f16)] + ([(bf16, fp8)] if capability >= 89 else [])
+for dtype, kept in kinds if all_of_them else kinds[:1]:
+    for dim, q_heads, heads in ((128, 32, 8), (64, 9, 3), (256, 8, 4), (96, 32, 32)) if all_of_them else ((128, 32, 8),):
+        for tokens in (1, 7):
+            merged = torch.ones(1, tokens, (q_heads + 2 * heads) * dim, dtype=dtype)
+            parts = merged.split([q_heads * dim, heads * dim, heads * dim], -1)
+            q, k, v = (part.view(1, tokens, -1, dim).transpose(1, 2)[0] for part in parts)
+            cache = torch.zeros(3, 4, 2, heads, 16, dim, dtype=dtype).to(kept)
+            angles, norm = torch.ones(tokens, dim, dtype=dtype), torch.ones(dim, dtype=dtype)
+            for pads, turns, norms in ((True, True, None), (False, True, None), (True, True, norm), (False, False, None)):
+                ops._launch_rotate_and_write(
+                    q, k, v, *((angles, angles) if turns else (None, None)), norms, norms, 0.0, 1e-6,
+                    torch.arange(tokens) + 16, cache[:, 1, 0], cache[:, 1, 1], pads,
+                )
+assert all(size > 0 for _, size, _ in compiled.values())
+assert {name for name, *_ in compiled.values()} >= {"norm_rows", "gate_rows", "turn_and_write"}
+assert all(metadata.num_warps == 1 for name, _, metadata in compiled.values() if name == "turn_and_write")
+print(len(compiled))
+"""
+
+
+@pytest.mark.timeout(600)  # compiling takes half a minute of a core
+@pytest.mark.parametrize(
+    ("capability", "which", "most"), [(90, "all", 60), (80, "some", 5), (100, "some", 5)]
+)
+def test_every_kernel_is_compiled_to_a_card_s_own_code(
+    capability: int, which: str, most: int, tmp_path: Path
+) -> None:
+    """Ampere has no FP8, so nothing is rounded to it there."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", _COMPILES, str(capability), which],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert int(ran.stdout) >= most

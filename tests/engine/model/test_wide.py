@@ -6,7 +6,8 @@ import collections
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,15 @@ import transformers
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.gathered import GatheredCache
+from tandem.engine.model.decode_graphs import DecodeGraphs
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide import cut
+from tandem.engine.model.wide.forward import LeadingForward
 from tandem.engine.model.wide.shard import Shard
+from tandem.node.ranks.group import GroupCollectives
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.pooling import Pooling, PoolingKind
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
@@ -210,6 +215,81 @@ def test_drafts_change_no_token_on_ranks(small: Path) -> None:
         driver.drafts["r"] = answer.tokens[1:3]
         assert driver.generate(NUM_TOKENS)["r"] == answer.tokens
         assert driver.num_accepted >= 2
+
+
+class RecordingRanks:
+    """Two ranks that record steps, as on GPUs. A recording computes its whole shape again. `fails`: the sizes that a rank cannot record."""
+
+    def __init__(self, path: Path, fails: dict[int, set[int]]) -> None:
+        self.load = functools.partial(self._load, path)
+        self.graphs: dict[int, DecodeGraphs] = {}
+        self._fails = fails
+
+    def _load(self, path: Path, shard: Shard | None) -> TorchRunner:
+        assert shard is not None
+        runner = load(path, shard)
+        leading = runner.forward if isinstance(runner.forward, LeadingForward) else None
+        fails = self._fails.get(shard.rank, set())
+
+        def record(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+            logits = work()
+            if logits.shape[0] in fails:
+                raise RuntimeError("this rank cannot")
+
+            def replay() -> None:
+                work()  # its results lie where the first run's do
+
+            return replay, logits
+
+        graphs = DecodeGraphs(
+            leading._forward if leading is not None else runner.forward,  # type: ignore[arg-type]
+            record,
+            num_groups=len(runner.info.groups),
+            block_size=runner.info.groups[0].block_size,
+            max_tokens=8,
+            device=torch.device("cpu"),
+            shard=shard,
+        )
+        with torch.inference_mode():
+            graphs.record_ahead(lambda _share: None)
+        self.graphs[shard.rank] = graphs
+        if leading is not None:
+            leading._forward = graphs
+        else:
+            runner._forward = graphs
+        return runner
+
+
+@pytest.mark.parametrize("fails", [{}, {1: {4, 8}}], ids=["alike", "one-cannot"])
+def test_all_ranks_compute_a_step_in_the_same_shape(
+    small: Path, fails: dict[int, set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a request for a vector only rank 0 sees that no recorded step will do, and a rank may be unable to record a shape."""
+    meeting, shapes = threading.Barrier(2), {}
+    add_up = GroupCollectives.sum
+
+    def compared(group: GroupCollectives, tensor: torch.Tensor) -> None:
+        shapes[threading.get_ident()] = tuple(tensor.shape)
+        meeting.wait(60)
+        seen = set(shapes.values())
+        meeting.wait(60)
+        assert len(seen) == 1, "ranks would sum rows of different tokens"
+        add_up(group, tensor)
+
+    ranks = RecordingRanks(small, fails)
+    with ranks_here(2, ranks.load) as runner:
+        monkeypatch.setattr(GroupCollectives, "sum", compared)
+        driver = Driver(runner)
+        driver.add("vector", [5, 9, 11, 7, 3], pooling=Pooling(PoolingKind.LAST))
+        driver.step({"vector": 5})
+        assert ranks.graphs[0].num_replays == 0
+        driver.finish("vector")
+        driver.add("words", [5, 9, 11, 7, 3])
+        (answer,) = tiny.reference(small, [[5, 9, 11, 7, 3]], NUM_TOKENS)
+        assert driver.generate(NUM_TOKENS)["words"] == answer.tokens
+    assert ranks.graphs[0].shapes == ranks.graphs[1].shapes
+    replays = NUM_TOKENS - 1 if fails else NUM_TOKENS
+    assert [ranks.graphs[rank].num_replays for rank in range(2)] == [replays] * 2
 
 
 @pytest.mark.parametrize(

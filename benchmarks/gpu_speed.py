@@ -1,0 +1,246 @@
+"""One model's steps on a device: prefill, decode, a chunk behind a long prefix, a chunk beside decodes. Each is shown beside the limit and
+beside what torch and FlashInfer take alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from benchmarks.engine_costs import Costs, random_work, read_costs
+from benchmarks.engine_tandem import EngineBench, Say
+from benchmarks.gpu_alone import Products, attention_seconds
+from benchmarks.gpu_profile import decode_parts
+from benchmarks.gpu_report import Report, note
+from benchmarks.machine import MachineLimits, measure_limits
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.checkpoint import read_config
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.source import find_source
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.request import Request
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.sampling import SamplingParams
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    prefills: tuple[int, ...] = (128, 512, 2048, 8192)
+    decodes: tuple[tuple[int, int], ...] = ((1, 1024), (64, 1024), (256, 1024), (64, 4096))
+    behind: tuple[int, int] = (400, 30_000)  # a chunk's tokens, and those before it in the cache
+    beside: tuple[int, int, int] = (
+        2048,
+        64,
+        4096,
+    )  # a chunk's tokens, and decodes of so many tokens beside it
+    tokens_per_step: int = 8192
+    repeats: int = 5
+    decode_steps: int = 24
+
+
+QUICK = Sizes((128, 512), ((1, 128), (8, 128)), (40, 600), (64, 4, 128), 2048, 2, 4)
+DRY = Sizes((16,), ((2, 16),), (8, 64), (16, 2, 32), 256, 1, 2)
+
+
+class SpeedBench:
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        device: torch.device,
+        kv_memory: int | None,
+        sizes: Sizes,
+        report: Report,
+    ) -> None:
+        self._path, self._device, self._sizes, self._report = path, device, sizes, report
+        self._cache = CacheConfig(prefix_caching=True, memory_bytes=kv_memory)
+        chunk, before = sizes.behind
+        longest = max(*sizes.prefills, *(context for _, context in sizes.decodes), chunk + before)
+        self._config = SchedulerConfig(
+            max_num_seqs=max(batch for batch, _ in sizes.decodes) + 1,
+            max_num_batched_tokens=sizes.tokens_per_step,
+            max_model_len=longest + 640,
+            step_target_ms=0,  # all requests of a batch must have begun before the first one ends
+        )
+        stages = Stages()
+        # On a CPU this takes a GPU's code path as far as it goes.
+        model = ModelConfig(path=str(path), dtype=dtype, device=str(device))
+        self._runner = load_runner(
+            model, self._cache, self._config, stages.reached, native=device.type == "cuda"
+        )
+        stages.reached("", 0.0)
+        info = self._runner.info
+        self._dtype = getattr(torch, info.dtype)
+        report.row("loading", **{f"{what}_s": seconds for what, seconds in stages.seconds.items()})
+        report.row("computed by", path=computed_by(self._runner), dtype=info.dtype, blocks=info.num_blocks)
+        note("the card's limits")
+        self._limits = measure_limits(
+            self._dtype, device, torch.get_num_threads(), roughly=device.type == "cpu"
+        )
+        report.row("limits", **msgspec.to_builtins(self._limits))
+        kv_bytes = self._runner.kv_cache[0].numel() * self._runner.kv_cache.element_size()
+        self._costs = read_costs(path, self._dtype, kv_bytes * len(info.groups) // self._cache.block_size)
+        self._text = read_config(find_source(str(path))).get_text_config()
+        self._products = Products(path, self._text.num_hidden_layers, self._dtype, device)
+
+    def run(self) -> None:
+        sizes, bench = self._sizes, EngineBench(self._engine(prefix_caching=False))
+        info = self._runner.info
+        room = (info.num_blocks - 1) * self._cache.block_size // len(info.groups)
+        decodes = [(batch, context) for batch, context in sizes.decodes if batch * (context + 320) <= room]
+        work = random_work(
+            str(self._path), info.dtype, info.vocab_size, info.max_model_len, sizes.prefills, decodes, 1, 1
+        )
+        for prompts in work.decode:
+            batch, context = len(prompts), len(prompts[0])
+            seconds = bench.decode(prompts, sizes.decode_steps)
+            self._step(f"decode {batch} x {context}", seconds, [1] * batch, [context] * batch)
+        for prompt in work.prefill:
+            taken = [bench.prefill(prompt) for _ in range(sizes.repeats + 1)][1:]
+            length = len(prompt)
+            self._step(f"prefill {length}", statistics.median(taken), [length], [length])
+        self._behind(*sizes.behind)
+        self._beside(*sizes.beside)
+        rows = tuple(batch for batch, _ in decodes)
+        engine = self._engine(prefix_caching=False)
+        for row in decode_parts(engine, info.vocab_size, self._device, rows, steps=sizes.decode_steps // 2):
+            self._report.row(f"parts of {row.pop('what')}", **row)
+        self._report.row("memory", **self._memory())
+
+    def _engine(self, *, prefix_caching: bool) -> Engine:
+        self._runner.forget_requests()
+        info = self._runner.info
+        cache = msgspec.structs.replace(self._cache, prefix_caching=prefix_caching)
+        scheduler = Scheduler(self._config, cache, info.groups, info.num_blocks, info.max_model_len)
+        return Engine(scheduler, self._runner, None, ahead=self._config.plans_ahead(info.device))
+
+    def _behind(self, chunk: int, before: int) -> None:
+        """A chat's next turn: new tokens behind those that the cache has."""
+        engine, vocab = self._engine(prefix_caching=True), self._runner.info.vocab_size
+        prefix = [3 + place % (vocab - 3) for place in range(before)]
+        answer(engine, "prefix", prefix, 1)
+        taken = []
+        for turn in range(self._sizes.repeats):
+            new = [3 + (7 * place + turn + 1) % (vocab - 3) for place in range(chunk)]
+            taken.append(answer(engine, f"turn-{turn}", prefix + new, 1))
+        self._step(f"{chunk} behind {before}", statistics.median(taken), [chunk], [before + chunk])
+
+    def _beside(self, chunk: int, decodes: int, context: int) -> None:
+        """The step in which a prompt's chunk and decodes are computed together, from the prompt's arrival to its first token."""
+        engine, vocab = self._engine(prefix_caching=False), self._runner.info.vocab_size
+        begun: set[str] = set()
+        names = [f"d{index}" for index in range(decodes)]
+        for index, name in enumerate(names):
+            prompt = [3 + (5 * place + index) % (vocab - 3) for place in range(context)]
+            sampling = SamplingParams(temperature=0.0, max_tokens=512, ignore_eos=True)
+            engine.add_request(Request(name, prompt, sampling))
+        while len(begun) < decodes:
+            begun.update(update.request_id for update in engine.step().updates)
+        prompt = [3 + 11 * place % (vocab - 3) for place in range(chunk)]
+        taken = [answer(engine, f"chunk-{turn}", prompt, 1) for turn in range(self._sizes.repeats)]
+        engine.abort_requests(names)
+        while engine.step().progressed:
+            pass
+        what = f"{chunk} beside {decodes} x {context}"
+        counts, contexts = [1] * decodes + [chunk], [context] * decodes + [chunk]
+        self._step(what, statistics.median(taken), counts, contexts)
+
+    def _step(self, what: str, seconds: float, counts: list[int], contexts: list[int]) -> None:
+        costs, rows = self._costs, sum(counts)
+        limit = limit_of(self._limits, costs, counts, contexts)
+        products = self._products.seconds(rows, len(counts))
+        text = self._text
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        attention = None
+        if not getattr(text, "kv_lora_rank", None):
+            heads = text.num_attention_heads, text.num_key_value_heads
+            attention = attention_seconds(
+                text.num_hidden_layers, *heads, dim, counts, contexts, self._dtype, self._device
+            )
+        alone: dict[str, Any] = {"products_alone_ms": products * 1e3}
+        if attention is not None:
+            alone |= {"attention_alone_ms": attention * 1e3, "alone_ms": (products + attention) * 1e3}
+        self._report.row(
+            what,
+            ms=seconds * 1e3,
+            limit_ms=limit * 1e3,
+            over_limit=seconds / limit,
+            **alone,
+            expected_ms=limit * 1e3 * expected_over_limit(what),
+            tokens_per_s=rows / seconds,
+        )
+
+    def _memory(self) -> dict[str, Any]:
+        held = {"kv_bytes": self._runner.kv_cache.nbytes, "weight_bytes": weight_bytes(self._path)}
+        if self._device.type == "cuda":
+            held["peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
+        return held
+
+
+def limit_of(limits: MachineLimits, costs: Costs, counts: list[int], contexts: list[int]) -> float:
+    """The seconds that a step takes at best: its operations, or reading the weights and every request's keys and values once."""
+    flops = read = 0
+    for count, context in zip(counts, contexts, strict=True):
+        # A chunk behind a prefix is the whole prompt without the prompt of the prefix.
+        flops += costs.prefill_flops(context) - costs.prefill_flops(context - count) + 2 * costs.head
+        read += context * costs.kv_bytes
+    read += costs.decode_bytes(sum(counts), 0)
+    return max(flops / limits.gemm_flops, read / limits.read_bytes)
+
+
+def answer(engine: Engine, name: str, prompt: list[int], tokens: int) -> float:
+    """Returns the seconds from a request to its last token, beside whatever else runs."""
+    began = time.perf_counter()
+    engine.add_request(
+        Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+    )
+    while True:
+        for update in engine.step().updates:
+            if update.request_id == name and update.error is not None:
+                raise RuntimeError(f"{name}: {update.error}")
+            if update.request_id == name and update.finish is not None:
+                return time.perf_counter() - began
+
+
+def expected_over_limit(what: str) -> float:
+    """Returns what 8 billion parameters in bfloat16 are expected to reach on an H200, as a multiple of the limit: see docs/gpu.md."""
+    if not what.startswith("decode"):
+        return 1 / 0.6
+    batch = int(what.split()[1])
+    return 1.4 if batch < 32 else 1.35 if batch <= 64 else 1.5
+
+
+def weight_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def computed_by(runner: TorchRunner) -> str:
+    """Names the code path that was measured: a benchmark that fell back to another one must say so."""
+    forward: Any = runner.forward
+    replays = getattr(forward, "num_replays", None)
+    inner = getattr(forward, "_forward", forward)
+    parts = [type(getattr(inner, "attention", inner)).__name__]
+    if replays is not None:
+        parts.append(f"{len(forward.shapes)} recorded shapes")
+    return ", ".join(parts)
+
+
+class Stages:
+    """How long each part of loading took."""
+
+    def __init__(self, say: Say = note) -> None:
+        self.seconds: dict[str, float] = {}
+        self._say = say
+        self._what, self._since = "", time.perf_counter()
+
+    def reached(self, what: str, share: float) -> None:
+        now = time.perf_counter()
+        if self._what:
+            self.seconds[self._what] = self.seconds.get(self._what, 0.0) + now - self._since
+        if what and what != self._what:
+            self._say(what)
+        self._what, self._since = what, now
