@@ -355,6 +355,7 @@ class WorkerHalf(WorkerConnector):
             process=this_process(),
             checksums=CacheChecksums(self._transport.as_peers_see(memory), self._transport.sums_elsewhere),
             checksum_policy=context.config.checksums,
+            sources=context.sources,
         )
         endpoint = TransferEndpoint(
             side,
