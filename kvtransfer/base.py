@@ -395,6 +395,11 @@ class SchedulerConnector(abc.ABC):
     def reset_cache(self) -> None:
         """From now on load no KV that was kept so far, nor any that is being stored or loaded now."""
 
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether nothing that `reset_cache` and `forget_after` were called for would be found again if the process ended now."""
+        return True
+
 
 class WorkerConnector(abc.ABC):
     """The half that moves bytes. The engine calls it from the step thread, so no method may wait."""

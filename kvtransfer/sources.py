@@ -200,6 +200,10 @@ class Recall:
         """Whether the sources had their time to confirm, and did not."""
         return bool(self.doubt) and self._sources.clock() >= self._until
 
+    @property
+    def all_written(self) -> bool:
+        return self._sources.all_written
+
     def forgot(self) -> None:
         """The tier has forgotten everything, so its list is of no more use."""
         for of_kind, _ in self._awaited:

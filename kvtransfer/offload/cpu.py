@@ -370,6 +370,7 @@ class CopyThread(Mover):
                     self._first.clear()
             elif self._first and self._first[0] is work:
                 self._first.popleft()
+        self._wake()
 
     def _probe(self) -> None:
         began = self._clock()

@@ -520,6 +520,10 @@ class TierScheduler(SchedulerConnector):
             if isinstance(job, _Load):
                 job.void = True
 
+    @property
+    def has_forgotten(self) -> bool:
+        return self._tier.recall is None or self._tier.recall.all_written
+
 
 def _places(slots: Sequence[int], factor: int) -> list[int]:
     """Returns the places of all blocks in these slots."""
