@@ -227,7 +227,9 @@ class TierScheduler(SchedulerConnector):
         """Whether the tier loads and stores nothing now. What an earlier process has left and its sources do not confirm in time is
         forgotten here."""
         if self._tier.recall is not None and self._tier.recall.is_over:
-            logger.warning("what the %s tier has is forgotten: %s", self._tier.spec.name, self._tier.recall.doubt)
+            logger.warning(
+                "what the %s tier has is forgotten: %s", self._tier.spec.name, self._tier.recall.doubt
+            )
             self.reset_cache()
         return bool(self._tier.left_out)
 
