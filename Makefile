@@ -8,7 +8,8 @@
 #                    greedy, half seeded); the controller killed ten times in each of three ways, at each step of real rollouts and ten
 #                    times at each step of simulated ones, and the control plane away for ten minutes, twice (about 45 minutes);
 #                    every fault of a KV transfer, 100 times for each connector and direction (about 15 minutes); the disk tier:
-#                    10,000 crashes of a disk with torn writes, 50 nodes killed while they store (about 2 minutes); 10,000 steps
+#                    10,000 crashes of a disk with torn writes, 50 nodes killed while they store (about 2 minutes); 5,000 answers of
+#                    mixed requests beside an engine without a cache, some runs with wrong KV (about 10 minutes); 10,000 steps
 #                    without a leak, and streams whose connections are reset thirty times (about 3 minutes); ten times the usual
 #                    examples of the API's fuzzing, of the transfer protocol's histories, and of conversations on nodes that die
 #                    (about 20 minutes)
@@ -88,6 +89,7 @@ test-faults: install
 		-n 8 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
 	TANDEM_CRASHES=10000 TANDEM_KILLS=50 $(BIN)/python -m pytest -q --timeout 3600 tests/kvtransfer/test_tier_disk.py
+	TANDEM_MIXED_ANSWERS=5000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s --timeout 3600 tests/engine/test_mixed_runs.py
 	TANDEM_STEPS=10000 TANDEM_RESETS=30 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow \
 		tests/engine/test_long_run.py tests/router/test_router_resets.py
 	TANDEM_EXAMPLES=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow -n 2 --dist worksteal --timeout 3600 \

@@ -75,6 +75,7 @@ from tandem.kvtransfer.memory import KVCacheMemory as KVCacheMemory
 from tandem.kvtransfer.memory import LayerShare as LayerShare
 from tandem.kvtransfer.memory import flat_bytes as flat_bytes
 from tandem.kvtransfer.memory import longest_word as longest_word
+from tandem.kvtransfer.sources import NodeSources
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress
@@ -306,6 +307,7 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     # closes them.
     rank_lines: Sequence[socket.socket] = ()
     tier_lines: Sequence[socket.socket] = ()  # the same, for copies between a rank's memory and its tiers
+    sources: NodeSources = msgspec.field(default_factory=NodeSources)
 
 
 class SchedulerConnector(abc.ABC):
@@ -392,6 +394,11 @@ class SchedulerConnector(abc.ABC):
 
     def reset_cache(self) -> None:
         """From now on load no KV that was kept so far, nor any that is being stored or loaded now."""
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether nothing that `reset_cache` and `forget_after` were called for would be found again if the process ended now."""
+        return True
 
 
 class WorkerConnector(abc.ABC):

@@ -205,6 +205,10 @@ class MultiScheduler(SchedulerConnector):
         for part in self._parts:
             part.reset_cache()
 
+    @property
+    def has_forgotten(self) -> bool:
+        return all(part.has_forgotten for part in self._parts)
+
 
 class MultiWorker(WorkerConnector):
     def __init__(self, parts: Sequence[WorkerConnector]) -> None:

@@ -140,6 +140,7 @@ class NodeService:
         self._read_at = self._stats_of = self._stats_taken
         self._quiet = threading.Event()  # set while no request is live and no block is held
         self._quiet.set()
+        self._resets: list[ResetCache] = []  # that are done here, and not yet on every tier's disk
         worker = engine.worker
         self._tracer = Tracer(
             clock, worker.trace_of if worker is not None else lambda request_id: None, self._send_trace
@@ -255,7 +256,8 @@ class NodeService:
         return self._quiet.wait(timeout_s) and self._condition.state is not NodeState.FAILED
 
     def reset_cache(self, timeout_s: float) -> bool:
-        """Drops all cached KV. Returns False if the running step takes longer than `timeout_s`; the cache is dropped after that step."""
+        """Drops all cached KV. Returns True once none of it would come back if the process ended now. Returns False if that takes longer
+        than `timeout_s`: the running step is long, or a tier's disk does not answer. It is dropped all the same when they are done."""
         self._mailbox.put(reset := ResetCache(threading.Event()))
         return reset.done.wait(timeout_s)
 
@@ -318,7 +320,7 @@ class NodeService:
                 self._engine.scheduler.end_pins()
             case ResetCache():
                 self._engine.scheduler.reset_prefix_cache()
-                item.done.set()
+                self._resets.append(item)
             case SetAdapters():
                 self._set_adapters(item)
             case RanksLost():
@@ -328,6 +330,10 @@ class NodeService:
 
     def before_step(self, now: float) -> None:
         self._read_at = now
+        if self._resets and self._engine.scheduler.has_forgotten:
+            for reset in self._resets:
+                reset.done.set()
+            self._resets.clear()
         if self._desk is not None:
             for request_id, error in self._desk.overdue(now):
                 self._go_on(GrammarReady(request_id, error))

@@ -76,6 +76,8 @@ class InvalidBlocks:
         for _, request in state.waiting.blocked.values():
             if request.request_id in affected:
                 valid = affected[request.request_id]
+                if request.valid_load_tokens is not None:  # its load waits since an earlier finding
+                    valid = min(valid, request.valid_load_tokens)
                 request.valid_load_tokens = valid
                 request.num_computed_tokens = min(request.num_computed_tokens, valid)
         return updates

@@ -343,6 +343,10 @@ class TransferResults:
         valid = min(failure.valid_tokens, promised, request.num_tokens - 1)
         if request.valid_load_tokens is not None:
             valid = min(valid, request.valid_load_tokens)
+        if request.own_input_begins is not None:
+            # An input may fail at the producer after its KV has left, and the producer may end before it can say so. Only a
+            # handoff says that the input was right.
+            valid = min(valid, request.own_input_begins)
         valid = max(valid, found_here)
         state.cache.rewind(request, valid)
         if request.num_computed_tokens:

@@ -459,6 +459,12 @@ class Scheduler:
         """Begins a new generation of the cache, here and where peers have copied from it."""
         self._lifecycle.begin_generation()
 
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether nothing of an earlier generation would be found again if the process ended now."""
+        connector = self._state.connector
+        return connector is None or connector.has_forgotten
+
     def tell_cache_events(self) -> None:
         """Records KV events from now on, for `take_cache_events`. Call it before the first request."""
         pool = self._state.cache.pool

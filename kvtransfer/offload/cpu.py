@@ -236,6 +236,11 @@ class CopyThread(Mover):
             self._first.append(work)
             self._changed.notify_all()
 
+    @property
+    def has_first(self) -> bool:
+        """Whether something of `do_first` is not done yet."""
+        return bool(self._first)
+
     def take_ended(self) -> dict[int, bool | None]:
         if self._failure is not None and self._is_open:
             raise InternalError("the thread that copies KV to and from a tier died") from self._failure
@@ -365,6 +370,7 @@ class CopyThread(Mover):
                     self._first.clear()
             elif self._first and self._first[0] is work:
                 self._first.popleft()
+        self._wake()
 
     def _probe(self) -> None:
         began = self._clock()

@@ -6,7 +6,11 @@ taken for a key only if both checksums agree when it is read. Otherwise it is co
 
 The file's first page has its generation, and each header has the generation in which its store was planned. When the
 tier forgets everything, its thread changes and syncs the generation before it does anything else: what is in the file,
-or still on its way there, is then no longer valid.
+or still on its way there, is then no longer valid. When it forgets single keys, the thread wipes and syncs every header
+that names one, also where the key was evicted before.
+
+A file beside it (`.sources`) has the nodes from which the KV came (`kvtransfer.sources`), for this generation. It is
+written and synced before anything is stored that came from a node which it does not name.
 
 Every call to the file is made by the tier's thread, opening it too, and none while the step thread, or a copy of the
 device's blocks, waits for it.
@@ -27,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import xxhash
 
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
@@ -36,6 +41,7 @@ from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom, TierManage
 from tandem.kvtransfer.offload.patience import OPEN_S, Hold
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.spec import Copy, Mover
+from tandem.kvtransfer.sources import KeptSources, Recall
 from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.versions import KV_VERSION
 
@@ -44,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"tandemkv"
+_MAGIC = b"tandemk2"
 _KEY_BYTES = 64
 _GENERATION = struct.Struct("<8sQ")  # magic, generation; then the checksum of both
 # magic, generation, time of writing, length of the key, key, checksum of the chunk; then the checksum of all that
@@ -52,6 +58,11 @@ _HEADER = struct.Struct(f"<8sQQH{_KEY_BYTES}s16s")
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = 4096  # a page of its own, so that writing it touches no chunk
 MOST_FILES = 256
+
+
+class _SourcesFile(msgspec.Struct, frozen=True):
+    generation: int  # of the slots' file
+    kept: KeptSources
 
 
 def create(config: TierConfig) -> DiskTier:
@@ -64,6 +75,7 @@ class DiskTier:
     def __init__(self, config: TierConfig) -> None:
         self._config = config
         self._followed: int | None = None
+        self.recall = Recall()
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
         config = self._config
@@ -74,11 +86,13 @@ class DiskTier:
                 f"cache.tiers: {config.size} bytes of disk have no room for one entry of {slot_bytes} bytes"
             )
         name = identity(memory, config.block_factor)
+        void: set[int] = set()
 
         def opened() -> SlotFile:
-            file = SlotFile(Path(config.disk or ""), name, num_slots, slot_bytes)
+            file = SlotFile(Path(config.disk or ""), name, num_slots, slot_bytes, void)
             if self._followed is not None:
                 file.follow(self._followed)
+            self.recall.found(file.sources)
             return file
 
         copier = DiskCopier(memory, opened, config.block_factor)
@@ -90,8 +104,15 @@ class DiskTier:
                 OPEN_S,
             )
         self._copier = copier
-        index = DiskIndex(copier.content, lambda: thread.do_first(copier.forget_all))
-        manager = filtered(DiskManager(num_slots, config.policy, index), config.store_threshold)
+        index = DiskIndex(
+            copier.content,
+            lambda: thread.do_first(copier.forget_all),
+            lambda keys: thread.do_first(lambda: copier.forget(keys)),
+        )
+        self.recall.bind(
+            lambda kept: thread.do_first(lambda: copier.keep_sources(kept)), lambda: thread.has_first
+        )
+        manager = filtered(DiskManager(num_slots, config.policy, index, void), config.store_threshold)
         return manager, thread
 
     @property
@@ -114,19 +135,26 @@ class Index(Protocol):
 
     def forget_all(self) -> None: ...
 
+    def forget(self, keys: set[bytes]) -> None: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class DiskIndex:
     content: Callable[[], list[tuple[bytes, int]] | None]
     forget_all: Callable[[], None]
+    forget: Callable[[set[bytes]], None]
 
 
 class DiskManager(SlotManager):
     """Never waits for the disk. While the file's content is not known, the tier is left out."""
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy, file: Index) -> None:
+    def __init__(
+        self, num_slots: int, policy: EvictionPolicy, file: Index, void: set[int] | None = None
+    ) -> None:
+        """`void`: see `SlotFile`."""
         super().__init__(num_slots, policy)
         self._file = file
+        self._void = void if void is not None else set()
         self._is_filled = False
         self._fill_once()
 
@@ -145,9 +173,22 @@ class DiskManager(SlotManager):
             self._fill_once()
         return super().prepare_store(keys)
 
+    def forget(self, keys: Iterable[Key]) -> None:
+        gone = set(keys)
+        slots = (self._policy.get(key) for key in gone)
+        self._void.update(slot for slot in slots if slot is not None and self._is_written(slot))
+        super().forget(gone)
+        if gone:
+            self._file.forget(gone)
+
+    def _let_go(self, slot: int) -> None:
+        super()._let_go(slot)
+        self._void.discard(slot)
+
     def reset(self) -> None:
         self._is_filled = True  # with nothing, if the content was not known yet
-        super().reset()
+        super().forget(list(self._policy.all_keys()))
+        self._policy.clear()
         self._file.forget_all()
 
 
@@ -166,12 +207,17 @@ def identity(memory: KVCacheMemory, block_factor: int) -> str:
 class SlotFile:
     """The file and its lock. Only the thread that copies uses it."""
 
-    def __init__(self, folder: Path, name: str, num_slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, name: str, num_slots: int, slot_bytes: int, void: set[int] | None = None
+    ) -> None:
+        """`void`: slots to which nothing is written, because what their stores hold was forgotten. The step thread changes it."""
         self._num_slots = num_slots
+        self._void = void if void is not None else set()
         self._slot_bytes = slot_bytes
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = _first_unlocked(folder, name)
+            self._file, path = _first_unlocked(folder, name)
+            self._sources_path = path.with_suffix(".sources")
             size = HEADER_BYTES + num_slots * slot_bytes
             there = os.fstat(self._file).st_blocks * 512
             if (free := shutil.disk_usage(folder).free) + there < size:
@@ -181,9 +227,12 @@ class SlotFile:
             os.ftruncate(self._file, size)
             self._resets = 0
             self._generation = self._stored_generation()
+            self.sources = self._read_sources()
         except OSError as error:
             raise ConfigurationError(f"cache.tiers: disk {str(folder)!r}: {error.strerror}") from error
         found = [self._header(slot) for slot in range(num_slots)]
+        # What each header says, also of keys that were evicted since.
+        self._named = [header[1] if header else None for header in found]
         self._written = itertools.count(max((header[0] for header in found if header), default=0) + 1)
         entries = sorted(
             (when, slot, key) for slot, header in enumerate(found) if header for when, key, _ in [header]
@@ -223,7 +272,46 @@ class SlotFile:
     def forget_all(self) -> None:
         """Makes everything in the file invalid, and everything that stores which were planned earlier still write."""
         self._resets += 1
+        self._named = [None] * self._num_slots
         self._store_generation(self._generation + self._resets)
+
+    def forget(self, keys: set[bytes]) -> None:
+        for slot, key in enumerate(self._named):
+            if key in keys:
+                os.pwrite(self._file, bytes(_HEADER.size), self._start(slot))
+                self._named[slot] = None
+        os.fdatasync(self._file)
+
+    def keep_sources(self, kept: KeptSources) -> None:
+        content = msgspec.msgpack.encode(_SourcesFile(self._generation + self._resets, kept))
+        beside = self._sources_path.with_suffix(".new")
+        with beside.open("wb") as file:
+            file.write(_with_checksum(content, 0))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self._sources_path)
+        folder = os.open(self._sources_path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _read_sources(self) -> KeptSources:
+        """Forgets everything if it is not known from where the KV came."""
+        if not self._sources_path.exists():
+            return KeptSources()
+        raw = self._sources_path.read_bytes()
+        content = raw[:-_CHECKSUM_BYTES]
+        try:
+            if raw != _with_checksum(content, 0):
+                raise ValueError("its checksum differs")
+            there = msgspec.msgpack.decode(content, type=_SourcesFile)
+        except ValueError as error:
+            logger.error("cache.tiers: %s: %s; nothing of the tier is used", self._sources_path, error)
+            self._generation += 1
+            self._store_generation(self._generation)
+            return KeptSources()
+        return there.kept if there.generation == self._generation else KeptSources()
 
     def _start(self, slot: int) -> int:
         return HEADER_BYTES + slot * self._slot_bytes
@@ -245,7 +333,10 @@ class SlotFile:
         generation = self._generation + resets
         header = _HEADER.pack(_MAGIC, generation, next(self._written), len(key), key, checksum)
         header = _with_checksum(header, slot + 1)
+        if slot in self._void:
+            return False
         start = self._start(slot)
+        self._named[slot] = key
         try:
             return (
                 os.pwrite(self._file, header, start) == len(header)
@@ -291,15 +382,16 @@ def _checked(raw: bytes, layout: struct.Struct, seed: int) -> tuple[Any, ...] | 
     return layout.unpack(content)
 
 
-def _first_unlocked(folder: Path, name: str) -> int:
+def _first_unlocked(folder: Path, name: str) -> tuple[int, Path]:
     for number in range(MOST_FILES):
-        file = os.open(folder / f"{name}-{number}.kv", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = folder / f"{name}-{number}.kv"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
         else:
-            return file
+            return file, path
     raise ConfigurationError(f"cache.tiers: {folder} is in use by {MOST_FILES} processes")
 
 
@@ -342,6 +434,12 @@ class DiskCopier(Copier):
 
     def forget_all(self) -> None:
         self._file.forget_all()
+
+    def forget(self, keys: set[bytes]) -> None:
+        self._file.forget(keys)
+
+    def keep_sources(self, kept: KeptSources) -> None:
+        self._file.keep_sources(kept)
 
     def probe(self) -> bool:
         return self._file.probe()

@@ -25,7 +25,7 @@ from tandem.kvtransfer.protocol.checksums import ChecksumSample, pack, unpack
 from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, POLL_MIN_S, SideChannel
 from tandem.kvtransfer.protocol.side import Clock, Identity, PeerKey
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport
-from tandem.kvtransfer.sources import ASK_S
+from tandem.kvtransfer.sources import ASK_S, KVSources
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, Envelope
 from tandem.wire.nodes import PeerAddress
@@ -133,7 +133,7 @@ class Exchange:
         self._thread = threading.Thread(target=self._run, name="kv-exchange", daemon=True)
         self.memory: CacheMemory | None = None
         # Peers that are asked every few seconds for a sign of their cache's generation.
-        self.sources: Sequence[PeerAddress] = ()
+        self.sources: KVSources | None = None
         self._ask_at = 0.0
         self._rows: npt.NDArray[np.uint8] | None = None
 
@@ -217,7 +217,7 @@ class Exchange:
         if now < self._ask_at:
             return
         self._ask_at = now + ASK_S
-        for peer in self.sources:
+        for peer in self.sources.to_ask() if self.sources is not None else ():
             self.send(peer, AskChunks(self.envelope(peer.epoch), NO_FETCH, "", [], knows_memory=True))
 
     def _poll(self) -> None:

@@ -206,6 +206,10 @@ class SlotManager(TierManager):
             else:
                 self._free.append(slot)
 
+    def _is_written(self, slot: int) -> bool:
+        """Whether a store is under way to this slot."""
+        return self._busy[slot] == _WRITTEN_NOW
+
     def _let_go(self, slot: int) -> None:
         self._forgotten.remove(slot)
         self._free.append(slot)

@@ -34,6 +34,7 @@ from tandem.kvtransfer.offload.cpu import STOP_GRACE_S
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
+from tandem.kvtransfer.sources import Recall
 from tandem.wire.errors import ConfigurationError, InternalError, TandemError
 
 logger = logging.getLogger(__name__)
@@ -328,11 +329,14 @@ class TierOfRanks:
         self.name = config.kind
         self._config = config
         self._lines = lines
+        self.recall = Recall()
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
         sizes = [memory.block_bytes, *self._lines.block_bytes()]
         own, *others = _of_ranks(self._config, sizes)
         spec = create_tier(own).spec
+        if isinstance(spec, DiskTier):
+            spec.recall = self.recall
         manager, mover = spec.open(memory, wake)
         generation = spec.generation if isinstance(spec, DiskTier) else 0
         late: int | None = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -37,6 +38,8 @@ from tandem.kvtransfer.offload.prefixes import Part, Prefixes
 from tandem.kvtransfer.offload.spec import Copy, Tier
 from tandem.wire.errors import InternalError
 from tandem.wire.kv_events import BlockRemoved, BlockStored, KVEvent
+
+logger = logging.getLogger(__name__)
 
 # While a request decodes, this many new blocks are stored at a time, so that a step costs the same whatever the
 # block size. The rest follows when the request ends. A preempted request computes again what was not stored.
@@ -150,7 +153,7 @@ class TierScheduler(SchedulerConnector):
         first = num_computed_tokens // self._block_size
         # The load leaves one token to compute.
         last = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
-        if request.skip_reading_prefix_cache or first >= last or self._tier.mover.left_out:
+        if request.skip_reading_prefix_cache or first >= last or self._left_out():
             return 0, False
         end = self._prefixes.end_of_prefix(manager, request, first, last)
         if end < last and self._fetches(entry, first, end, last):
@@ -219,6 +222,16 @@ class TierScheduler(SchedulerConnector):
         entry.jobs.add(job)
         within_s = max(LEAST_LOAD_S, num_tokens * self._seconds_per_token)
         self._plan.loads.append(Copy(job, blocks, places, keys, self._resets, within_s))
+
+    def _left_out(self) -> bool:
+        """Whether the tier loads and stores nothing now. What an earlier process has left and its sources do not confirm in time is
+        forgotten here."""
+        if self._tier.recall is not None and self._tier.recall.is_over:
+            logger.warning(
+                "what the %s tier has is forgotten: %s", self._tier.spec.name, self._tier.recall.doubt
+            )
+            self.reset_cache()
+        return bool(self._tier.left_out)
 
     def step_took(self, num_prompt_tokens: int, seconds: float) -> None:
         if num_prompt_tokens >= LEAST_PROMPT_TOKENS:
@@ -344,7 +357,7 @@ class TierScheduler(SchedulerConnector):
         `passing`: the answer has come to this block; it needs these parts no more once it is well beyond it."""
         if entry.request.is_distrusted:
             return []
-        if self._tier.mover.left_out:
+        if self._left_out():
             return None
         factor = self._factor
         keys = parts[0].keys if len(parts) == 1 else [key for part in parts for key in part.keys]
@@ -354,6 +367,8 @@ class TierScheduler(SchedulerConnector):
         if not room.keys:
             self._tell_mirror(entry.request, keys)
             return []
+        if self._tier.recall is not None:
+            self._tier.recall.keep()
         read: list[int] = []
         if len(parts) == 1 and reads is None and len(room.keys) == len(keys):
             # What a step with many answers stores: one run of blocks each, all of it new.
@@ -501,9 +516,15 @@ class TierScheduler(SchedulerConnector):
             self._tier.sharing.forget_all()
         else:
             self._tier.manager.reset()
+        if self._tier.recall is not None:
+            self._tier.recall.forgot()
         for job in self._jobs.values():
             if isinstance(job, _Load):
                 job.void = True
+
+    @property
+    def has_forgotten(self) -> bool:
+        return self._tier.recall is None or self._tier.recall.all_written
 
 
 def _places(slots: Sequence[int], factor: int) -> list[int]:

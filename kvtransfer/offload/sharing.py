@@ -80,6 +80,7 @@ class TierSharing:
         remote: bool,
         mirror: bool,
         checksums: ChecksumPolicy = ChecksumPolicy.SAMPLE,
+        sources: KVSources | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager = manager
@@ -104,7 +105,7 @@ class TierSharing:
         self._leases: OrderedDict[tuple[PeerKey, int], _Lease] = OrderedDict()  # the first to end comes first
         self._peers: OrderedDict[PeerKey, KnownPeer] = OrderedDict()
         self._readers: OrderedDict[PeerKey, PeerAddress] = OrderedDict()  # peers that have copied from here
-        self._sources = KVSources()
+        self._sources = exchange.sources = sources or KVSources(clock)
         # Why everything that is cached here is distrusted, until the engine has begun a new generation for it.
         self._distrusted = ""
         # For each mirror: keys stored, and gone.
@@ -434,7 +435,6 @@ class TierSharing:
             num_bytes = len(fetch.room.keys) * self._chunk_bytes
             self._peer(key).bytes_per_s.observe(num_bytes, ended.seconds)
             self._sources.took(fetch.peer, fetch.generation)
-            self._exchange.sources = self._sources.peers
             if fetch.for_mirror:
                 self.mirrored_bytes += num_bytes
             else:
@@ -497,7 +497,6 @@ class TierSharing:
         self._manager.reset()
         self._exchange.begin_generation()
         self._sources.clear()
-        self._exchange.sources = ()
         self._distrusted = ""
         readers, self._readers = self._readers, OrderedDict()
         for reader in readers.values():
@@ -509,7 +508,7 @@ class TierSharing:
         key = key_of(envelope)
         if (peer := self._peers.get(key)) is not None:
             peer.generation = max(peer.generation, envelope.generation)
-        if self._sources.is_outdated(key, envelope.generation):
+        if self._sources.hear(key, envelope.generation):
             self._distrusted = f"{key.node_id} distrusts its own cache, from which blocks were copied"
 
     @property

@@ -13,6 +13,7 @@ from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.offload.patience import STORE_S
 from tandem.kvtransfer.registry import find_factory
+from tandem.kvtransfer.sources import Recall
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TierStatus
 
@@ -104,6 +105,7 @@ class Tier:
     loaded_tokens: int = 0
     loading_seconds: float = 0.0
     sharing: TierSharing | None = None  # set if other nodes read this tier
+    recall: Recall | None = None  # set if the tier outlives the process
     _opened: tuple[TierManager, Mover] | None = None
     _slot_bytes: int = 0
 
@@ -118,6 +120,11 @@ class Tier:
     @property
     def mover(self) -> Mover:
         return self._open[1]
+
+    @property
+    def left_out(self) -> str:
+        """Why the tier loads and stores nothing for now; "" if it does."""
+        return (self.recall.doubt if self.recall is not None else "") or self.mover.left_out
 
     @property
     def _open(self) -> tuple[TierManager, Mover]:
@@ -142,7 +149,7 @@ class Tier:
             fetched_bytes=self.sharing.fetched_bytes if self.sharing is not None else 0,
             mirrored_bytes=self.sharing.mirrored_bytes if self.sharing is not None else 0,
             given_up=mover.given_up,
-            left_out=mover.left_out,
+            left_out=self.left_out,
         )
 
     def close(self) -> None:

@@ -14,13 +14,14 @@ from tandem.kvtransfer.base import (
     WorkerConnector,
 )
 from tandem.kvtransfer.offload.cpu import CpuTier
-from tandem.kvtransfer.offload.disk import identity
+from tandem.kvtransfer.offload.disk import DiskTier, identity
 from tandem.kvtransfer.offload.exchange import Exchange
 from tandem.kvtransfer.offload.prefixes import Prefixes
 from tandem.kvtransfer.offload.ranks import TierLines, TierOfRanks
 from tandem.kvtransfer.offload.scheduler_half import EndedJobs, TierPlan, TierScheduler
 from tandem.kvtransfer.offload.sharing import TierSharing
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
+from tandem.kvtransfer.sources import Recall
 from tandem.wire.errors import ConfigurationError, InternalError
 
 
@@ -103,6 +104,9 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
         tiers = [Tier(TierOfRanks(config, lines), config.block_factor) for config in context.tiers]
     else:
         tiers = [create_tier(config) for config in context.tiers]
+    for tier in tiers:
+        if isinstance(tier.spec, DiskTier | TierOfRanks):
+            tier.spec.recall = tier.recall = Recall(context.sources)
     shared = next((tier for tier in tiers if isinstance(tier.spec, CpuTier)), None) if shares else None
     return [
         (TierScheduler(context.groups, tier), TierWorker(context, tier, is_shared=tier is shared))
@@ -132,4 +136,5 @@ def _shared(context: ConnectorContext, memory: KVCacheMemory, tier: Tier, spec: 
         remote=context.remote,
         mirror=context.mirror,
         checksums=context.config.checksums,
+        sources=context.sources.copied,
     )

@@ -29,7 +29,7 @@ from tandem.kvtransfer.protocol.side import (
     key_of,
 )
 from tandem.kvtransfer.protocol.transport import Activity, Direction
-from tandem.kvtransfer.sources import ASK_S, KVSources
+from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (
     CancelTransfer,
@@ -70,8 +70,8 @@ class Consumer:
         self._answers = Answers(me, send, side.recorder)
         self._ticked_at = clock()
         self._distrusted = distrusted
-        self._sources = KVSources()
-        self._asked_sources_at = clock()
+        self._sources = side.sources.handed_over
+        self._asked_sources_at = clock() - ASK_S
         # Producers that have not confirmed yet that KV of theirs was found wrong, and how often it was.
         self._accused: dict[PeerKey, tuple[PeerAddress, int]] = {}
         self._found_wrong: BoundedMemory[int] = BoundedMemory(
@@ -100,7 +100,8 @@ class Consumer:
     def is_idle(self) -> bool:
         """True if nothing here has a deadline."""
         has_reads = self._pulling is not None and self._pulling.has_leaving
-        return self._incoming.is_empty and self._declined.is_empty and not has_reads
+        is_empty = self._incoming.is_empty and self._declined.is_empty and not has_reads
+        return is_empty and not self._sources.awaits_confirmation
 
     # ── commands of our own engine ──
 
@@ -163,7 +164,7 @@ class Consumer:
 
     def hear_generation(self, envelope: Envelope) -> None:
         key = key_of(envelope)
-        if self._sources.is_outdated(key, envelope.generation):
+        if self._sources.hear(key, envelope.generation):
             self._sources.clear()  # the engine gives up everything
             self._distrusted(f"{key.node_id} distrusts its own cache, from which KV was received")
 
@@ -174,7 +175,7 @@ class Consumer:
             return
         self._asked_sources_at = now
         accused = [peer for peer, _ in self._accused.values()][-MOST_ACCUSED:]
-        for peer in dict.fromkeys([*self._sources.peers, *accused]):
+        for peer in dict.fromkeys([*self._sources.to_ask(), *accused]):
             self._ask(peer)
 
     def _ask(self, peer: PeerAddress) -> None:

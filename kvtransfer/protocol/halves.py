@@ -370,6 +370,7 @@ class WorkerHalf(WorkerConnector):
             process=self._surroundings.process(),
             checksums=CacheChecksums(self._transport.as_peers_see(memory), self._transport.sums_elsewhere),
             checksum_policy=context.config.checksums,
+            sources=context.sources,
         )
         endpoint = TransferEndpoint(
             side,

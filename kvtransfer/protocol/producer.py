@@ -55,7 +55,7 @@ class Producer:
         self._unwanted = unwanted
         self._distrusted = distrusted
         # How often each consumer has found KV from here to be wrong.
-        self._found_wrong: BoundedMemory[int] = BoundedMemory(
+        self._found_wrong: BoundedMemory[tuple[int, int]] = BoundedMemory(
             settings.max_remembered, settings.keep_link_s, clock
         )
         self._links = ConsumerLinks(
@@ -292,11 +292,14 @@ class Producer:
 
     def on_renew(self, message: RenewLease) -> None:
         key = key_of(message.envelope)
-        found_wrong = self._found_wrong.get(f"{key.epoch}/{key.node_id}") or 0
+        me = self._side.me
+        found_wrong, heard_in = self._found_wrong.get(f"{key.epoch}/{key.node_id}") or (0, me.generation)
         if message.found_wrong > found_wrong:
-            found_wrong = message.found_wrong
-            self._found_wrong.add(f"{key.epoch}/{key.node_id}", found_wrong)
+            found_wrong, heard_in = message.found_wrong, me.generation
+            self._found_wrong.add(f"{key.epoch}/{key.node_id}", (found_wrong, heard_in))
             self._distrusted(f"{key.node_id} computed KV from here again, and it was wrong")
+        # Confirmed once nothing of it can come back, also if this process ends now. The consumer says it again until then.
+        is_confirmed = me.generation > heard_in and self._side.sources.all_written
         if self._links.hear(key) is None:
             self._answers.refuse(
                 message.envelope, "", RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node"
@@ -325,7 +328,7 @@ class Producer:
                 unknown,
                 waiting,
                 self._tokens_per_s,
-                found_wrong,
+                found_wrong if is_confirmed else 0,
             ),
         )
 

@@ -26,6 +26,7 @@ from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.transport import Direction, Transport
+from tandem.kvtransfer.sources import NodeSources
 from tandem.wire.handoff import Envelope, ProcessIdentity, Refusal, RefusalCode, TransferClosed
 from tandem.wire.requests import WaitHistogram
 from tandem.wire.tracing import TransferRecord, TransferTrace
@@ -369,6 +370,7 @@ class NodeSide:
     process: ProcessIdentity
     checksums: Checksums
     checksum_policy: ChecksumPolicy
+    sources: NodeSources = dataclasses.field(default_factory=NodeSources)
 
 
 class BoundedMemory(Generic[Value]):

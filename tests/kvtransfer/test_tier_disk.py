@@ -22,7 +22,9 @@ from tandem.kvtransfer.offload import disk
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskManager, SlotFile, identity
 from tandem.kvtransfer.offload.manager import StoreRoom
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
+from tandem.kvtransfer.sources import KeptSources
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import PeerAddress
 from tests.kvtransfer.kv_tiers import ended
 
 PAGE = 4096
@@ -130,6 +132,56 @@ def test_what_was_forgotten_is_not_found_after_a_restart_nor_what_was_on_its_way
     file.close()
     file = open_file(tmp_path)
     assert file.content() == [(KEYS[2], 2)]
+    file.close()
+
+
+def test_a_key_that_was_forgotten_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
+    """Also from a slot where it was evicted before, and from a store that was in line."""
+    void: set[int] = set()
+    file = SlotFile(tmp_path, "m", SLOTS, HEADER_BYTES + CHUNK, void)
+    manager = DiskManager(SLOTS, EvictionPolicy.LRU, file, void)
+
+    def write(room: StoreRoom | None) -> bool:
+        assert room is not None
+        written = [
+            file.write(slot, key, memoryview(chunk_of(key)), 0)
+            for key, slot in zip(room.keys, room.slots, strict=True)
+        ]
+        manager.complete_store(room, written=all(written))
+        return all(written)
+
+    for key in KEYS[: SLOTS + 2]:  # the first two are evicted
+        assert write(manager.prepare_store([key]))
+    assert write(manager.prepare_store(KEYS[2:4]))  # nothing to do
+    in_line = manager.prepare_store(KEYS[10:11])
+    manager.forget([KEYS[1], KEYS[4], KEYS[10]])
+    assert not write(in_line)
+    assert write(manager.prepare_store(KEYS[10:11])), "what is computed later is stored"
+    manager.check_integrity()
+    file.close()
+    file = open_file(tmp_path)
+    assert {KEYS[5], KEYS[6], KEYS[7], KEYS[10]} <= {key for key, _ in file.content()}
+    assert not {KEYS[1], KEYS[4]} & {key for key, _ in file.content()}
+    file.close()
+
+
+@pytest.mark.parametrize("harm", ["", "torn", "of another generation"])
+def test_a_file_of_sources_that_is_torn_leaves_nothing_and_one_of_before_says_nothing(
+    tmp_path: Path, harm: str
+) -> None:
+    file = open_file(tmp_path)
+    kept = KeptSources(copied=[(PeerAddress("a", 1, "tcp://a"), 3)])
+    file.keep_sources(kept)
+    if harm == "of another generation":
+        file.forget_all()
+    file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), int(harm == "of another generation"))
+    file.close()
+    if harm == "torn":
+        path = tmp_path / "m-0.sources"
+        path.write_bytes(path.read_bytes()[:-3])
+    file = open_file(tmp_path)
+    assert file.sources == (kept if not harm else KeptSources())
+    assert len(file.content()) == (0 if harm == "torn" else 1)
     file.close()
 
 

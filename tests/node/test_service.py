@@ -21,6 +21,7 @@ from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.lora.rows import StepRows
 from tandem.engine.model.lora.slots import AdapterSlots
 from tandem.engine.model.vision.rows import rows_of
+from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.structured.grammars import Grammars
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
@@ -227,6 +228,19 @@ def test_an_emptied_cache_serves_no_later_request(node: Node) -> None:
     assert node.service.reset_cache(PATIENCE_S)
     node.submit("c", prompt=200)
     assert node.outgoing.until_finished("c")[0].cached_tokens == 0
+
+
+def test_a_reset_is_done_once_the_disk_has_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_on_disk = False
+    monkeypatch.setattr(Scheduler, "has_forgotten", property(lambda _: is_on_disk))
+    assert not node.service.reset_cache(0.0)
+    asking = threading.Thread(target=lambda: done.put(node.service.reset_cache(PATIENCE_S)))
+    done: queue.Queue[bool] = queue.Queue()
+    asking.start()
+    is_on_disk = True
+    node.submit("a")  # as the tier's thread does, it has the node look again
+    assert done.get(timeout=PATIENCE_S)
+    asking.join()
 
 
 def test_a_failed_step_answers_everybody_and_marks_the_node(node: Node) -> None:

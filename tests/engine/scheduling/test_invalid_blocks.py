@@ -155,6 +155,22 @@ def test_a_wrong_block_of_a_load_under_way_is_remembered_until_it_ends():
     assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
 
 
+@pytest.mark.parametrize("places", [(0, 2), (2, 0)])
+def test_a_load_under_way_in_which_two_blocks_are_found_wrong_is_right_up_to_the_first(places):
+    connector = FakeConnector()
+    connector.offers["a"] = (12, True)
+    driver = Driver(connector=connector)
+    a = driver.add("a", prompt=12, max_tokens=4)
+    driver.step()
+    for place in places:
+        driver.step(invalid(connector.blocks["a"][0][place]))
+    driver.arrive(a, BLOCK, 2 * BLOCK)
+    driver.step(received("a", 7, 12))
+    assert a.num_computed_tokens == 0
+    driver.run()
+    assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
+
+
 def test_a_wrong_block_of_one_that_loaded_and_waits_for_its_turn():
     connector = FakeConnector()
     driver = Driver(connector=connector, max_num_seqs=1)

@@ -8,6 +8,7 @@ from tandem.engine.request import RequestStatus
 from tandem.kvtransfer.base import ConnectorOutput, Handoff
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.errors import InternalError
+from tandem.wire.images import MediaFeature
 from tandem.wire.sampling import FinishReason
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, consume, failed, received
 from tests.engine.scheduling.model import alone, next_token
@@ -200,6 +201,24 @@ def test_a_failed_load_that_is_all_right_still_computes_the_last_token():
     driver.arrive(request, 0, 10)
     driver.step(failed("a", valid_tokens=10))
     assert driver.step()[0].num_scheduled_tokens == {"a": 1}
+    driver.run()
+    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
+
+
+@pytest.mark.parametrize(
+    ("own", "used"),
+    [({}, 8), ({"lora": "x"}, 0), ({"media": [MediaFeature("image", 5, 2)], "images": [b"file"]}, 5)],
+)
+def test_of_a_part_nothing_is_used_that_was_computed_from_the_requests_own_input(own, used):
+    """It may have failed at a producer that ended before it could say so."""
+    connector = FakeConnector()
+    driver = Driver(connector=connector, max_loras=1, encoder_tokens=8)
+    connector.offers["a"] = (10, True)
+    request = driver.add("a", 10, max_tokens=5, transfer=consume(), **own)
+    driver.step()
+    driver.arrive(request, 0, used)
+    driver.step(failed("a", valid_tokens=8))
+    assert request.num_computed_tokens == used
     driver.run()
     assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
 
