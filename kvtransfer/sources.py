@@ -6,7 +6,7 @@ again and again, so that it hears something: also after one of the two was away.
 
 A tier that outlives the process keeps the list (`KeptSources`) before it stores anything that came after. The next
 process asks each of them, and uses what the tier has once all of them have said that they distrust nothing of it
-(`Recall`). What a source does not confirm in time is forgotten: it may have found its KV wrong while this node was away,
+(`TierSources`). What a source does not confirm in time is forgotten: it may have found its KV wrong while this node was away,
 and ended before it could say so.
 """
 
@@ -16,14 +16,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from tandem.wire.nodes import PeerAddress
-
-if TYPE_CHECKING:
-    from tandem.kvtransfer.protocol.side import PeerKey
 
 ASK_S = 5.0  # between two questions to a source
 CONFIRM_S = 20.0  # what an earlier process has left is forgotten if a source has not confirmed it by then
@@ -32,7 +28,7 @@ GONE_S = 600.0
 MOST_SOURCES = 256  # remembered at a time; the one that was used longest ago is forgotten first
 
 
-class Source(msgspec.Struct):
+class SourceRecord(msgspec.Struct):
     peer: PeerAddress
     generation: int  # of its cache, when the oldest KV came that is here
     heard_at: float = 0.0
@@ -46,7 +42,7 @@ class KVSources:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields from here on
-        self._of: OrderedDict[tuple[str, int], Source] = OrderedDict()
+        self._of: OrderedDict[tuple[str, int], SourceRecord] = OrderedDict()
         self.changes = 0
 
     def took(self, peer: PeerAddress, generation: int) -> None:
@@ -65,7 +61,7 @@ class KVSources:
         if source is None or generation < source.generation or source.gone:
             self.changes += 1
         if source is None:
-            source = Source(peer, generation, confirmed=confirmed)
+            source = SourceRecord(peer, generation, confirmed=confirmed)
         source.generation = min(source.generation, generation)
         source.confirmed = source.confirmed and confirmed
         source.heard_at, source.gone = self._clock(), False
@@ -73,10 +69,10 @@ class KVSources:
         if len(self._of) > MOST_SOURCES:
             self._of.popitem(last=False)
 
-    def hear(self, key: PeerKey, generation: int) -> bool:
-        """A message of this peer names the generation of its cache. Returns whether KV of an earlier one is here."""
+    def hear(self, key: tuple[str, int], generation: int) -> bool:
+        """A message of this peer, by its node and incarnation, names the generation of its cache. Returns whether KV of an earlier one is here."""
         with self._lock:
-            if (source := self._of.get((key.node_id, key.epoch))) is None:
+            if (source := self._of.get(key)) is None:
                 return False
             if source.generation < generation:
                 return True
@@ -159,7 +155,7 @@ class NodeSources:
         return not any(forgets() for forgets in self._unwritten)
 
 
-class Recall:
+class TierSources:
     """For one tier that outlives the process: what it has of which sources, and whether they confirm it."""
 
     def __init__(self, sources: NodeSources | None = None) -> None:

@@ -41,7 +41,7 @@ from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom, TierManage
 from tandem.kvtransfer.offload.patience import OPEN_S, Hold
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.spec import Copy, Mover
-from tandem.kvtransfer.sources import KeptSources, Recall
+from tandem.kvtransfer.sources import KeptSources, TierSources
 from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.versions import KV_VERSION
 
@@ -75,7 +75,7 @@ class DiskTier:
     def __init__(self, config: TierConfig) -> None:
         self._config = config
         self._followed: int | None = None
-        self.recall = Recall()
+        self.recall = TierSources()
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
         config = self._config

@@ -34,7 +34,7 @@ from tandem.kvtransfer.offload.cpu import STOP_GRACE_S
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
-from tandem.kvtransfer.sources import Recall
+from tandem.kvtransfer.sources import TierSources
 from tandem.wire.errors import ConfigurationError, InternalError, TandemError
 
 logger = logging.getLogger(__name__)
@@ -329,7 +329,7 @@ class TierOfRanks:
         self.name = config.kind
         self._config = config
         self._lines = lines
-        self.recall = Recall()
+        self.recall = TierSources()
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
         sizes = [memory.block_bytes, *self._lines.block_bytes()]

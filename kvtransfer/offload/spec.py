@@ -13,7 +13,7 @@ from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.offload.patience import STORE_S
 from tandem.kvtransfer.registry import find_factory
-from tandem.kvtransfer.sources import Recall
+from tandem.kvtransfer.sources import TierSources
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TierStatus
 
@@ -105,7 +105,7 @@ class Tier:
     loaded_tokens: int = 0
     loading_seconds: float = 0.0
     sharing: TierSharing | None = None  # set if other nodes read this tier
-    recall: Recall | None = None  # set if the tier outlives the process
+    recall: TierSources | None = None  # set if the tier outlives the process
     _opened: tuple[TierManager, Mover] | None = None
     _slot_bytes: int = 0
 

@@ -21,7 +21,7 @@ from tandem.kvtransfer.offload.ranks import TierLines, TierOfRanks
 from tandem.kvtransfer.offload.scheduler_half import EndedJobs, TierPlan, TierScheduler
 from tandem.kvtransfer.offload.sharing import TierSharing
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
-from tandem.kvtransfer.sources import Recall
+from tandem.kvtransfer.sources import TierSources
 from tandem.wire.errors import ConfigurationError, InternalError
 
 
@@ -106,7 +106,7 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
         tiers = [create_tier(config) for config in context.tiers]
     for tier in tiers:
         if isinstance(tier.spec, DiskTier | TierOfRanks):
-            tier.spec.recall = tier.recall = Recall(context.sources)
+            tier.spec.recall = tier.recall = TierSources(context.sources)
     shared = next((tier for tier in tiers if isinstance(tier.spec, CpuTier)), None) if shares else None
     return [
         (TierScheduler(context.groups, tier), TierWorker(context, tier, is_shared=tier is shared))

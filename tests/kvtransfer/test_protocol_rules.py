@@ -15,15 +15,18 @@ from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
     AnnounceSend,
+    BeginGeneration,
     BeginReceive,
     CancelReceive,
     DeclineTransfer,
     FinishSend,
+    FoundWrong,
     PreemptedRequests,
     VoidSend,
 )
 from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.kvtransfer.protocol.transport import Direction
+from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (
     CancelTransfer,
@@ -533,6 +536,29 @@ def test_a_failed_transfer_says_what_is_right_all_the_same(pair: Pair) -> None:
     pair.world.settle(1.0)
     assert receive.failed is not None
     assert receive.failed.valid_tokens == 12
+
+
+def test_a_producer_confirms_that_its_kv_was_wrong_once_no_disk_would_bring_it_back(pair: Pair) -> None:
+    """If it ends before, its next process finds the same KV, and is told again."""
+    side, is_on_disk = pair.producer.endpoint._side, False
+    side.sources.add_tier(lambda: not is_on_disk)
+    receive, send = pair.receive(), pair.send()
+    pair.world.deliver_all()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.5)
+    assert receive.finished
+    pair.consumer.endpoint.execute(FoundWrong(pair.producer.address))
+    pair.world.settle(1.0)
+    assert len(pair.producer.distrusted) == 1
+    pair.producer.endpoint.execute(BeginGeneration())
+    accused = pair.consumer.endpoint.consumer._accused
+    pair.world.settle(2 * ASK_S)
+    assert accused
+    is_on_disk = True
+    pair.world.settle(2 * ASK_S)
+    assert not accused
+    assert len(pair.producer.distrusted) == 1
 
 
 def test_nothing_is_right_of_a_prompt_whose_kv_turned_out_wrong(push: Pair) -> None:
