@@ -358,5 +358,5 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
 
 
 async def attack_for(url: str, name: str, seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(ATTACKS[name]()(url), seconds)
+    """Returns while the attack may still be ending: its process must end at once."""
+    await asyncio.wait({asyncio.ensure_future(ATTACKS[name]()(url))}, timeout=seconds)

@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -267,8 +268,12 @@ async def ask_once(url: str) -> int:
 
 
 def attack_process(pipe: Connection, name: str, url: str, seconds: float) -> None:
-    asyncio.run(attack_for(url, name, seconds) if name else asyncio.sleep(seconds))
-    pipe.send("done")
+    async def attack() -> None:
+        await (attack_for(url, name, seconds) if name else asyncio.sleep(seconds))
+        pipe.send("done")
+        os._exit(0)  # cancelling hundreds of clients takes time, in which they would go on
+
+    asyncio.run(attack())
 
 
 def show_attacks(rows: list[dict[str, Any]]) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
+
 
 class Shares:
     """A limited amount of something, and what each owner holds of it.
@@ -40,3 +45,24 @@ class Shares:
             self._of[owner] = own
         else:
             self._of.pop(owner, None)
+
+
+class OneAtATime:
+    """Costly work in threads, of which each owner does one piece at a time. Several would take the cores, and
+    the interpreter, from the event loop.
+
+    The owner "" stands for all clients where there are no keys, and is not limited.
+    """
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[tuple[int, str], asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        if not owner:
+            yield
+            return
+        # By event loop, too: a lock belongs to one.
+        lock = self._locks.setdefault((id(asyncio.get_running_loop()), owner), asyncio.Lock())
+        async with lock:
+            yield

@@ -18,6 +18,7 @@ from tandem.router.openai.prompts import (
     chat_prompt,
     check_images,
     encoded,
+    long_texts,
     prompt_ids,
     render_chat,
     with_images,
@@ -80,7 +81,10 @@ async def tokenize(services: Services, exchange: HttpExchange) -> None:
             named = bool(request.return_token_strs)
             del request
             with services.kept.share(len(ids) * (TOKEN_BYTES + named * NAME_BYTES), exchange.owner):
-                pieces = await asyncio.to_thread(_pieces, ids, model.tokenizer) if named else None
+                pieces: list[str] | None = None
+                if named:
+                    async with long_texts.turn(_owner(exchange).tenant):
+                        pieces = await asyncio.to_thread(_pieces, ids, model.tokenizer)
                 answer = {
                     "count": len(ids),
                     "max_model_len": model.max_model_len,

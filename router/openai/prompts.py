@@ -31,6 +31,7 @@ from tandem.router.openai.chat_request import (
 )
 from tandem.router.openai.fields import Choices, MaxTokens, SamplingFields, TokenId
 from tandem.router.openai.sampling import defaults_of
+from tandem.router.shares import OneAtATime
 from tandem.router.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
@@ -51,6 +52,9 @@ CompletionMaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1, description="0 onl
 # Rendering more takes milliseconds, so a thread does it.
 INLINE_ITEMS = 50
 INLINE_CHAT_CHARACTERS = 16 << 10
+# Tokenizing more takes about a tenth of a second.
+LONG_TEXT = 256 << 10
+long_texts = OneAtATime()
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -221,6 +225,9 @@ async def encoded(
     when any length is allowed."""
     if context is not None and len(text) > (most := tokenizer.most_characters(context)):
         raise _too_many_characters(param, f"{len(text)} characters are", context, most)
+    if len(text) > LONG_TEXT:
+        async with long_texts.turn(owner.tenant):
+            return await tokenizer.encode_async(text, special=special, owner=owner)
     return await tokenizer.encode_async(text, special=special, owner=owner)
 
 

@@ -22,6 +22,7 @@ from tandem.router.formats.call_grammar import CallGrammar, OfferedTool
 from tandem.router.formats.lark import ANY_TEXT, JsonObject, json_schema, quoted
 from tandem.router.openai.chat_request import ChatRequest, NamedToolChoice, Tool
 from tandem.router.openai.fields import RepetitionFields, ResponseFormat, SamplingFields, StructuredOutputs
+from tandem.router.shares import OneAtATime
 from tandem.router.text.tenant_cache import CacheOwner, TenantCache
 from tandem.router.text.tokenizer import Tokenizer, read_json
 from tandem.wire.errors import ConfigurationError, InvalidRequest
@@ -208,6 +209,7 @@ _REMEMBERED = 256
 # Checked grammars with their problem, "" for none. New grammars are checked in a thread, even short ones: a
 # schema of a few hundred characters can take a tenth of a second.
 _checked: TenantCache[str, str] = TenantCache(_REMEMBERED)
+_checking = OneAtATime()
 
 _SOURCE_LINES = re.compile(r"\n\s+\d+ \|.*", re.DOTALL)
 _PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
@@ -267,7 +269,8 @@ async def check_grammar(grammar: str, param: str, owner: CacheOwner) -> None:
     _check_length(len(grammar), param)
     problem = _checked.get(owner, grammar)
     if problem is None:
-        problem = await asyncio.to_thread(_problem, grammar) or ""
+        async with _checking.turn(owner.tenant):
+            problem = await asyncio.to_thread(_problem, grammar) or ""
         _checked.put(owner, grammar, problem, 1)
     if problem:
         raise InvalidRequest(f"{param}: {problem}", param)
