@@ -391,12 +391,14 @@ class CopyThread(Mover):
             self._current = None
             if queued.is_load:
                 self._absence.loaded_in_time()
-            if not right:
-                self._given_up += 1
-            elif queued.is_load:
-                self._loaded_blocks += len(queued.job.blocks)
-            else:
+            if queued.is_load:
+                self._loaded_blocks += (
+                    len(queued.job.blocks) if right else 0
+                )  # the scheduler counts failed loads
+            elif right:
                 self._stored_blocks += len(queued.job.blocks)
+            else:
+                self._given_up += 1
             self._ended[queued.job.job] = right
             self._changed.notify_all()
         self._wake()

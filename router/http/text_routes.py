@@ -83,7 +83,7 @@ async def tokenize(services: Services, exchange: HttpExchange) -> None:
             with services.kept.share(len(ids) * (TOKEN_BYTES + named * NAME_BYTES), exchange.owner):
                 pieces: list[str] | None = None
                 if named:
-                    async with long_texts.turn(_owner(exchange).tenant):
+                    async with long_texts.turn(owner_of(exchange).tenant):
                         pieces = await asyncio.to_thread(_pieces, ids, model.tokenizer)
                 answer = {
                     "count": len(ids),

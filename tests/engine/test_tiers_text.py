@@ -205,7 +205,7 @@ def test_a_restarted_engine_goes_on_from_its_disk(runner: ModelRunner, sessions:
         if turn:
             near, far = talks.tiers
             assert near.evicted_bytes > 0
-            assert far.loaded_bytes > near.loaded_bytes * (turn == 2)
+            assert turn == 3 or far.loaded_bytes > near.loaded_bytes * (turn == 2)
             assert (stats.loads_failed > 0) == (turn == 3)
             talks.engine.shutdown()
         computed.append(stats.prompt_tokens_computed)

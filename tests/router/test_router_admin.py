@@ -117,7 +117,7 @@ class AdapterControl(FakeControl):
         ("load", {"lora_name": "law", "lora_path": "/law", "load_inplace": True}, 400, "another folder"),
         ("load", {"lora_name": "rank", "lora_path": "/rank"}, 400, "decode-0: it has rank 64"),
         ("load", {"lora_name": "sql"}, 400, "lora_path"),
-        ("load", [], 400, "Expected `object`"),
+        ("load", [], 400, "must be a mapping"),
         ("unload", {"lora_name": "law"}, 200, "'law' removed successfully"),
         ("unload", {"lora_name": "sql"}, 404, "there is no adapter 'sql'; there are: law"),
         ("unload", {}, 400, "lora_name"),

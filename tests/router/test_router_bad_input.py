@@ -92,7 +92,7 @@ def test_a_refusal_is_short_however_long_the_mistake_is(router: RunningRouter) -
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v1", 404),
         ("POST", "/v1/chat", 404),
         ("GET", "/v1/completions/", 404),

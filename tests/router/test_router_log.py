@@ -40,7 +40,9 @@ async def main():
 
 uvloop.run(main())
 """
-LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) [\w.]+: \S.*$")
+LINE = re.compile(
+    r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) [\w.]+: \S.*$"
+)
 PATIENCE_S = 15.0
 KEY = {"authorization": "Bearer secret"}
 

@@ -221,7 +221,7 @@ TOO_LONG = [70] * (CONTEXT + 1)
     ("body", "param", "says"),
     [
         ({}, "input", "is required"),
-        ({"input": []}, "input", "length >= 1"),
+        ({"input": []}, "input", "at least 1"),
         ({"input": ""}, "input", "must not be empty"),
         ({"input": ["a", ""]}, "input", "must not be empty"),
         ({"input": [[]]}, "input", ""),

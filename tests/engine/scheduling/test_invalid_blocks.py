@@ -84,7 +84,7 @@ def test_where_that_is_the_policy_the_request_ends_with_an_error():
     (update,) = book_garbage(driver, step, invalid(connector.blocks["a"][0][2]))
     assert update.finish is FinishReason.ERROR
     assert update.error is not None
-    assert update.error.code == "kv_transfer_failed"
+    assert update.error.code == "kv_load_failed"
     assert a.status is RequestStatus.FINISHED_ERROR
     assert told == [8]  # no request is told that what is wrong was computed
     assert driver.free_blocks == 99

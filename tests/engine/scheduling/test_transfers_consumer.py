@@ -229,7 +229,7 @@ def test_a_failed_load_ends_the_request_where_that_is_the_policy():
     (update,) = updates
     assert (update.finish, update.token_ids) == (FinishReason.ERROR, [])
     assert update.error is not None
-    assert update.error.code == "kv_transfer_failed"
+    assert update.error.code == "kv_load_failed"
     assert "the peer is gone" in update.error.message
     assert request.status is RequestStatus.FINISHED_ERROR
     assert len(connector.asked("finished", "a")) == 1
