@@ -33,7 +33,7 @@ from tests.world.router import WorldRouter
 
 FAULTS_S = 20.0
 AWAY_S = 45.0
-AT_ONCE_S = 5.0  # while a node has been away for long, new requests are answered within this
+AT_ONCE_S = 7.5  # while a node has been away for long, new requests are answered within this
 QUIET_S = 120.0  # after the faults, everything has ended within this time
 STARTED_S = 10.0  # nodes that were killed last serve again within this
 PROBE_S = 15.0  # and a new request is answered within this
