@@ -58,6 +58,11 @@ def with_parts(monkeypatch: pytest.MonkeyPatch, out: Path, *more: str, **parts: 
 
     exec(code, {})
     monkeypatch.setattr(gpu.subprocess, "Popen", started)
+    # A script's own folder is searched for modules, and not the folder that it is started in, as with `-m`.
+    there = Path(gpu.__file__).resolve().parents[1]
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(there), os.environ.get("PYTHONPATH", "")]))
+    )
     arguments = ["gpu", "--device", "cpu", "--out", str(out), "--only", ",".join(parts), *more]
     monkeypatch.setattr(sys, "argv", arguments)
     return gpu.main()
